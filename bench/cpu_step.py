@@ -1,0 +1,108 @@
+"""Tokens/s of a whole training step on the CPU, fp32: memo, an autograd twin, transformers' GPT-2, and the floor.
+
+    python bench/cpu_step.py [--threads=2] [--rounds=7]
+
+Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process; figures are medians over the
+rounds. Writes bench/results/cpu_step.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.floor import Kernels
+from bench.machine import machine
+from memo.config import Config
+from memo.optim import Optimizer
+from model import GPT, initial_weights
+from tests.twin import Twin
+
+MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"), "default": dict(position="rope", bias=False, gelu="exact")}
+SHAPES = ((1024, 4), (8192, 1))
+VOCAB = 4096
+
+
+def autograd_step(module, loss):
+    """A plain training step of a torch module: decay on matrices only, foreach clipping, fused AdamW."""
+    parts = ([p for p in module.parameters() if (p.dim() >= 2) == matrices] for matrices in (True, False))
+    adamw = torch.optim.AdamW([dict(params=p, weight_decay=d) for p, d in zip(parts, (0.1, 0.0), strict=True)], lr=1e-4, fused=True)
+
+    def step():
+        adamw.zero_grad(set_to_none=True)
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        adamw.step()
+    return step
+
+
+def gpt2_of_transformers(cfg):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=cfg.vocab_size, n_positions=cfg.block_size, n_embd=cfg.n_embd, n_layer=cfg.n_layer, n_head=cfg.n_head,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
+        activation_function="gelu_pytorch_tanh"))  # torch's fused kernel; gelu_new is slower still
+
+
+def rivals(cfg, B, name):
+    """{name: step} for one case; the floor is recorded from a step of memo."""
+    tokens, targets = torch.randint(0, cfg.vocab_size, (2, B, cfg.block_size))
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(initial_weights(cfg, 0, "cpu"))
+
+    def memo_step():
+        model.forward(tokens, targets, scale=1.0)
+        model.backward()
+        optimizer.clip(1.0)
+        optimizer.step(1e-4)
+
+    with Kernels() as kernels:
+        memo_step()
+    twin = Twin(cfg).load(initial_weights(cfg, 0, "cpu"))
+    steps = {"memo": memo_step, "twin": autograd_step(twin, lambda: twin(tokens, targets)), "floor": kernels.run}
+    if name == "gpt2":
+        hf = gpt2_of_transformers(cfg)
+        steps["transformers"] = autograd_step(hf, lambda: hf(input_ids=tokens, labels=tokens).loss)
+    return steps
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    print(f"{'model':8} {'S':>6} {'B':>2}  " + "".join(f"{n + ' tok/s':>20}" for n in ("memo", "twin", "transformers"))
+          + f"{'memo/twin':>11}{'memo/tf':>9}{'memo over floor':>17}{'twin over floor':>17}")
+    for name, keys in MODELS.items():
+        for S, B in SHAPES:
+            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, vocab_size=VOCAB, **keys)
+            steps = rivals(cfg, B, name)
+            times = {n: [] for n in steps}
+            for _ in range(args.rounds + 1):
+                for n, step in steps.items():
+                    start = time.perf_counter()
+                    step()
+                    times[n].append(time.perf_counter() - start)
+            s = {n: statistics.median(t[1:]) for n, t in times.items()}  # the first round warms up
+            tf = s.get("transformers", float("nan"))
+            row = dict(model=name, S=S, B=B, L=4, C=256, H=4, V=VOCAB, seconds=s, tokens_per_s={n: B * S / t for n, t in s.items()},
+                       memo_over_twin=s["twin"] / s["memo"], memo_over_floor=s["memo"] / s["floor"],
+                       memo_over_transformers=tf / s["memo"] if tf == tf else None)
+            rows.append(row)
+            print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / t:20.0f}" for t in (s["memo"], s["twin"], tf))
+                  + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}{s['twin'] / s['floor']:17.2f}",
+                  flush=True)
+    out = Path(__file__).parent / "results" / "cpu_step.json"
+    out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What a committed result says about where it comes from."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+
+def first_line(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.split("\n")[0].strip()
+    except OSError:
+        return ""
+
+
+def machine():
+    """GPU and driver (or the processor), torch, Python, commit and command of this run."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        names = [row.split(":")[1].strip() for row in cpuinfo.read_text().split("\n") if row.startswith("model name")] \
+            if cpuinfo.exists() else []
+        device, driver = f"{names[0] if names else platform.processor()} x {len(names) or '?'}", None
+    return dict(device=device, driver=driver, torch=torch.__version__, python=platform.python_version(),
+                commit=first_line("git", "rev-parse", "HEAD"), command=" ".join(["python", *sys.argv]))

@@ -1,0 +1,16 @@
+"""The 65B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2."""
+dataset = "text"
+out_dir = "out/65b_1m"
+
+n_layer = 80
+n_head = 64
+n_embd = 8192
+block_size = 1048576
+vocab_size = 50257
+
+max_iters = 1000
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 50
+eval_interval = 0
+save_interval = 50

@@ -1,0 +1,23 @@
+"""GPT-2 small. Prepare the data first: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text"""
+dataset = "text"
+out_dir = "out/gpt2_124m"
+
+n_layer = 12
+n_head = 12
+n_embd = 768
+block_size = 1024
+vocab_size = 50257
+bias = True
+gelu = "tanh"
+position = "learned"
+
+batch_size = 16
+gradient_accumulation_steps = 32
+max_iters = 20000
+learning_rate = 6e-4
+min_lr = 6e-5
+warmup_iters = 700
+eval_interval = 500
+eval_iters = 50
+save_interval = 500
+log_interval = 10

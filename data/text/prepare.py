@@ -1,0 +1,117 @@
+"""A dataset from your own text (.txt: one document a file, .jsonl, .parquet) or from a Hugging Face dataset.
+
+    python data/text/prepare.py --source=notes/ --tokenizer=train:4096
+    python data/text/prepare.py --source=Salesforce/wikitext --config=wikitext-2-raw-v1 --tokenizer=gpt2/tokenizer.json
+"""
+
+import argparse
+import glob
+import itertools
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from memo.config import ConfigError  # noqa: E402
+from memo.tokens import DATA, Arguments, load_tokenizer, run, train_tokenizer, write_dataset  # noqa: E402
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+
+def read_argv(argv):
+    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--source", required=True, help="a file, a folder of files, or a Hugging Face dataset's name")
+    parser.add_argument("--tokenizer", required=True,
+                        help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, or train:<vocab>")
+    parser.add_argument("--out_dir", help="where to write (default: data/<name of the source>)")
+    parser.add_argument("--text_key", default="text", help="the column of the text in .jsonl, .parquet and Hugging Face")
+    parser.add_argument("--config", help="which configuration of the Hugging Face dataset, where it has several")
+    parser.add_argument("--split", default="train", help="which split of the Hugging Face dataset (default train)")
+    return parser.parse_args(argv)
+
+
+def source_files(source):
+    """The files of a file or folder, in order. Errors: none that can be read."""
+    path, suffixes = Path(source), ", ".join(SUFFIXES)
+    if path.is_file() and path.suffix not in SUFFIXES:
+        raise ConfigError(f"source={source} must have one of the suffixes {suffixes}, not {path.suffix!r}; convert it")
+    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"source={source} must hold files of the suffixes {suffixes}, it holds none; give another folder")
+    return files
+
+
+def load(source, remedy, *args, **kwargs):
+    """The rows of datasets.load_dataset. Errors: whatever stops it, in one line."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        import datasets  # takes seconds: only where it is needed
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+        return datasets.load_dataset(*args, **kwargs)
+    except Exception as e:
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise ConfigError(f"source={source} cannot be loaded ({reason}); {remedy}") from None
+
+
+def text_of(row, text_key, where):
+    """A row's text; null is no text. Errors: no such column, or one that does not hold text."""
+    if not isinstance(row, dict) or text_key not in row:
+        columns = ", ".join(row) if isinstance(row, dict) else "none"
+        raise ConfigError(f"{where}: text_key={text_key} must be one of the columns ({columns}); give another --text_key")
+    text = row[text_key]
+    if not isinstance(text, str | None):
+        raise ConfigError(f"{where}: text_key={text_key} must hold text, not {type(text).__name__}; give another --text_key")
+    return (text or "").encode(errors="replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
+
+
+def file_documents(path, text_key):
+    """The documents of one file, one row in memory at a time."""
+    try:
+        if path.suffix == ".txt":
+            yield path.read_text(encoding="utf-8-sig")
+        elif path.suffix == ".jsonl":
+            with open(path, encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield text_of(json.loads(line), text_key, f"{path}:{number}")
+        else:
+            with tempfile.TemporaryDirectory() as cache:  # streamed: it holds a lock and no data
+                for row in load(path, "give a whole Parquet file", "parquet", data_files=glob.escape(str(path)),
+                                split="train", streaming=True, cache_dir=cache):
+                    yield text_of(row, text_key, path)
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} must be UTF-8 text ({e.reason}); convert it with iconv") from None
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{path}:{number} must be one JSON object a line ({e}); mend or drop the line") from None
+
+
+def open_source(args):
+    """(function that reads the documents from the first, their bytes or None where unknown)."""
+    if Path(args.source).exists():
+        files = source_files(args.source)
+        total = None if any(p.suffix == ".parquet" for p in files) else sum(p.stat().st_size for p in files)
+        return lambda: itertools.chain.from_iterable(file_documents(p, args.text_key) for p in files), total
+    if Path(args.source).suffix in SUFFIXES or args.source.count("/") > 1:
+        raise ConfigError(f"source={args.source} does not exist; give a file, a folder or a Hugging Face dataset's name")
+    rows = load(args.source, "give a file, a folder or a Hugging Face dataset's name; check --config, --split, the network",
+                args.source, args.config, split=args.split)
+    if args.text_key in rows.column_names:
+        rows = rows.select_columns([args.text_key])
+    return lambda: (text_of(row, args.text_key, args.source) for row in rows), rows.data.nbytes
+
+
+def main(argv):
+    args = read_argv(argv)
+    kind, _, vocab = args.tokenizer.partition(":")
+    if kind == "train" and not vocab.isdecimal():
+        raise ConfigError(f"tokenizer={args.tokenizer} must be train:<vocab>, a whole number; try train:4096")
+    tokenizer = None if kind == "train" else load_tokenizer(args.tokenizer)
+    documents, total_bytes = open_source(args)
+    tokenizer = tokenizer or train_tokenizer(documents(), int(vocab))
+    write_dataset(args.out_dir or DATA / Path(args.source).stem, documents(), tokenizer, total_bytes)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""memo: training GPT models with ultra-long contexts."""

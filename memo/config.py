@@ -1,0 +1,228 @@
+"""The configuration: one frozen dataclass, one way to fill it, every rule checked before a device is touched."""
+
+import ast
+import difflib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+
+class ConfigError(ValueError):
+    """A value the user can mend. One line: name, value, rule, remedy."""
+
+
+def key(default, help, choices=(), least=None, below=None):
+    """A configuration key with its default, its --help line and the values it may take."""
+    return field(default=default, metadata=dict(help=help, choices=choices, least=least, below=below))
+
+
+@dataclass(frozen=True)
+class Config:
+    # model; these keys belong to a checkpoint and cannot change under it
+    n_layer: int = key(4, "L, transformer layers", least=1)
+    n_head: int = key(4, "H, attention heads", least=1)
+    n_embd: int = key(256, "C, hidden size", least=1)
+    block_size: int = key(4096, "S, tokens in a sequence", least=1)
+    vocab_size: int = key(0, "V, vocabulary; 0 takes the dataset's", least=0)
+    bias: bool = key(False, "biases in the linears and norms")
+    gelu: str = key("exact", "form of the GELU; GPT-2 has tanh", choices=("exact", "tanh"))
+    position: str = key("rope", "rotary, or learned as in GPT-2", choices=("rope", "learned"))
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", least=1.0)
+    # data
+    dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json")
+    batch_size: int = key(1, "B, sequences in a forward pass", least=1)
+    gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1)
+    # optimizer
+    max_iters: int = key(1000, "steps in the whole run", least=1)
+    learning_rate: float = key(1e-3, "highest learning rate", least=0.0)
+    min_lr: float = key(1e-4, "learning rate at the end of the decay", least=0.0)
+    warmup_iters: int = key(20, "steps of linear warmup", least=0)
+    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0)
+    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", least=0.0)
+    beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0)
+    beta2: float = key(0.95, "AdamW's second moment", least=0.0, below=1.0)
+    grad_clip: float = key(1.0, "largest global gradient norm; 0 does not clip", least=0.0)
+    # the run
+    out_dir: str = key("out", "where checkpoints, metrics and pictures go")
+    init_from: str = key("scratch", "scratch | resume | hf:<folder of a GPT-2 in safetensors>")
+    eval_interval: int = key(100, "steps between evaluations; 0 never evaluates", least=0)
+    eval_iters: int = key(8, "batches in an evaluation", least=1)
+    log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1)
+    save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0)
+    wandb_log: bool = key(False, "also log to Weights & Biases")
+    wandb_project: str = key("memo", "its project")
+    wandb_run_name: str = key("", "its run name; empty lets it choose")
+    device: str = key("auto", "auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
+    dtype: str = key("auto", "auto is bfloat16 on CUDA, float32 on the CPU", choices=("auto", "float32", "bfloat16"))
+    attention: str = key("auto", "attention kernels",
+                         choices=("auto", "flash_attn_3", "flash_attn_2", "cudnn", "flash", "cpu", "math"))
+    deterministic: bool = key(False, "the same bits from run to run on a GPU too")
+    seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0)
+
+    def __post_init__(self):
+        for f in fields(self):
+            check_value(f, getattr(self, f.name))
+        C, H = self.n_embd, self.n_head
+        if C % H:
+            divisors = [h for h in range(1, C + 1) if C % h == 0]
+            nearest = min(divisors, key=lambda h: abs(h - H))
+            raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try n_head={nearest}")
+        if self.position == "rope" and (C // H) % 2:
+            raise ConfigError(f"n_embd/n_head={C // H} must be even for position=rope (it rotates pairs); "
+                              "try another n_head or position=learned")
+        if self.min_lr > self.learning_rate:
+            raise ConfigError(f"min_lr={self.min_lr} must be <= learning_rate={self.learning_rate}; lower min_lr")
+        if self.decay_iters < self.warmup_iters:
+            raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= lr_decay_iters={self.decay_iters}; "
+                              "lower warmup_iters")
+        if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
+            raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
+
+    @property
+    def decay_iters(self):
+        return self.lr_decay_iters or self.max_iters
+
+
+MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "rope_theta")
+KEYS = {f.name: f for f in fields(Config)}
+
+
+def check_value(f, value):
+    """Raises ConfigError where `value` is not one that field `f` may take."""
+    if type(value) is not f.type:
+        raise ConfigError(f"{f.name}={value!r} must be of type {f.type.__name__}, not {type(value).__name__}")
+    m = f.metadata
+    if m["choices"] and value not in m["choices"]:
+        raise ConfigError(f"{f.name}={value!r} must be one of {', '.join(m['choices'])}")
+    if m["least"] is not None and not value >= m["least"]:
+        raise ConfigError(f"{f.name}={value!r} must be at least {m['least']}")
+    if m["below"] is not None and not value < m["below"]:
+        raise ConfigError(f"{f.name}={value!r} must be below {m['below']}")
+    if f.type is float and value in (float("inf"), float("-inf")):
+        raise ConfigError(f"{f.name}={value!r} must be finite")
+
+
+def known_key(name, where):
+    if name not in KEYS:
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
+        raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
+    return KEYS[name]
+
+
+def typed(f, value, where):
+    """`value` as the field's type: a string from the command line is read, an int may stand for a float."""
+    if f.type is float and type(value) is int:
+        return float(value)
+    if not where.startswith("--") or f.type is str:
+        return value
+    try:
+        return {"true": True, "false": False}[value.lower()] if f.type is bool else f.type(value)
+    except (ValueError, KeyError):
+        wanted = "true or false" if f.type is bool else f.type.__name__
+        raise ConfigError(f"{f.name}={value!r} must be {wanted}") from None
+
+
+def read_file(path):
+    """The assignments of a config file, which is run in a namespace of its own with no builtins.
+
+    Errors: anything but assignments to known keys.
+    """
+    try:
+        tree = ast.parse(Path(path).read_text(), filename=path)
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path!r} does not exist; see config/") from None
+    except (OSError, SyntaxError, UnicodeDecodeError) as e:
+        raise ConfigError(f"config file {path!r} cannot be read: {e}") from None
+    for node in tree.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        plain = isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) for t in node.targets)
+        if not (docstring or plain):
+            raise ConfigError(f"{path}:{node.lineno}: a config file holds assignments only, as in n_layer = 12")
+    namespace = {"__builtins__": {}}
+    try:
+        exec(compile(tree, path, "exec"), namespace)
+    except Exception as e:
+        raise ConfigError(f"{path}: {type(e).__name__}: {e}") from None
+    given = {k: v for k, v in namespace.items() if k not in ("__builtins__", "__doc__")}
+    return {k: typed(known_key(k, path), v, path) for k, v in given.items()}
+
+
+def read_argv(argv):
+    """(config file or None, {key: value}) of a command line."""
+    path, values = None, {}
+    for arg in argv:
+        if not arg.startswith("-"):
+            if path is not None:
+                raise ConfigError(f"{arg!r}: there is a config file already, {path!r}; keys are given as --key=value")
+            path = arg
+            continue
+        name, equals, value = arg[2:].partition("=")
+        if not arg.startswith("--") or not equals:
+            raise ConfigError(f"{arg!r} must have the form --key=value; see --help")
+        values[name] = typed(known_key(name, arg), value, arg)
+    return path, values
+
+
+def gpt2_model_keys(folder):
+    """The model keys of a GPT-2 in Hugging Face's format. Errors: not a GPT-2, or one with options that memo lacks."""
+    path = Path(folder) / "config.json"
+    try:
+        hf = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"init_from=hf:{folder}: {path} cannot be read ({e}); give a local folder of a GPT-2") from None
+    rules = dict(model_type=("gpt2",), activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
+                 layer_norm_epsilon=(1e-5,), n_inner=(None, 4 * hf.get("n_embd", 0)), scale_attn_weights=(True,),
+                 scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
+    defaults = dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, n_inner=None, scale_attn_weights=True,
+                    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True, add_cross_attention=False)
+    for name, allowed in rules.items():
+        value = hf.get(name, defaults.get(name))
+        if value not in allowed:
+            raise ConfigError(f"{path}: {name}={value!r} must be {' or '.join(map(repr, allowed))}")
+    return dict(n_layer=hf["n_layer"], n_head=hf["n_head"], n_embd=hf["n_embd"], block_size=hf["n_positions"],
+                vocab_size=hf["vocab_size"], bias=True, position="learned",
+                gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
+
+
+def inherited(given):
+    """What the run starts from besides the defaults: the saved config of `resume`, the model of `hf:`."""
+    init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
+    if init_from == "resume":
+        path = Path(out_dir) / "config.json"
+        try:
+            base = json.loads(path.read_text())
+        except (OSError, ValueError):
+            raise ConfigError(f"init_from=resume: out_dir={out_dir} holds no readable config.json; "
+                              "start with --init_from=scratch") from None
+        rope = base.get("position") == "rope"  # no weight depends on the positions: the context may grow
+        fixed = {k: base[k] for k in MODEL_KEYS if k in base and not (rope and k in ("block_size", "rope_theta"))}
+    elif init_from.startswith("hf:"):
+        base = fixed = gpt2_model_keys(init_from.removeprefix("hf:"))
+        if given.get("block_size", 0) < base["block_size"]:  # a shorter context only crops the positions
+            fixed = {k: v for k, v in fixed.items() if k != "block_size"}
+    else:
+        return {}
+    for name, value in fixed.items():
+        if given.get(name, value) != value:
+            raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that init_from={init_from} "
+                              "loads; leave it out")
+    return {k: v for k, v in base.items() if k in KEYS}
+
+
+def load_config(argv):
+    """argv -> Config: defaults, then what `init_from` brings, then the config file, then --key=value."""
+    path, values = read_argv(argv)
+    given = {**(read_file(path) if path else {}), **values}
+    if given.get("vocab_size") == 0:
+        del given["vocab_size"]
+    return Config(**{**inherited(given), **given})
+
+
+def save_config(cfg, path):
+    Path(path).write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+
+
+def help_text():
+    rows = [f"  --{f.name}={f.default!s:<10} {f.metadata['help']}"
+            + (f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else "") for f in KEYS.values()]
+    return "keys, with their defaults:\n" + "\n".join(rows)

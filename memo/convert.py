@@ -1,0 +1,160 @@
+"""GPT-2 in Hugging Face's format <-> memo checkpoints.
+
+    python -m memo.convert from-hf <hf_folder> <out_dir>    a local GPT-2 -> <out_dir>/ckpt.safetensors, config.json
+    python -m memo.convert to-hf <out_dir> <hf_folder>      a run -> a folder that transformers loads
+
+GPT-2 keeps a linear as (in, out), memo as (out, in); memo pads the rows of the embedding to a multiple of 128.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from memo import checkpoint
+from memo.config import Config, ConfigError, gpt2_model_keys, save_config
+
+VOCAB_MULTIPLE = 128  # model.py's
+LAYER = {"ln1": ("ln_1", 1, 0), "qkv": ("attn.c_attn", 3, 1), "proj": ("attn.c_proj", 1, 1),  # name there, (out, in)
+         "ln2": ("ln_2", 1, 0), "fc1": ("mlp.c_fc", 4, 1), "fc2": ("mlp.c_proj", 1, 4)}       # in units of C
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+WEIGHTS, INDEX, CONFIG, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"
+
+
+def gpt2_parameters(cfg):
+    """[(memo's name, GPT-2's name, GPT-2's shape)] of a GPT-2 with the dimensions of `cfg`."""
+    C = cfg.n_embd
+    rows = [("wte", "wte.weight", (cfg.vocab_size, C)), ("wpe", "wpe.weight", (cfg.block_size, C))]
+    for i in range(cfg.n_layer):
+        for name, (there, n_out, n_in) in LAYER.items():
+            rows.append((f"h.{i}.{name}_w", f"h.{i}.{there}.weight", (n_in * C, n_out * C) if n_in else (C,)))
+            rows.append((f"h.{i}.{name}_b", f"h.{i}.{there}.bias", (n_out * C,)))
+    return [*rows, ("lnf_w", "ln_f.weight", (C,)), ("lnf_b", "ln_f.bias", (C,))]
+
+
+def other_layout(name, w):
+    """A linear's matrix from (in, out) to (out, in) or back, as a view; the rest as it is."""
+    return w.t() if name.startswith("h.") and w.dim() == 2 else w
+
+
+# --- from Hugging Face ---
+
+def open_weights(folder):
+    """{GPT-2's name: function that reads the tensor}, from one file or from shards."""
+    single, index = (folder / WEIGHTS).exists(), (folder / INDEX).exists()
+    if not single and not index:
+        pickled = (folder / "pytorch_model.bin").exists()
+        raise ConfigError(f"{folder} holds no {WEIGHTS}; " + (
+            "pytorch_model.bin could run code, so save the model again with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else
+            "give a local folder of a GPT-2"))
+    weights = {}
+    try:
+        files = [WEIGHTS] if single else sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        for file in files:
+            opened = safe_open(folder / file, "pt")
+            names = opened.keys()
+            weights |= {name.removeprefix("transformer."): partial(opened.get_tensor, name) for name in names}
+    except (OSError, ValueError, KeyError, SafetensorError) as e:
+        raise ConfigError(f"the weights in {folder} cannot be read ({e}); download the folder again") from None
+    return weights
+
+
+def hf_tensors(folder, cfg):
+    """Yields (memo's name, fp32 tensor) of the GPT-2 in `folder`: positions cropped to cfg.block_size, rows of the
+    embedding padded with zeros. Errors: weights that are missing, of another shape or kind, or not GPT-2's."""
+    folder = Path(folder)
+    weights, rows = open_weights(folder), gpt2_parameters(cfg)
+    head = weights.pop("lm_head.weight", None)
+    if head and "wte.weight" in weights and not torch.equal(head(), weights["wte.weight"]()):
+        raise ConfigError(f"{folder}: lm_head.weight differs from wte.weight; memo's head is tied to its embedding")
+    unknown = {n for n in weights if not n.endswith((".attn.bias", ".attn.masked_bias"))} - {there for _, there, _ in rows}
+    if unknown:
+        raise ConfigError(f"{folder}: {min(unknown)} is not a tensor of a GPT-2 with n_layer={cfg.n_layer}; "
+                          "give the folder of a plain GPT-2")
+    for name, there, shape in rows:
+        w = weights[there]() if there in weights else None
+        if name == "wpe" and w is not None:
+            w = w[:cfg.block_size]
+        if w is None or tuple(w.shape) != shape or w.dtype not in FLOATS:
+            found = "missing" if w is None else f"{tuple(w.shape)} {w.dtype}"
+            raise ConfigError(f"{folder}: {there} is {found}, must be {shape} in fp32, fp16 or bf16; "
+                              f"see its {CONFIG}")
+        w = other_layout(name, w).float()
+        if name == "wte":
+            w = torch.nn.functional.pad(w, (0, 0, 0, -len(w) % VOCAB_MULTIPLE))
+        yield name, w
+
+
+def from_hf(hf_folder, out_dir):
+    hf_folder, out_dir = Path(hf_folder), Path(out_dir)
+    if (out_dir / checkpoint.FILE).exists():
+        raise ConfigError(f"out_dir={out_dir} holds a checkpoint already; choose another folder")
+    cfg = Config(**gpt2_model_keys(hf_folder), out_dir=str(out_dir))
+    tensors = {f"params.{name}": w for name, w in hf_tensors(hf_folder, cfg)}
+    out_dir.mkdir(parents=True, exist_ok=True)
+    save_config(cfg, out_dir / CONFIG)
+    copy_tokenizer(hf_folder, out_dir)
+    checkpoint.write(out_dir / checkpoint.FILE, tensors, checkpoint.metadata(cfg, 0))
+    print(f"{out_dir}: train with --init_from=resume, generate with memo.sample")
+
+
+# --- to Hugging Face ---
+
+def to_hf(out_dir, hf_folder):
+    out_dir, hf_folder = Path(out_dir), Path(hf_folder)
+    if any(hf_folder.glob("model*.safetensors")):
+        raise ConfigError(f"{hf_folder} holds a {WEIGHTS} already; choose another folder")
+    ckpt = checkpoint.load(out_dir)
+    cfg = Config(**ckpt.config)
+    if cfg.position != "learned":
+        raise ConfigError(f"position={cfg.position} must be learned for to-hf (GPT-2 has no rotary positions); "
+                          "train with --position=learned")
+    mine, tensors = dict(ckpt.tensors("params")), {}
+    for name, there, shape in gpt2_parameters(cfg):
+        w = other_layout(name, mine[name]) if name in mine else torch.zeros(shape)  # bias=False
+        tensors[f"transformer.{there}"] = w[:cfg.vocab_size] if name == "wte" else w
+    hf_folder.mkdir(parents=True, exist_ok=True)
+    (hf_folder / CONFIG).write_text(json.dumps(hf_config(cfg), indent=1) + "\n")
+    copy_tokenizer(out_dir, hf_folder)
+    checkpoint.write(hf_folder / WEIGHTS, tensors, {"format": "pt"}, with_crc=False)
+    print(f"{hf_folder}: load it with transformers.GPT2LMHeadModel.from_pretrained")
+
+
+def hf_config(cfg):
+    return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=cfg.vocab_size, n_positions=cfg.block_size,
+                n_embd=cfg.n_embd, n_layer=cfg.n_layer, n_head=cfg.n_head, tie_word_embeddings=True,
+                activation_function="gelu" if cfg.gelu == "exact" else "gelu_new", layer_norm_epsilon=1e-5,
+                attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None, eos_token_id=None)
+
+
+def copy_tokenizer(source, target):
+    if (source / TOKENIZER).exists():
+        shutil.copyfile(source / TOKENIZER, target / TOKENIZER)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser("python -m memo.convert", description="GPT-2 of Hugging Face <-> memo checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, source, target, text in (
+            ("from-hf", "hf_folder", "out_dir", "a local GPT-2 in safetensors -> a checkpoint to resume from"),
+            ("to-hf", "out_dir", "hf_folder", "a checkpoint with learned positions -> a folder that transformers loads")):
+        sub = commands.add_parser(command, help=text, description=text)
+        sub.add_argument("source", metavar=source)
+        sub.add_argument("target", metavar=target)
+    args = parser.parse_args(argv)
+    try:
+        (from_hf if args.command == "from-hf" else to_hf)(args.source, args.target)
+    except (ConfigError, OSError) as e:
+        print(f"memo.convert: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

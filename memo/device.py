@@ -1,0 +1,40 @@
+"""The device a run takes, and how much of its memory it took."""
+
+import os
+import resource
+import sys
+
+import torch
+
+from memo.config import ConfigError
+
+
+def pick_device(cfg):
+    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`. Errors: CUDA asked for where there is none."""
+    cuda = torch.cuda.is_available()
+    if cfg.device == "cuda" and not cuda:
+        raise ConfigError("device=cuda needs a CUDA GPU that torch can use, there is none; try device=auto")
+    device = torch.device("cuda" if cuda and cfg.device != "cpu" else "cpu")
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return device, getattr(torch, dtype)
+
+
+def set_deterministic(on):
+    """The same bits from run to run on CUDA, at some cost in speed. Must come before CUDA starts."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def device_peak_bytes(device):
+    """The most device memory that tensors took so far; on the CPU the process's peak resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

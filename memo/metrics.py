@@ -1,0 +1,152 @@
+"""FLOPs, MFU and TGS, the figures of a step, and where they are logged."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from tqdm import tqdm
+
+
+def parameters(cfg):
+    """P = 12 L C^2 + V C: the matrices of the layers and the tied embedding. Source: MEMO 5.1."""
+    return 12 * cfg.n_layer * cfg.n_embd**2 + cfg.vocab_size * cfg.n_embd
+
+
+def flops_per_sample(cfg):
+    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L C S^2.
+
+    The second term is attention under the causal mask; without the mask it would be twice that. Source: MEMO 5.1.
+    """
+    S = cfg.block_size
+    return 6 * S * parameters(cfg) + 6 * cfg.n_layer * cfg.n_embd * S**2
+
+
+def tgs(tokens, gpus, seconds):
+    """Tokens per GPU and second. Source: MEMO 5.1."""
+    return tokens / (gpus * seconds)
+
+
+def mfu(cfg, tgs, peak_flops_per_s):
+    """Model FLOPs utilisation, 1 is all of the peak; None where the peak is not known. Source: MEMO 5.1."""
+    return None if peak_flops_per_s is None else tgs * flops_per_sample(cfg) / cfg.block_size / peak_flops_per_s
+
+
+@dataclass
+class StepStats:
+    """A line of metrics.jsonl. None is unknown. `tokens`: in this step; `mfu`: 0..1."""
+
+    iter: int
+    loss: float
+    lr: float
+    grad_norm: float
+    step_s: float
+    tokens: int
+    tgs: float
+    mfu: float | None = None
+    alpha: float | None = None
+    offload_bytes: int | None = None
+    stall_s: float | None = None
+    transient_peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    host_bytes: int | None = None
+    val_loss: float | None = None
+
+    def as_dict(self):
+        return {k: v for k, v in asdict(self).items() if k != "val_loss" or v is not None}
+
+
+def percent(fraction):
+    return "n/a" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def read_metrics(path):
+    """The lines of a metrics.jsonl; a last line that a kill cut short is left out."""
+    rows = []
+    with open(path) as f:
+        for line in f:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+class JsonlLogger:
+    """Appends to metrics.jsonl. A run that starts at `first_iter` drops what an earlier one wrote from there on."""
+
+    def __init__(self, path, first_iter):
+        kept = [r for r in read_metrics(path) if r["iter"] < first_iter] if os.path.exists(path) else []
+        with open(f"{path}.tmp", "w") as f:
+            f.writelines(json.dumps(r) + "\n" for r in kept)
+        os.replace(f"{path}.tmp", path)
+        self.path = path
+
+    def log(self, stats):
+        try:
+            with open(self.path, "a") as f:
+                f.write(json.dumps(stats.as_dict()) + "\n")
+        except OSError as e:  # a full disk must not end a run
+            print(f"warning: {self.path} not written at iter={stats.iter}: {e}", file=sys.stderr)
+
+    def close(self):
+        pass
+
+
+class ConsoleLogger:
+    """A progress bar with loss, MFU, TGS and time left; a line now and then where the console is no terminal."""
+
+    def __init__(self, steps, done, seconds_between_lines=10.0):
+        self.terminal, self.between, self.shown = sys.stderr.isatty(), seconds_between_lines, 0.0
+        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not self.terminal)
+        self.steps, self.start, self.first = steps, time.monotonic(), done
+
+    def log(self, stats):
+        now, done = time.monotonic(), stats.iter + 1
+        text = f"loss {stats.loss:.4f}  MFU {percent(stats.mfu)}  TGS {stats.tgs:,.0f}"
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(done - self.bar.n)
+        val = "" if stats.val_loss is None else f"  val_loss {stats.val_loss:.4f}"
+        if self.terminal:
+            if val:
+                self.bar.write(f"step {stats.iter}  loss {stats.loss:.4f}{val}")
+        elif val or done == self.steps or now - self.shown >= self.between:
+            left = (now - self.start) / (done - self.first) * (self.steps - done)
+            print(f"step {stats.iter}/{self.steps}  {text}{val}  left {left:.0f} s", flush=True)
+            self.shown = now
+
+    def close(self):
+        self.bar.close()
+
+
+class WandbLogger:
+    """Weights & Biases. Without an account it logs offline, into `out_dir`; no failure of it ever stops the run."""
+
+    def __init__(self, cfg, config_dict):
+        self.run = None
+        try:
+            import wandb
+            settings = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir, config=config_dict)
+            online = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key) and "WANDB_MODE" not in os.environ
+            try:
+                self.run = wandb.init(**settings, mode=os.environ.get("WANDB_MODE", "online" if online else "offline"))
+            except Exception as e:
+                print(f"warning: wandb has no connection, logging offline ({e})", file=sys.stderr)
+                self.run = wandb.init(**settings, mode="offline")
+        except Exception as e:
+            print(f"warning: wandb is off: {type(e).__name__}: {e}", file=sys.stderr)
+
+    def log(self, stats):
+        self.attempt(lambda: self.run.log({k: v for k, v in stats.as_dict().items() if v is not None}, step=stats.iter))
+
+    def close(self):
+        self.attempt(lambda: self.run.finish())
+
+    def attempt(self, call):
+        if self.run is not None:
+            try:
+                call()
+            except Exception as e:
+                print(f"warning: wandb stopped logging: {type(e).__name__}: {e}", file=sys.stderr)
+                self.run = None

@@ -1,0 +1,206 @@
+"""From documents to a dataset folder: train.bin, val.bin (token ids, nothing else), tokenizer.json, meta.json.
+
+The one home of that format's writing; memo/batch.py reads it. meta.json comes last: a folder without one is no dataset.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from memo.config import ConfigError
+
+DATA = Path(__file__).parents[1] / "data"
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")  # of a document; first one found
+VAL_EVERY = 20          # every 20th document goes to val.bin
+PIECE_CHARS = 2**16     # long documents are encoded in pieces of about this size, in parallel
+BATCH_CHARS = 2**22     # read ahead; bounds the memory (about 50 bytes a character while encoding)
+WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
+
+
+# --- tokenizers ---
+
+def byte_level(model):
+    """A tokenizer as GPT-2's: bytes, cut into words, decoded without loss."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(documents, vocab_size):
+    """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: vocab_size below 257."""
+    if vocab_size < 257:
+        raise ConfigError(f"vocab_size={vocab_size} must be at least 257 (256 bytes and {ENDS[0]}); try 4096")
+    tokenizer = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[ENDS[0]], show_progress=sys.stderr.isatty(),
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator((piece for d in documents for piece, _ in pieces(d)), trainer)
+    return tokenizer
+
+
+def load_tokenizer(path):
+    """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's vocab.json and merges.txt."""
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if file.is_file():
+            return Tokenizer.from_file(str(file))
+        vocab, merges = path / "vocab.json", path / "merges.txt"
+        if vocab.is_file() and merges.is_file():
+            tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
+            tokenizer.add_special_tokens([t for t in ENDS if tokenizer.token_to_id(t) is not None])
+            return tokenizer
+    except Exception as e:  # tokenizers raises bare Exceptions
+        raise ConfigError(f"tokenizer={path} cannot be read ({e}); give a tokenizer.json of `tokenizers`") from None
+    raise ConfigError(f"tokenizer={path} must be a tokenizer.json, a folder with one or with vocab.json and merges.txt, "
+                      "or train:<vocab>; try train:4096")
+
+
+def end_of_document(tokenizer):
+    """The token that ends every document. Errors: the vocabulary has none of those known."""
+    for token in ENDS:
+        if tokenizer.token_to_id(token) is not None:
+            return token
+    raise ConfigError(f"tokenizer's vocabulary must hold a token that ends a document ({', '.join(ENDS)}); "
+                      f"add {ENDS[0]} to it")
+
+
+# --- documents to ids ---
+
+def pieces(document, chars=PIECE_CHARS):
+    """(piece, is it the document's last) in order, cut between words only: byte-level BPEs never merge across them."""
+    start = 0
+    while cut := WORD_END.search(document, start + chars):
+        yield document[start:cut.start()], False
+        start = cut.start()
+    yield document[start:], True
+
+
+def encodes_by_word(tokenizer):
+    """Whether pieces give the same ids as their document; not where a tokenizer puts a space before each text."""
+    words = ("a", " b.\n", "c", " =", " 1\n\n  'D'", " é\n", "7")
+    ids = [tokenizer.encode(t, add_special_tokens=False).ids for t in ("".join(words), *words)]
+    return ids[0] == sum(ids[1:], [])
+
+
+def batches(documents, chars):
+    """Lists of pieces, about BATCH_CHARS long in all."""
+    batch, size = [], 0
+    for document in documents:
+        for piece in pieces(document, chars):
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+    yield batch
+
+
+def encode(documents, tokenizer, total_bytes):
+    """(ids, do they end their document) in order, encoded on all cores. `total_bytes`, for the bar, may be None."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.encode_special_tokens = True  # a document that merely mentions <|endoftext|> does not end there
+    end = tokenizer.token_to_id(end_of_document(tokenizer))
+    chars = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 2
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar:
+        for batch in batches(filter(None, documents), chars):
+            texts, lasts = zip(*batch, strict=True) if batch else ((), ())
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for text, last, encoding in zip(texts, lasts, encodings, strict=True):
+                yield (encoding.ids + [end] if last else encoding.ids), last
+                bar.update(len(text.encode(errors="replace")))
+
+
+# --- the folder ---
+
+def write_splits(folder, encoded, dtype):
+    """Documents go whole to train.bin or val.bin: every 20th to val.bin, or the last one where there are fewer, or of
+    a single one its last 20th. Returns {split: {tokens, documents}}. Errors: fewer than two tokens in a split.
+    """
+    counts = {split: dict(tokens=0, documents=0) for split in ("train", "val")}
+    start, done = 0, 0  # where train's last document starts; documents so far
+    with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
+        for ids, last in encoded:
+            split = "val" if done % VAL_EVERY == VAL_EVERY - 1 else "train"
+            (val if split == "val" else train).write(np.array(ids, dtype))
+            counts[split]["tokens"] += len(ids)
+            if last:
+                done += 1
+                counts[split]["documents"] += 1
+                previous, start = start, counts["train"]["tokens"]
+        tokens = counts["train"]["tokens"]
+        if 0 < done < VAL_EVERY:
+            cut = previous if done > 1 else tokens - max(2, tokens // VAL_EVERY)
+            if done == 1 and cut < 2:
+                raise ConfigError(f"the only document has {tokens} tokens, a dataset needs 4; give a longer one")
+            train.seek(cut * dtype.itemsize)
+            shutil.copyfileobj(train, val)
+            train.truncate(cut * dtype.itemsize)
+            counts = dict(train=dict(tokens=cut, documents=max(1, done - 1)), val=dict(tokens=tokens - cut, documents=1))
+    return counts
+
+
+def write_dataset(out_dir, documents, tokenizer, total_bytes=None):
+    """Writes the folder `out_dir` from an iterable of str and returns its meta. Empty documents are left out.
+
+    Whatever stops it, `out_dir` holds the dataset it held before, or none. Errors: no documents, no end-of-document token.
+    """
+    began = time.monotonic()
+    out_dir, partial = Path(out_dir), Path(out_dir) / ".partial"
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    end = end_of_document(tokenizer)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        counts = write_splits(partial, encode(documents, tokenizer, total_bytes), DTYPES[dtype])
+        if not counts["train"]["documents"]:
+            raise ConfigError("the source holds no text; give one with at least one document that is not empty")
+        tokenizer.save(str(partial / "tokenizer.json"))
+        sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
+        meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts,
+                    tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end))
+        (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        (out_dir / "meta.json").unlink(missing_ok=True)
+        for name in ("train.bin", "val.bin", "tokenizer.json", "meta.json"):
+            os.replace(partial / name, out_dir / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    sizes = ", ".join(f"{s} {c['tokens']:,} tokens of {c['documents']:,} documents" for s, c in counts.items())
+    print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")
+    return meta
+
+
+# --- the commands under data/ ---
+
+class Arguments(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
+
+    def error(self, message):
+        raise ConfigError(f"{message}; see --help")
+
+
+def run(main, argv):
+    """The exit status of main(argv): 2 after a user's mistake, which is told in one line."""
+    try:
+        main(argv)
+    except (ConfigError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+    return 0

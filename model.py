@@ -1,0 +1,350 @@
+"""A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here.
+
+    B, T, N   sequences, tokens in each, and their rows N = B*T: row b*T + t is token t of sequence b
+    C, H, D   hidden size, heads, head dimension C/H
+    V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
+    s         the skeletal activations of one layer: named views of one buffer, see memo/activations.py
+    dy, dx    gradients of the loss; parameter gradients accumulate in fp32
+
+Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
+skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer.
+Source: the layer of MEMO section 3.1 (pre-norm GPT).
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+
+from memo import activations
+from memo.attention import resolve_attention
+from memo.flat import flat_layout, numel, views
+
+aten = torch.ops.aten
+LAYERNORM_EPS = 1e-5
+HEAD_ROWS = 1024  # tokens whose logits exist at once
+VOCAB_MULTIPLE = 128
+ALL = slice(None)
+
+
+# --- linear: y = x w^T + b ---
+
+def linear_forward(x, w, b, out):  # (N, I), (O, I), (O,) or None -> (N, O)
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
+
+
+def residual_linear_forward(residual, x, w, b, out):  # residual + x w^T + b, rounded once
+    torch.addmm(residual, x, w.t(), out=out)
+    return out if b is None else out.add_(b)
+
+
+def linear_backward(dy, x, w, dw, db, out):  # dx = dy w; `out` may be x itself
+    accumulate_product(dw, dy.t(), x)
+    if db is not None:
+        db += dy.sum(0, dtype=torch.float32)
+    return torch.mm(dy, w, out=out)
+
+
+def accumulate_product(dw, a, b):
+    """dw += a b, where dw is fp32 whatever a and b are."""
+    if a.dtype == dw.dtype:
+        dw.addmm_(a, b)
+    elif a.is_cuda:
+        aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
+    else:
+        dw += a @ b
+
+
+# --- layer norm: y = (x - mean) rstd w + b ---
+
+def layernorm_operands(*tensors):
+    """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000 rows)."""
+    return [t if t is None or t.is_cuda else t.float() for t in tensors]
+
+
+def layernorm_forward(x, w, b, out, mean, rstd):  # (N, C), (C,), (C,) -> (N, C), (N,), (N,)
+    x, w, b = layernorm_operands(x, w, b)
+    y, m, r = torch.native_layer_norm(x, x.shape[-1:], w, b, LAYERNORM_EPS)
+    mean.copy_(m.view(-1))
+    rstd.copy_(r.view(-1))
+    return out.copy_(y)
+
+
+def layernorm_backward(dy, x, mean, rstd, w, b, dw, db):  # -> dx (N, C)
+    dy, x, w, b = layernorm_operands(dy, x, w, b)
+    dx, dw_, db_ = aten.native_layer_norm_backward(dy, x, x.shape[-1:], mean[:, None], rstd[:, None], w, b,
+                                                   [True, True, b is not None])
+    dw += dw_
+    if b is not None:
+        db += db_
+    return dx
+
+
+# --- GELU: y = x P(Z <= x), or its tanh approximation, which is x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3) ---
+
+A0 = 2 * math.sqrt(2 / math.pi)
+A1 = A0 * 0.044715
+CACHE_ELEMENTS = 2**17  # pieces of this size stay in a core's cache between elementwise passes
+
+
+def slow_tanh(x, form):
+    """torch's tanh GELU on the CPU takes four times as long as the matrix product before it: written out below."""
+    return form == "tanh" and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def pieces(*tensors):
+    return zip(*(t.view(-1).split(CACHE_ELEMENTS) for t in tensors), strict=True)
+
+
+def gelu_forward(x, form, out):
+    if not slow_tanh(x, form):
+        return aten.gelu.out(x, approximate="none" if form == "exact" else "tanh", out=out)
+    for x_, y in pieces(x, out):
+        torch.mul(x_, x_, out=y)
+        y.mul_(A1).add_(A0).mul_(x_).sigmoid_().mul_(x_)
+    return out
+
+
+def gelu_backward(dy, x, form, out):  # `out` may be dy itself
+    if not slow_tanh(x, form):
+        return aten.gelu_backward.grad_input(dy, x, approximate="none" if form == "exact" else "tanh", grad_input=out)
+    for dy_, x_, dx in pieces(dy, x, out):
+        x2 = x_ * x_
+        s = (x2 * A1).add_(A0).mul_(x_).sigmoid_()              # sigmoid(2u)
+        du = x2.mul_(3 * A1).add_(A0).mul_(x_)                  # x d(2u)/dx
+        torch.mul(dy_, du.addcmul_(du, s, value=-1).add_(1).mul_(s), out=dx)  # dy s (1 + x (1 - s) d(2u)/dx)
+    return out
+
+
+# --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---
+
+def rotations(positions, D, theta):
+    """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of tokens."""
+    frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
+    table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
+    for rows, t in zip(table.split(2**16), positions.split(2**16), strict=True):
+        angles = t[:, None] * frequencies
+        rows.copy_(torch.polar(torch.ones_like(angles), angles))
+    return table
+
+
+def rotary_forward(x, turn):  # (N, C) in place, (N, D/2)
+    pairs = x.view(x.shape[0], -1, turn.shape[1], 2)
+    turned = torch.view_as_complex(pairs.float()).mul_(turn[:, None])  # fp32's float() is the tensor itself
+    if x.dtype != torch.float32:
+        pairs.copy_(torch.view_as_real(turned))
+    return x
+
+
+def rotary_backward(dx, turn):
+    return rotary_forward(dx, turn.conj())
+
+
+# --- one layer ---
+
+class Block:
+    """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: its parameters and their gradients, by name."""
+
+    def __init__(self, cfg, w, dw, attention):
+        self.w, self.dw, self.attention, self.gelu = w, dw, attention, cfg.gelu
+        self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
+
+    def forward(self, s, turn, out):
+        """`s.x` -> `out` (N, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
+        self.before_attention(s, turn, ALL)
+        attn_out, lse = self.attention.forward(*self.heads(s.q, s.k, s.v, like=s.lse), True, self.scale)
+        s.attn_out.view(attn_out.shape).copy_(attn_out)
+        s.lse.copy_(lse)
+        self.after_attention(s, ALL)
+        return residual_linear_forward(s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
+
+    def before_attention(self, s, turn, rows):
+        """ln1_out, q, k, v of `rows` from x."""
+        w = self.w
+        layernorm_forward(s.x[rows], w.ln1_w, w.ln1_b, s.ln1_out[rows], s.ln1_mean[rows], s.ln1_rstd[rows])
+        for y, w_, b in zip((s.q, s.k, s.v), *self.thirds(w), strict=True):
+            linear_forward(s.ln1_out[rows], w_, b, out=y[rows])
+        if turn is not None:
+            rotary_forward(s.q[rows], turn[rows])
+            rotary_forward(s.k[rows], turn[rows])
+
+    def after_attention(self, s, rows):
+        """mid, ln2_out, fc1_out, gelu_out of `rows` from x and attn_out."""
+        w = self.w
+        residual_linear_forward(s.x[rows], s.attn_out[rows], w.proj_w, w.proj_b, out=s.mid[rows])
+        layernorm_forward(s.mid[rows], w.ln2_w, w.ln2_b, s.ln2_out[rows], s.ln2_mean[rows], s.ln2_rstd[rows])
+        linear_forward(s.ln2_out[rows], w.fc1_w, w.fc1_b, out=s.fc1_out[rows])
+        gelu_forward(s.fc1_out[rows], self.gelu, out=s.gelu_out[rows])
+
+    def recompute(self, s, turn, rows):
+        """The "others" of `rows` again, from x and attn_out: token by token, without attention. Source: MEMO 4.1."""
+        self.before_attention(s, turn, rows)
+        self.after_attention(s, rows)
+
+    def backward(self, dy, s, turn):
+        """Turns dy (N, C) into dx in place, adds to the parameters' gradients, and uses up `s`."""
+        w, dw = self.w, self.dw
+        # mlp: y = mid + gelu(ln2(mid) fc1) fc2
+        d = linear_backward(dy, s.gelu_out, w.fc2_w, dw.fc2_w, dw.fc2_b, out=s.gelu_out)
+        d = gelu_backward(d, s.fc1_out, self.gelu, out=d)
+        d = linear_backward(d, s.ln2_out, w.fc1_w, dw.fc1_w, dw.fc1_b, out=s.ln2_out)
+        dy += layernorm_backward(d, s.mid, s.ln2_mean, s.ln2_rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b)
+        # attention: mid = x + attention(ln1(x) qkv) proj
+        d = linear_backward(dy, s.attn_out, w.proj_w, dw.proj_w, dw.proj_b, out=s.ln2_out)
+        dq, dk, dv = self.attention.backward(*self.heads(d, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True, self.scale)
+        dq, dk, dv = (g.reshape(s.x.shape) for g in (dq, dk, dv))
+        if turn is not None:
+            rotary_backward(dq, turn)
+            rotary_backward(dk, turn)
+        d = s.q.zero_()
+        for g, w_, dw_, db in zip((dq, dk, dv), self.thirds(w)[0], *self.thirds(dw), strict=True):
+            d += linear_backward(g, s.ln1_out, w_, dw_, db, out=s.k)
+        dy += layernorm_backward(d, s.x, s.ln1_mean, s.ln1_rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b)
+        return dy
+
+    @staticmethod
+    def thirds(w):
+        """The q, k and v parts of the qkv matrix (3C, C) and of its bias."""
+        return w.qkv_w.chunk(3), (None,) * 3 if w.qkv_b is None else w.qkv_b.chunk(3)
+
+    @staticmethod
+    def heads(*rows, like):
+        """(N, C) -> (B, T, H, D), as views; `like` is the (B, H, T) logsumexp."""
+        B, H, T = like.shape
+        return [x.view(B, T, H, -1) for x in rows]
+
+
+# --- the model ---
+
+def parameter_shapes(cfg):
+    """{name: shape}: embeddings, then layer by layer its matrices and its vectors, then the final norm."""
+    C, V = cfg.n_embd, -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    shapes = {"wte": (V, C)}
+    if cfg.position == "learned":
+        shapes["wpe"] = (cfg.block_size, C)
+    for i in range(cfg.n_layer):
+        layer = {"qkv_w": (3 * C, C), "proj_w": (C, C), "fc1_w": (4 * C, C), "fc2_w": (C, 4 * C), "ln1_w": (C,), "ln2_w": (C,)}
+        if cfg.bias:
+            layer |= {"qkv_b": (3 * C,), "proj_b": (C,), "fc1_b": (4 * C,), "fc2_b": (C,), "ln1_b": (C,), "ln2_b": (C,)}
+        shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"lnf_w": (C,)} | ({"lnf_b": (C,)} if cfg.bias else {})
+
+
+def initial_weights(cfg, seed, device):
+    """Yields (name, fp32 tensor). GPT-2's: normal 0.02, projections into the residual stream over sqrt(2L)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, shape in parameter_shapes(cfg).items():
+        w = torch.zeros(shape, device=device)
+        if len(shape) == 2:
+            into_residual = name.endswith(("proj_w", "fc2_w"))
+            w.normal_(0.0, 0.02 / math.sqrt(2 * cfg.n_layer) if into_residual else 0.02, generator=generator)
+        elif name.endswith("_w"):
+            w.fill_(1.0)
+        if name == "wte":
+            w[cfg.vocab_size:] = 0.0
+        yield name, w
+
+
+class GPT:
+    """Parameters in one flat buffer, gradients in one flat fp32 buffer, and the pass over both.
+
+    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated.
+    """
+
+    def __init__(self, cfg, device, dtype, grads=True):
+        device = torch.device(device)
+        self.cfg, self.device, self.dtype = cfg, device, dtype
+        self.attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+        self.layout = flat_layout(parameter_shapes(cfg))
+        self.params = torch.zeros(numel(self.layout), dtype=dtype, device=device)
+        self.grads = torch.zeros(numel(self.layout) if grads else 0, dtype=torch.float32, device=device)
+        self.w = SimpleNamespace(**self.named(self.params, ""))
+        self.dw = SimpleNamespace(**self.named(self.grads, "")) if grads else None
+        self.blocks = [Block(cfg, SimpleNamespace(**self.named(self.params, f"h.{i}.")),
+                             SimpleNamespace(**self.named(self.grads, f"h.{i}.")) if grads else None, self.attention)
+                       for i in range(cfg.n_layer)]
+        self.shape = None
+
+    def named(self, flat, prefix):
+        """Views of `flat` by the names behind `prefix`; biases that the model lacks are None."""
+        absent = dict.fromkeys(("qkv_b", "proj_b", "fc1_b", "fc2_b", "ln1_b", "ln2_b") if prefix else ("wpe", "lnf_b"))
+        depth = prefix.count(".")
+        return absent | {n.removeprefix(prefix): v for n, v in views(self.layout, flat).items()
+                         if n.startswith(prefix) and n.count(".") == depth}
+
+    def load(self, named_tensors):
+        """Copies (name, tensor) pairs into the parameters."""
+        mine = views(self.layout, self.params)
+        for name, tensor in named_tensors:
+            mine[name].copy_(tensor)
+
+    def reserve(self, B, T):
+        """Takes the memory for a batch of (B, T): every layer's skeletal buffer and the residual stream behind them."""
+        if self.shape == (B, T):
+            return
+        cfg = self.cfg
+        slots, nbytes = activations.layout(B, T, cfg.n_embd, cfg.n_head, self.dtype.itemsize)
+        self.shape, self.skeletal, self.y = (B, T), None, None  # free the old before taking the new
+        self.skeletal = [SimpleNamespace(**{
+            name: buffer[a.offset:a.offset + a.nbytes].view(torch.float32 if a.fp32 else self.dtype).view(a.shape)
+            for name, a in slots.items()})
+            for buffer in (torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in self.blocks)]
+        self.y = torch.empty(B * T, cfg.n_embd, dtype=self.dtype, device=self.device)
+        self.positions = torch.arange(T, device=self.device).repeat(B)
+        self.turn = None
+        if cfg.position == "rope":
+            self.turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta)
+
+    def forward(self, tokens, targets, scale=None):
+        """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale * loss."""
+        self.reserve(*tokens.shape)
+        self.tokens = tokens.reshape(-1)
+        self.embed(self.tokens, self.positions, out=self.skeletal[0].x)
+        inputs = [s.x for s in self.skeletal[1:]] + [self.y]
+        for block, s, out in zip(self.blocks, self.skeletal, inputs, strict=True):
+            block.forward(s, self.turn, out)
+        return self.head(self.y, targets.reshape(-1), scale)
+
+    def backward(self):
+        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's input (N, C)."""
+        dx = self.y  # where the head left it
+        for block, s in zip(reversed(self.blocks), reversed(self.skeletal), strict=True):
+            dx = block.backward(dx, s, self.turn)
+        self.dw.wte.index_add_(0, self.tokens, dx.float())
+        if self.dw.wpe is not None:
+            self.dw.wpe.index_add_(0, self.positions, dx.float())
+        return dx
+
+    def embed(self, tokens, positions, out):  # (N,), (N,) -> (N, C)
+        torch.index_select(self.w.wte, 0, tokens, out=out)
+        if self.w.wpe is not None:
+            out += self.w.wpe[positions]
+        return out
+
+    def logits(self, x):
+        """(n, C) -> final norm's output (n, C), its mean (n,) and rstd (n,), logits (n, V padded)."""
+        h = torch.empty_like(x)
+        mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
+        layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
+        logits = h @ self.w.wte.t()
+        logits[:, self.cfg.vocab_size:] = -torch.inf
+        return h, mean, rstd, logits
+
+    def head(self, x, targets, scale):
+        """Final norm, logits, mean loss, and with `scale` the gradient of scale * loss written over x (N, C).
+
+        Token chunk by token chunk: more than HEAD_ROWS rows of logits never exist, forward or backward.
+        """
+        w, dw, N = self.w, self.dw, len(x)
+        loss = torch.zeros((), device=x.device)
+        for x_, target in zip(x.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+            h, mean, rstd, logits = self.logits(x_)
+            p = torch.softmax(logits, 1, dtype=torch.float32)
+            lse = logits.amax(1).float() - p.amax(1).log()  # p's largest is exp(max - lse)
+            loss += (lse - logits.gather(1, target[:, None])[:, 0]).sum() / N
+            if scale is not None:
+                p[torch.arange(len(p), device=p.device), target] -= 1
+                dlogits = p.mul_(scale / N).to(logits.dtype)
+                accumulate_product(dw.wte, dlogits.t(), h)
+                x_.copy_(layernorm_backward(dlogits @ w.wte, x_, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
+        return loss

@@ -1,0 +1,296 @@
+"""GPT-2 there and back: the same weights, the same logits, the same training as in transformers."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import model as memo_model
+from memo import checkpoint, convert
+from memo.config import Config, ConfigError, gpt2_model_keys, load_config
+from memo.optim import Optimizer
+from model import GPT
+
+V, S, C, L = 211, 31, 64, 3
+GELUS = {"gelu_new": "tanh", "gelu": "exact"}
+
+
+def gpt2(activation="gelu_new", vocab_size=V):
+    """A GPT-2 with random weights in which no bias is zero and no gain is one."""
+    torch.manual_seed(5)
+    net = GPT2LMHeadModel(GPT2Config(
+        vocab_size=vocab_size, n_positions=S, n_embd=C, n_layer=L, n_head=2, activation_function=activation,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="eager"))
+    for p in net.parameters():
+        p.data += torch.randn_like(p) * 0.1 if p.dim() == 1 else 0.0
+    return net.eval()
+
+
+@pytest.fixture
+def hf(tmp_path):
+    gpt2().save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text('{"some": "tokenizer"}')
+    return tmp_path / "hf"
+
+
+def config(folder):
+    return Config(**gpt2_model_keys(folder), weight_decay=0.1, device="cpu")
+
+
+def memo_gpt(out_dir):
+    ckpt = checkpoint.load(out_dir)
+    model = GPT(Config(**ckpt.config), "cpu", torch.float32)
+    checkpoint.restore(ckpt, model)
+    return model
+
+
+def memo_logits(model, tokens):
+    model.forward(tokens, tokens)
+    return model.logits(model.y)[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
+
+
+def transformers_gpt2(folder):
+    """The model in `folder`, read by transformers without a complaint."""
+    net, complaints = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(complaints.values())
+    return net.eval()
+
+
+def batches(n, vocab_size=V, S=S):
+    g = torch.Generator().manual_seed(2)
+    return [torch.randint(vocab_size, (2, S + 1), generator=g) for _ in range(n)]
+
+
+def rewrite(folder, change):
+    """The weights of `folder` through `change`, which works on {name: tensor} in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def assert_same_tensors(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+
+
+# --- the same model ---
+
+@pytest.mark.parametrize("activation", GELUS)
+@pytest.mark.parametrize("vocab_size", [V, 256])
+def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):
+    net = gpt2(activation, vocab_size)
+    net.save_pretrained(tmp_path / "hf")
+    assert convert.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "out")]) == 0
+    model = memo_gpt(tmp_path / "out")
+    assert model.cfg.gelu == GELUS[activation]
+    [tokens] = batches(1, vocab_size, S - 1)
+    with torch.no_grad():
+        wanted = net(tokens).logits
+    assert (memo_logits(model, tokens) - wanted).abs().max() < 1e-4
+    assert model.w.wte.shape == (256, C)
+    assert model.w.wte[vocab_size:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("activation", GELUS)
+def test_twenty_steps_train_as_transformers_do(tmp_path, activation):
+    net = gpt2(activation)
+    net.save_pretrained(tmp_path)
+    cfg = config(tmp_path)
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(convert.hf_tensors(tmp_path, cfg))
+    groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
+              dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
+    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
+    first = None
+    for batch in batches(2) * 10 + batches(1):
+        tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
+        wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
+        loss = model.forward(tokens, targets, scale=1.0)
+        assert abs(loss.item() - wanted.item()) < 1e-4
+        first = first or loss.item()
+        wanted.backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        theirs.step()
+        theirs.zero_grad()
+        model.backward()
+        assert optimizer.clip(1.0).item() == pytest.approx(norm.item(), rel=1e-4)
+        optimizer.step(1e-3)
+    assert loss.item() < first - 0.5  # the first batch again: it learned something
+
+
+# --- there and back ---
+
+def test_round_trip_is_bitwise(tmp_path, hf):
+    back = tmp_path / "back"
+    convert.from_hf(hf, tmp_path / "out")
+    convert.to_hf(tmp_path / "out", back)
+    theirs = {n: t for n, t in load_file(hf / "model.safetensors").items() if n != "lm_head.weight"}
+    assert_same_tensors(load_file(back / "model.safetensors"), theirs)
+    assert (back / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+    [tokens] = batches(1, S=S - 1)
+    with torch.no_grad():
+        assert torch.equal(transformers_gpt2(back)(tokens).logits, transformers_gpt2(hf)(tokens).logits)
+    assert gpt2_model_keys(back) == gpt2_model_keys(hf)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_trained_model_goes_to_transformers(tmp_path, bias):
+    cfg = Config(n_layer=2, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="learned", bias=bias)
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(memo_model.initial_weights(cfg, 1, "cpu"))
+    checkpoint.save(tmp_path, model, optimizer, cfg, 7)
+    convert.to_hf(tmp_path, tmp_path / "hf")
+    net = transformers_gpt2(tmp_path / "hf")
+    [tokens] = batches(1, S=S - 1)
+    with torch.no_grad():
+        assert (net(tokens).logits - memo_logits(model, tokens)).abs().max() < 1e-4
+    assert (net.transformer.h[0].attn.c_attn.bias == 0).all()
+
+
+def test_a_converted_model_is_resumed(tmp_path, hf):
+    convert.from_hf(hf, tmp_path)
+    cfg = load_config([f"--out_dir={tmp_path}", "--init_from=resume"])
+    assert (cfg.n_layer, cfg.vocab_size, cfg.position, cfg.bias) == (L, V, "learned", True)
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    for flat in (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps):
+        flat.fill_(3.0)
+    ckpt = checkpoint.load(tmp_path)
+    checkpoint.restore(ckpt, model, optimizer)
+    assert ckpt.iter == 0
+    assert not any(flat.count_nonzero() for flat in (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps))
+
+
+# --- the forms in which such folders come ---
+
+def test_positions_are_cropped(hf):
+    cfg = replace(config(hf), block_size=S - 6)
+    model = GPT(cfg, "cpu", torch.float32)
+    model.load(convert.hf_tensors(hf, cfg))
+    [tokens] = batches(1, S=S - 7)
+    with torch.no_grad():
+        assert (memo_logits(model, tokens) - gpt2()(tokens).logits).abs().max() < 1e-4
+
+
+def test_shards_give_the_same(tmp_path, hf):
+    gpt2().save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    cfg = config(hf)
+    assert_same_tensors(dict(convert.hf_tensors(tmp_path / "shards", cfg)), dict(convert.hf_tensors(hf, cfg)))
+
+
+def test_old_names_give_the_same(hf):
+    cfg = config(hf)
+    wanted = dict(convert.hf_tensors(hf, cfg))
+
+    def old(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for i in range(L):
+            tensors[f"h.{i}.attn.bias"] = torch.ones(1, 1, S, S).tril()
+            tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+    rewrite(hf, old)
+    assert_same_tensors(dict(convert.hf_tensors(hf, cfg)), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_become_fp32(hf, dtype):
+    cfg = config(hf)
+    wanted = {n: w.to(dtype).float() for n, w in convert.hf_tensors(hf, cfg)}
+    rewrite(hf, lambda tensors: tensors.update({n: w.to(dtype) for n, w in tensors.items()}))
+    assert_same_tensors(dict(convert.hf_tensors(hf, cfg)), wanted)
+
+
+def test_names_and_padding_are_the_models(hf):
+    cfg = config(hf)
+    assert {n: tuple(w.shape) for n, w in convert.hf_tensors(hf, cfg)} == memo_model.parameter_shapes(cfg)
+    assert convert.VOCAB_MULTIPLE == memo_model.VOCAB_MULTIPLE
+
+
+# --- the user's mistakes ---
+
+def lose(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lose("transformer.h.1.ln_2.bias"), r"h\.1\.ln_2\.bias is missing, must be \(64,\)"),
+    (lose("transformer.wte.weight"), r"wte\.weight is missing"),
+    (put("transformer.wte.weight", torch.zeros(V + 1, C)), r"wte\.weight is \(212, 64\).*must be \(211, 64\)"),
+    (put("transformer.wpe.weight", torch.zeros(S - 1, C)), r"wpe\.weight is \(30, 64\).*must be \(31, 64\)"),
+    (put("transformer.h.0.mlp.c_fc.weight", torch.zeros(4 * C, C)), r"h\.0\.mlp\.c_fc\.weight is \(256, 64\)"),
+    (put("transformer.ln_f.bias", torch.zeros(C, dtype=torch.int8)), r"ln_f\.bias is \(64,\) torch.int8.*fp16"),
+    (put("lm_head.weight", torch.zeros(V, C)), r"lm_head\.weight differs from wte\.weight"),
+    (put("transformer.h.3.ln_1.bias", torch.zeros(C)), r"h\.3\.ln_1\.bias is not a tensor of a GPT-2 with n_layer=3"),
+])
+def test_weights_that_do_not_fit(tmp_path, hf, capsys, change, message):
+    rewrite(hf, change)
+    fails(capsys, message, "from-hf", hf, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def fails(capsys, message, *argv):
+    """One line on stderr that matches, and exit code 2."""
+    assert convert.main([str(a) for a in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert re.search(message, captured.err), captured.err
+    assert captured.out == ""
+
+
+def test_folders_that_do_not_fit(tmp_path, hf, capsys):
+    weights, out = hf / "model.safetensors", tmp_path / "out"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    fails(capsys, "cannot be read", "from-hf", hf, out)
+    weights.unlink()
+    fails(capsys, r"holds no model\.safetensors; give a local folder", "from-hf", hf, out)
+    (hf / "pytorch_model.bin").touch()
+    fails(capsys, r"pytorch_model\.bin could run code.*save_pretrained", "from-hf", hf, out)
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}}))
+    fails(capsys, r"cannot be read.*model-1\.safetensors", "from-hf", hf, out)
+    (hf / "model.safetensors.index.json").write_text("{")
+    fails(capsys, "cannot be read", "from-hf", hf, out)
+    fails(capsys, "nowhere", "from-hf", tmp_path / "nowhere", out)
+    fails(capsys, r"ckpt\.safetensors does not exist", "to-hf", tmp_path / "nowhere", out)
+    assert not out.exists()
+
+
+def test_nothing_is_overwritten(tmp_path, hf, capsys):
+    convert.from_hf(hf, tmp_path / "out")
+    capsys.readouterr()
+    fails(capsys, "holds a checkpoint already", "from-hf", hf, tmp_path / "out")
+    fails(capsys, r"holds a model\.safetensors already", "to-hf", tmp_path / "out", hf)
+
+
+def test_rotary_positions_stay(tmp_path, capsys):
+    cfg = Config(n_layer=1, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="rope")
+    model = GPT(cfg, "cpu", torch.float32)
+    checkpoint.save(tmp_path, model, Optimizer(model, cfg), cfg, 0)
+    fails(capsys, "position=rope must be learned.*--position=learned", "to-hf", tmp_path, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("command", [["--help"], ["from-hf", "--help"], ["to-hf", "--help"]])
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        convert.main(command)
+    assert stop.value.code == 0
+    assert "hf" in capsys.readouterr().out
+
+
+def test_hf_tensors_raises_a_config_error(tmp_path):
+    with pytest.raises(ConfigError):
+        list(convert.hf_tensors(tmp_path, Config()))

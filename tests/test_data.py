@@ -1,0 +1,394 @@
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from memo import tokens
+from memo.batch import SPLITS, open_dataset
+from memo.config import ConfigError
+from memo.tokens import DTYPES, load_tokenizer, run, train_tokenizer, write_dataset
+
+REPO = Path(__file__).parents[1]
+TEXTS = [f"document {i}\n" + f"line {i * i} of é漢 text\n\tindented 'words' {i}\n\n" * (i % 7 + 1) for i in range(45)]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"prepare_{name}", REPO / "data" / name / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+text, stdlib = script("text"), script("stdlib")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 300)
+
+
+def documents(folder, split):
+    """The documents of a split, decoded with the folder's own tokenizer and cut at its end-of-document token."""
+    meta = json.loads((folder / "meta.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = np.fromfile(folder / f"{split}.bin", DTYPES[meta["dtype"]])
+    assert len(ids) == meta["counts"][split]["tokens"]
+    assert ids.max() < meta["vocab_size"]
+    end = tokenizer.token_to_id(meta["tokenizer"]["end_of_document"])
+    cuts = [-1, *np.flatnonzero(ids == end).tolist()]
+    assert cuts[-1] == len(ids) - 1
+    assert len(cuts) - 1 == meta["counts"][split]["documents"]
+    return [tokenizer.decode(ids[a + 1:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def fake_dataset(folder, counts=(100, 50), vocab_size=256, dtype="uint16", ids=None):
+    folder.mkdir()
+    for split, n in zip(SPLITS, counts, strict=True):
+        (np.arange(n) if ids is None else ids).astype(DTYPES[dtype]).tofile(folder / f"{split}.bin")
+    meta = dict(dtype=dtype, vocab_size=vocab_size, counts={s: dict(tokens=n) for s, n in zip(SPLITS, counts, strict=True)})
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+# --- writing ---
+
+def test_documents_come_back_whole(tmp_path, tokenizer):
+    meta = write_dataset(tmp_path, ["", *TEXTS], tokenizer)
+    assert documents(tmp_path, "val") == [TEXTS[19], TEXTS[39]]
+    assert documents(tmp_path, "train") == [t for i, t in enumerate(TEXTS) if i not in (19, 39)]
+    assert meta["dtype"] == "uint16"
+    assert meta["vocab_size"] == 300
+    sha256 = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    assert meta["tokenizer"] == dict(file="tokenizer.json", sha256=sha256, end_of_document="<|endoftext|>")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
+
+
+@pytest.mark.parametrize("n", [2, 19, 20])
+def test_few_documents_leave_one_for_val(tmp_path, tokenizer, n):
+    write_dataset(tmp_path, TEXTS[:n], tokenizer)
+    assert (documents(tmp_path, "train"), documents(tmp_path, "val")) == (TEXTS[:n - 1], TEXTS[n - 1:n])
+
+
+def test_a_single_document_gives_its_end_to_val(tmp_path, tokenizer):
+    document = "".join(TEXTS)
+    counts = write_dataset(tmp_path, [document], tokenizer)["counts"]
+    ids = np.concatenate([np.fromfile(tmp_path / f"{s}.bin", "<u2") for s in SPLITS])
+    assert tokenizer.decode(ids[:-1]) == document
+    assert ids[-1] == tokenizer.token_to_id("<|endoftext|>")
+    assert counts["val"]["tokens"] == len(ids) // 20
+    assert sum(c["tokens"] for c in counts.values()) == len(ids)
+
+
+def test_vocabularies_beyond_uint16_take_uint32(tmp_path):
+    words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    meta = write_dataset(tmp_path, ["w65535 w65536 w69999", "w1 w2"], tokenizer)
+    assert meta["dtype"] == "uint32"
+    assert meta["vocab_size"] == 70_001
+    assert np.fromfile(tmp_path / "train.bin", "<u4").tolist() == [65535, 65536, 69999, 70_000]
+    assert open_dataset(str(tmp_path), 2).batch("train", 0, 0, 1, 2, 0)[0].dtype == torch.int64
+
+
+def test_pieces_do_not_change_the_ids(tmp_path, tokenizer, monkeypatch):
+    """Long documents are encoded in pieces, unless that would give a tokenizer's texts more spaces."""
+    spaced = load_tokenizer(save(tokenizer, tmp_path / "t.json"))
+    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    for t, by_word in ((tokenizer, True), (spaced, False)):
+        whole = [t.encode(d).ids for d in TEXTS]
+        monkeypatch.setattr(tokens, "PIECE_CHARS", 7)
+        monkeypatch.setattr(tokens, "BATCH_CHARS", 50)
+        assert tokens.encodes_by_word(t) is by_word
+        assert len(list(tokens.pieces(TEXTS[6], 7))) > 10
+        end, found = t.token_to_id("<|endoftext|>"), [[]]
+        for ids, last in tokens.encode(TEXTS, t, None):
+            found[-1] += ids
+            found += [[]] if last else []
+        assert found == [ids + [end] for ids in whole] + [[]]
+
+
+def test_text_cannot_forge_a_boundary(tmp_path, tokenizer):
+    forged = ["before <|endoftext|> after", "second"]
+    write_dataset(tmp_path, forged, tokenizer)
+    assert documents(tmp_path, "train") + documents(tmp_path, "val") == forged
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path):
+    for name in "ab":
+        write_dataset(tmp_path / name, TEXTS, train_tokenizer(TEXTS, 400))
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, ConfigError, OSError])
+def test_an_interrupted_prepare_changes_nothing(tmp_path, tokenizer, stop, existing):
+    out = tmp_path / "out"
+    if existing:
+        write_dataset(out, TEXTS, tokenizer)
+        before = {p.name: p.read_bytes() for p in out.iterdir()}
+
+    def interrupted():
+        yield from TEXTS[:30]
+        raise stop
+
+    with pytest.raises(stop):
+        write_dataset(out, interrupted(), tokenizer)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == (before if existing else {})
+
+
+def test_a_kill_between_the_renames_leaves_no_dataset(tmp_path, tokenizer, monkeypatch):
+    write_dataset(tmp_path, TEXTS, tokenizer)
+
+    def killed(source, target):
+        os.rename(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokens.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_dataset(tmp_path, TEXTS[:25], tokenizer)
+    with pytest.raises(ConfigError, match="no meta.json"):
+        open_dataset(str(tmp_path), 8)
+
+
+# --- the sources and tokenizers of data/text/prepare.py ---
+
+def write_source(folder, kind):
+    folder.mkdir(exist_ok=True)
+    if kind == "txt":
+        for i, t in enumerate(TEXTS):
+            (folder / f"{i:02}.txt").write_text(t)
+    elif kind == "jsonl":
+        rows = [dict(text=t) for t in TEXTS] + [dict(text=None, late=1), dict(text="2020-01-01")]
+        (folder / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    else:
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table(dict(n=range(45), text=TEXTS)), folder / "b [1].parquet")
+    return folder
+
+
+def save(tokenizer, path):
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_sources(tmp_path, tokenizer, kind):
+    source, out = write_source(tmp_path / "in", kind), tmp_path / "out"
+    if kind != "txt":
+        source = next(source.iterdir())
+    text.main([f"--source={source}", f"--tokenizer={save(tokenizer, tmp_path / 't.json')}", f"--out_dir={out}"])
+    expected = TEXTS + ["2020-01-01"] * (kind == "jsonl")
+    assert documents(out, "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
+    assert documents(out, "val") == expected[19::20]
+
+
+def test_a_folder_may_mix_and_nest(tmp_path):
+    for folder, kind in (("in", "jsonl"), ("in/p", "parquet"), ("in/z", "txt")):
+        write_source(tmp_path / folder, kind)
+    (tmp_path / "in" / "notes.md").write_text("not read")
+    text.main([f"--source={tmp_path / 'in'}", "--tokenizer=train:280", f"--out_dir={tmp_path / 'out'}"])
+    expected = [*TEXTS, "2020-01-01", *TEXTS, *TEXTS]
+    assert documents(tmp_path / "out", "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
+
+
+def test_hugging_face_datasets(tmp_path, monkeypatch):
+    import datasets
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_dict(dict(id=list(range(45)), body=TEXTS))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    argv = ["--source=someone/words", "--tokenizer=train:300", f"--out_dir={tmp_path}", "--config=en", "--split=test"]
+    text.main([*argv, "--text_key=body"])
+    assert asked == [(("someone/words", "en"), dict(split="test"))]
+    assert documents(tmp_path, "val") == TEXTS[19::20]
+    with pytest.raises(ConfigError, match=r"text_key=text must be one of the columns \(id, body\)"):
+        text.main(argv)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "gpt2", "train"])
+def test_tokenizers(tmp_path, tokenizer, kind):
+    if kind == "gpt2":
+        tokenizer.model.save(str(tmp_path))
+        assert {"vocab.json", "merges.txt"} <= {p.name for p in tmp_path.iterdir()}
+    file = save(tokenizer, tmp_path / "tokenizer.json") if kind in ("file", "folder") else None
+    given = dict(file=file, folder=tmp_path, gpt2=tmp_path, train="train:300")[kind]
+    source, out = write_source(tmp_path / "in", "jsonl"), tmp_path / "out"
+    text.main([f"--source={source}", f"--tokenizer={given}", f"--out_dir={out}"])
+    assert documents(out, "val") == TEXTS[19::20]
+    assert Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab_size() == 300
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_left_out(tmp_path, tokenizer):
+    cropped = load_tokenizer(save(tokenizer, tmp_path / "t.json"))
+    cropped.enable_truncation(4)
+    cropped.enable_padding(length=4)
+    write_dataset(tmp_path, TEXTS, load_tokenizer(save(cropped, tmp_path / "t.json")))
+    assert documents(tmp_path, "val") == TEXTS[19::20]
+
+
+BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "list.jsonl": b"[1]\n",
+             "half.jsonl": b'{"text": "a\n', "key.jsonl": b'{"body": "a"}\n', "number.jsonl": b'{"text": 3}\n',
+             "bad.parquet": b"nothing " * 9, "a.md": b"# a"}
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    ("--source=nowhere.txt", "source=nowhere.txt does not exist; give a file, a folder"),
+    ("--source=a/b/c", "source=a/b/c does not exist; give"),
+    ("--source=in/empty", "source=in/empty must hold files of the suffixes .txt, .jsonl, .parquet, it holds none; give"),
+    ("--source=in/a.md", "source=in/a.md must have one of the suffixes .txt, .jsonl, .parquet, not '.md'; convert"),
+    ("--source=in/empty.txt", "the source holds no text; give"),
+    ("--source=in/one.txt", "the only document has 2 tokens, a dataset needs 4; give"),
+    ("--source=in/latin.txt", "in/latin.txt must be UTF-8 text (invalid continuation byte); convert"),
+    ("--source=in/list.jsonl", "in/list.jsonl:1: text_key=text must be one of the columns (none); give"),
+    ("--source=in/half.jsonl", "in/half.jsonl:1 must be one JSON object a line (Invalid control character"),
+    ("--source=in/key.jsonl", "in/key.jsonl:1: text_key=text must be one of the columns (body); give"),
+    ("--source=in/number.jsonl", "in/number.jsonl:1: text_key=text must hold text, not int; give"),
+    ("--source=in/bad.parquet", "source=in/bad.parquet cannot be loaded (ArrowInvalid: Parquet magic bytes"),
+    ("--source=in/key.jsonl --tokenizer=train:256 --text_key=body", "vocab_size=256 must be at least 257"),
+    ("--source=in --tokenizer=train:many", "tokenizer=train:many must be train:<vocab>, a whole number; try"),
+    ("--source=in --tokenizer=nowhere.json", "tokenizer=nowhere.json must be a tokenizer.json, a folder with one"),
+    ("--source=in --tokenizer=in/one.txt", "tokenizer=in/one.txt cannot be read ("),
+    ("--source=in/key.jsonl --text_key=body --tokenizer=no_end.json", "tokenizer's vocabulary must hold a token that ends"),
+    ("--source=in --out=x", "unrecognized arguments: --out=x; see --help"),
+    ("--text_key=x", "the following arguments are required: --source"),
+    ("--source=in/key.jsonl --text_key=body --out_dir=in/a.md", "Not a directory"),
+])
+def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in" / "empty").mkdir(parents=True)
+    for name, content in BAD_FILES.items():
+        (tmp_path / "in" / name).write_bytes(content)
+    save(Tokenizer(models.BPE({"a": 0}, [])), tmp_path / "no_end.json")
+    assert run(text.main, ["--tokenizer=train:300", "--out_dir=out", *argv.split()]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.glob("out/*"))
+
+
+def offline(tmp_path, *command):
+    env = os.environ | dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
+    return subprocess.run([sys.executable, *command], cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_an_unreachable_hub_is_one_line_and_status_2(tmp_path):
+    done = offline(tmp_path, "data/text/prepare.py", "--source=nobody/nothing", "--tokenizer=train:300",
+                   f"--out_dir={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "source=nobody/nothing cannot be loaded (" in done.stderr
+    assert "--split, the network" in done.stderr
+
+
+def test_the_scripts_run_from_the_repository_and_leave_no_cache(tmp_path):
+    write_source(tmp_path / "in", "parquet")
+    done = offline(tmp_path, "data/text/prepare.py", f"--source={tmp_path / 'in'}", "--tokenizer=train:300",
+                   f"--out_dir={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    assert documents(tmp_path / "out", "val") == TEXTS[19::20]
+    assert not [p for p in (tmp_path / "hf").rglob("*") if p.is_file()]
+    assert "--vocab_size" in offline(tmp_path, "data/stdlib/prepare.py", "--help").stdout
+
+
+def test_stdlib_sources(tmp_path, monkeypatch):
+    library = tmp_path / "lib"
+    for name in ("b.py", "a/c.py", "site-packages/x.py", "test/y.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(f"# {name}\n" * 3)
+    (library / "latin.py").write_bytes("# coding: latin-1\n# é\n".encode("latin-1"))
+    (library / "bad.py").write_bytes(b"# \xff\n")
+    monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: dict(stdlib=str(library)))
+    stdlib.main([f"--out_dir={tmp_path / 'out'}", "--vocab_size=300"])
+    assert documents(tmp_path / "out", "train") == ["# a/c.py\n" * 3, "# b.py\n" * 3]
+    assert documents(tmp_path / "out", "val") == ["# coding: latin-1\n# é\n"]
+
+
+# --- reading ---
+
+def test_batches_depend_on_seed_and_step_only(tmp_path):
+    data = open_dataset(str(fake_dataset(tmp_path / "d")), 8)
+    tokens, targets, offsets = data.batch("train", 3, 1, 4, 8, seed=7)
+    assert tokens.shape == targets.shape == (4, 8)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.is_contiguous()
+    assert targets.is_contiguous()
+    assert tokens[:, 0].tolist() == offsets
+    assert torch.equal(targets, tokens + 1)
+    data.batch("val", 0, 0, 2, 8, seed=7)
+    again = open_dataset(str(tmp_path / "d"), 8).batch("train", 3, 1, 4, 8, seed=7)
+    assert torch.equal(again[0], tokens)
+    assert again[2] == offsets
+    others = [data.batch(*key, 4, 8, seed=s)[2] for *key, s in
+              (("train", 4, 1, 7), ("train", 3, 0, 7), ("train", 1, 3, 7), ("train", 3, 1, 8), ("val", 3, 1, 7))]
+    assert len({tuple(o) for o in [*others, offsets]}) == 6
+
+
+def test_windows_cover_the_split_to_both_ends(tmp_path):
+    data = open_dataset(str(fake_dataset(tmp_path / "d", counts=(12, 9))), 8)
+    for split, windows in (("train", 4), ("val", 1)):  # val is exactly S + 1 tokens: one window, at every step
+        seen = [o for step in range(100) for o in data.batch(split, step, 0, 2, 8, seed=0)[2]]
+        assert sorted(set(seen)) == list(range(windows))
+    assert data.batch("val", 5, 0, 1, 8, seed=0)[1].tolist() == [list(range(1, 9))]
+
+
+def test_ids_beyond_the_vocabulary(tmp_path):
+    folder = fake_dataset(tmp_path / "d", counts=(9, 9), vocab_size=30, ids=np.array([0, 1, 2, 3, 4, 30, 6, 99, 8]))
+    with pytest.raises(ConfigError, match=r"train\.bin: token 30 at position 5 must be below meta.json's vocab_size=30"):
+        open_dataset(str(folder), 8).batch("train", 0, 0, 1, 8, seed=0)
+
+
+def change(**changes):
+    def edit(folder):
+        path = folder / "meta.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return edit
+
+
+@pytest.mark.parametrize(("harm", "message"), [
+    (lambda d: (d / "meta.json").unlink(), "has no meta.json, so it is no dataset; run python data/text/prepare.py"),
+    (lambda d: (d / "meta.json").write_text("{"), "meta.json cannot be read (JSONDecodeError"),
+    (lambda d: (d / "meta.json").write_text("[]"), "meta.json cannot be read (TypeError"),
+    (change(counts={}), "meta.json cannot be read (KeyError: 'train')"),
+    (change(vocab_size="many"), "meta.json cannot be read (TypeError: vocab_size"),
+    (change(dtype="int8"), "meta.json: dtype='int8' must be uint16 or uint32; run"),
+    (lambda d: (d / "val.bin").unlink(), "val.bin is missing: 0 bytes must be the 100 of the 50 tokens"),
+    (lambda d: (d / "train.bin").write_bytes(b""), "train.bin is empty: 0 bytes must be the 200 of"),
+    (lambda d: (d / "train.bin").write_bytes(b"x" * 199), "train.bin has another length: 199 bytes must be the 200 of"),
+    (lambda d: (d / "train.bin").write_bytes(b"x" * 198), "train.bin has another length: 198 bytes must be the 200 of"),
+])
+def test_damaged_datasets(tmp_path, harm, message):
+    folder = fake_dataset(tmp_path / "d")
+    harm(folder)
+    with pytest.raises(ConfigError) as e:
+        open_dataset(str(folder), 8)
+    assert message in str(e.value)
+    assert f"--out_dir={folder}" in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(("counts", "split"), [((100, 50), "val"), ((50, 100), "train")])
+def test_a_split_without_one_window(tmp_path, counts, split):
+    folder = fake_dataset(tmp_path / "d", counts)
+    open_dataset(str(folder), 49)
+    with pytest.raises(ConfigError, match=rf"block_size=50 \+ 1 must be <= 50, .*{split}.bin; try --block_size=49"):
+        open_dataset(str(folder), 50)
+
+
+def test_datasets_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("memo.batch.DATA", tmp_path)
+    with pytest.raises(ConfigError, match="dataset=stdlib must be .* there is none; run python data/stdlib/prepare.py$"):
+        open_dataset("stdlib", 8)
+    fake_dataset(tmp_path / "mine")
+    assert open_dataset("mine", 8).folder == tmp_path / "mine"

@@ -1,0 +1,235 @@
+"""Gradients of every parameter and of the input against autograd's, piece by piece and whole."""
+
+import itertools
+
+import pytest
+import torch
+
+import model as memo_model
+from memo.attention import BACKENDS, missing, resolve_attention
+from memo.config import Config, ConfigError
+from memo.flat import views
+from memo.optim import Optimizer
+from model import GPT, gelu_backward, gelu_forward, initial_weights, rotary_backward, rotary_forward, rotations
+from tests.twin import Twin
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def perturbed_weights(cfg, device):
+    """Initial weights in which no bias is zero and no gain is one, so that a forgotten one shows."""
+    g = torch.Generator(device).manual_seed(1)
+    for name, w in initial_weights(cfg, 0, device):
+        yield name, w + torch.zeros_like(w).normal_(0.0, 0.1, generator=g) if w.dim() == 1 else w
+
+
+def random_batch(cfg, B, T, device, seed=3):
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, cfg.vocab_size, (B, T + 1), generator=g).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def error(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def compare(cfg, B, T, device, dtype, limit):
+    model = GPT(cfg, device, dtype)
+    Optimizer(model, cfg).load(perturbed_weights(cfg, device))
+    rounded = {n: w.float() for n, w in views(model.layout, model.params).items()}
+    twin = Twin(cfg).to(device).load(rounded.items())
+    tokens, targets = random_batch(cfg, B, T, device)
+    for _ in range(2):  # twice: what a first pass leaves in the buffers must not matter
+        model.grads.zero_()
+        loss = model.forward(tokens, targets, scale=1.0)
+        dx = model.backward()
+    want = twin(tokens, targets)
+    want.backward()
+    assert abs(loss.item() - want.item()) <= limit * want.item()
+    assert error(dx.float(), twin.x.grad.reshape(dx.shape)) <= limit, "input"
+    grads = views(model.layout, model.grads)
+    names = twin.memo_names()
+    assert set(names) == set(grads)
+    for name, p in names.items():
+        assert error(grads[name][:p.shape[0]], p.grad) <= limit, name
+    assert not grads["wte"][cfg.vocab_size:].any(), "padding of the vocabulary"
+
+
+CASES = list(itertools.product(("learned", "rope"), (True, False), (1, 3), (32, 64, 128)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("position,bias,B,D", CASES)
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
+    gelu = "tanh" if bias else "exact"
+    cfg = Config(n_layer=2, n_head=2, n_embd=2 * D, vocab_size=211, block_size=129, position=position, bias=bias, gelu=gelu)
+    compare(cfg, B, 129, device, dtype, limit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_over_several_head_chunks(device, monkeypatch):
+    monkeypatch.setattr(memo_model, "HEAD_ROWS", 50)
+    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=130, block_size=77)
+    compare(cfg, 2, 77, device, torch.float32, 1e-5)
+
+
+def test_accumulated_micro_batches_equal_one_large_batch():
+    cfg = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64, position="learned")
+    model = GPT(cfg, "cpu", torch.float32)
+    model.load(perturbed_weights(cfg, "cpu"))
+    tokens, targets = random_batch(cfg, 4, 64, "cpu")
+    model.forward(tokens, targets, scale=1.0)
+    model.backward()
+    whole = model.grads.clone()
+    model.grads.zero_()
+    for half in (slice(0, 2), slice(2, 4)):
+        model.forward(tokens[half], targets[half], scale=0.5)
+        model.backward()
+    assert error(model.grads, whole) < 1e-5
+
+
+def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
+    cfg = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64)
+    model = GPT(cfg, "cpu", torch.float32)
+    model.load(perturbed_weights(cfg, "cpu"))
+    batch = random_batch(cfg, 1, 64, "cpu")
+    loss = model.forward(*batch, scale=1.0)
+    model.backward()
+    before = model.grads.clone()
+    assert torch.equal(model.forward(*batch), loss)
+    assert torch.equal(model.grads, before)
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_recompute_gives_the_same_bits(position):
+    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, position=position, bias=True)
+    model = GPT(cfg, "cpu", torch.float32)
+    model.load(perturbed_weights(cfg, "cpu"))
+    model.forward(*random_batch(cfg, 2, 512, "cpu"))
+    (s,) = model.skeletal
+    names = ("ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out", "ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd")
+    kept = {n: getattr(s, n).clone() for n in names}
+    tail = slice(384, None)
+    for n in names:
+        getattr(s, n)[tail] = float("nan")
+    model.blocks[0].recompute(s, model.turn, tail)
+    for n in names:
+        assert torch.equal(getattr(s, n), kept[n]), n
+
+
+@pytest.mark.parametrize("form", ["tanh", "exact"])
+def test_gelu_pair_matches_torch(form):
+    x = (torch.randn(3, 200_000, generator=torch.Generator().manual_seed(0)) * 4).requires_grad_()
+    dy = torch.randn_like(x)
+    want = torch.nn.functional.gelu(x, approximate="tanh" if form == "tanh" else "none")
+    want.backward(dy)
+    with torch.no_grad():
+        assert torch.allclose(gelu_forward(x, form, out=torch.empty_like(x)), want, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(gelu_backward(dy, x, form, out=dy), x.grad, rtol=1e-5, atol=2e-5)  # dy goes up to 5
+
+
+def test_rotary_positions_stay_exact_at_ten_million_tokens():
+    D, theta, t = 128, 10000.0, 9_999_999
+    got = rotations(torch.tensor([t]), D, theta)[0]
+    for j in range(D // 2):
+        angle = torch.tensor(t, dtype=torch.float64) * theta ** (-2 * j / D)
+        assert abs(got[j].real.item() - angle.cos().item()) < 1e-6
+        assert abs(got[j].imag.item() - angle.sin().item()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
+    x = torch.randn(7, 64).to(dtype)
+    turn = rotations(torch.arange(7), 32, 10000.0)
+    there = rotary_forward(x.clone(), turn)
+    assert not torch.equal(there, x)
+    assert torch.allclose(rotary_backward(there, turn), x, atol=1e-5 if dtype == torch.float32 else 5e-2)
+    q, k = torch.randn(2, 1, 32)
+    def score(m, n):
+        a, b = (rotary_forward(z.clone(), rotations(torch.tensor([p]), 32, 10000.0)) for z, p in ((q, m), (k, n)))
+        return (a * b).sum()
+    assert torch.allclose(score(5, 3), score(1005, 1003), atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_attention_backends_agree_with_the_mathematics(name, causal):
+    device = torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if why := missing(name, device, dtype, 64):
+        with pytest.raises(ConfigError, match=f"attention={name} is not available"):
+            resolve_attention(name, device, dtype, 64)
+        return
+    g = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (torch.zeros(2, 200, 3, 64, device=device).normal_(generator=g).to(dtype) for _ in range(4))
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    out, lse = BACKENDS[name].forward(q, k, v, causal, 0.125)
+    q_, k_, v_ = (t.float().requires_grad_() for t in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q_, k_) * 0.125
+    if causal:
+        scores = scores.masked_fill(torch.ones(200, 200, dtype=torch.bool, device=device).triu(1), -torch.inf)
+    want = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v_)
+    want.backward(dout.float())
+    assert lse.shape == (2, 3, 200) and lse.dtype == torch.float32
+    assert error(lse, scores.logsumexp(-1)) < limit
+    assert error(out.float(), want) < limit
+    for got, leaf in zip(BACKENDS[name].backward(dout, q, k, v, out, lse, causal, 0.125), (q_, k_, v_), strict=True):
+        assert got.shape == q.shape and error(got.float(), leaf.grad) < limit
+
+
+def test_auto_takes_the_fastest_backend_and_an_absent_one_is_an_error():
+    cpu = torch.device("cpu")
+    assert resolve_attention("auto", cpu, torch.float32, 64).name == "cpu"
+    with pytest.raises(ConfigError, match="attention=cudnn is not available: it needs a CUDA device; try attention=auto"):
+        resolve_attention("cudnn", cpu, torch.float32, 64)
+
+
+def test_full_logits_never_exist():
+    cfg = Config(n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=4096)
+    model = GPT(cfg, "cpu", torch.float32)
+    model.load(initial_weights(cfg, 0, "cpu"))
+    tokens, targets = random_batch(cfg, 1, 4096, "cpu")
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(t, torch.Tensor) and t._base is None:
+                    largest = max(largest, t.numel())
+            return out
+
+    with Watch():
+        model.forward(tokens, targets, scale=1.0)
+        model.backward()
+    assert memo_model.HEAD_ROWS * 50257 <= largest < 1.1 * memo_model.HEAD_ROWS * 50304
+
+
+def test_adamw_decays_matrices_only_and_clips_the_global_norm():
+    cfg = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, block_size=64, bias=True, position="learned", weight_decay=0.5)
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(perturbed_weights(cfg, "cpu"))
+    twin = Twin(cfg).load(views(model.layout, model.params.clone()).items())
+    matrices, vectors = ([p for p in twin.parameters() if (p.dim() >= 2) == m] for m in (True, False))
+    reference = torch.optim.AdamW([dict(params=matrices, weight_decay=0.5), dict(params=vectors, weight_decay=0.0)],
+                                  lr=1e-3, betas=(cfg.beta1, cfg.beta2), foreach=False)
+    for i in range(5):
+        batch = random_batch(cfg, 1, 64, "cpu", seed=i)
+        model.forward(*batch, scale=1.0)
+        model.backward()
+        norm = optimizer.clip(0.1)
+        optimizer.step(1e-3)
+        reference.zero_grad()
+        twin(*batch).backward()
+        want = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        reference.step()
+        assert abs(norm.item() - want.item()) < 1e-4 * want.item()
+    mine = views(model.layout, model.params)
+    for name, p in twin.memo_names().items():
+        got, want = mine[name], p.detach()
+        if name.endswith("qkv_b"):  # the loss does not depend on the k bias: AdamW makes steps of its rounding noise
+            got, want = (t.view(3, -1)[[0, 2]] for t in (got, want))
+        assert error(got, want) < 1e-5, name

@@ -1,0 +1,75 @@
+"""An independent GPT in plain torch under autograd: the oracle of the gradient tests and the rival of the benchmark."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class TwinBlock(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        C = cfg.n_embd
+        self.cfg = cfg
+        self.ln1, self.ln2 = (nn.LayerNorm(C, bias=cfg.bias) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(C, 3 * C, bias=cfg.bias), nn.Linear(C, C, bias=cfg.bias)
+        self.fc1, self.fc2 = nn.Linear(C, 4 * C, bias=cfg.bias), nn.Linear(4 * C, C, bias=cfg.bias)
+
+    def forward(self, x, cos, sin):
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.cfg.n_head, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).chunk(3, -1))
+        if cos is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh" if self.cfg.gelu == "tanh" else "none"))
+
+
+def rotate(x, cos, sin):  # (B, H, T, D): pairs (2j, 2j+1) turned by an angle
+    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+
+
+class Twin(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
+        self.blocks = nn.ModuleList(TwinBlock(cfg) for _ in range(cfg.n_layer))
+        self.lnf = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+
+    def forward(self, tokens, targets):
+        T = tokens.shape[1]
+        positions = torch.arange(T, device=tokens.device)
+        self.x = x = self.wte(tokens)
+        cos = sin = None
+        if self.wpe is not None:
+            self.x = x = x + self.wpe(positions)
+        else:
+            D = self.cfg.n_embd // self.cfg.n_head
+            angles = torch.outer(positions.double(), self.cfg.rope_theta ** (-torch.arange(0, D, 2).double() / D).to(x.device))
+            cos, sin = angles.cos().float(), angles.sin().float()
+        if x.requires_grad:
+            x.retain_grad()
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = F.linear(self.lnf(x), self.wte.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
+
+    def memo_names(self):
+        """{memo's parameter name: parameter}."""
+        names = {"wte": self.wte.weight, "lnf_w": self.lnf.weight, "lnf_b": self.lnf.bias}
+        if self.wpe is not None:
+            names["wpe"] = self.wpe.weight
+        for i, b in enumerate(self.blocks):
+            for part in ("ln1", "qkv", "proj", "ln2", "fc1", "fc2"):
+                names[f"h.{i}.{part}_w"], names[f"h.{i}.{part}_b"] = getattr(b, part).weight, getattr(b, part).bias
+        return {k: v for k, v in names.items() if v is not None}
+
+    def load(self, named_tensors):
+        """Copies memo's (name, tensor) pairs; memo's vocabulary padding is cut off."""
+        mine = self.memo_names()
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                mine[name].copy_(tensor[:mine[name].shape[0]])
+        return self

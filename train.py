@@ -1,0 +1,210 @@
+"""Trains a GPT: python train.py [config/x.py] [--key=value ...]"""
+
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from memo import checkpoint, convert
+from memo.batch import open_dataset
+from memo.config import ConfigError, help_text, load_config, save_config
+from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
+from memo.hardware import peak_flops_per_s
+from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, percent, tgs
+from memo.optim import Optimizer
+from memo.plots import loss_curve
+from model import GPT, initial_weights
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on. One line."""
+
+
+def learning_rate(cfg, it):
+    """Linear warmup, then a cosine from learning_rate down to min_lr at decay_iters."""
+    if it < cfg.warmup_iters:
+        return cfg.learning_rate * (it + 1) / cfg.warmup_iters
+    done = min(1.0, (it - cfg.warmup_iters) / max(1, cfg.decay_iters - cfg.warmup_iters))
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
+
+
+class StopSignal:
+    """SIGINT and SIGTERM only take a note, so that the step is finished and saved; a second one stops at once."""
+
+    def __enter__(self):
+        self.number = None
+        self.before = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number, frame):
+        self.number = number
+        print(f"\n{signal.Signals(number).name}: finishing this step, then saving (again to stop at once)", file=sys.stderr)
+        for s in self.before:
+            signal.signal(s, signal.SIG_DFL)
+
+    def __exit__(self, *exc):
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
+
+
+def setup(cfg):
+    """Everything a run needs, built in the order in which it can fail: files first, the device last."""
+    data = open_dataset(cfg.dataset, cfg.block_size)
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
+    if cfg.vocab_size < data.vocab_size:
+        raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of dataset={cfg.dataset}; "
+                          "leave it out, or prepare the text with the tokenizer that the weights belong to")
+    out = Path(cfg.out_dir)
+    ckpt = checkpoint.load(out) if cfg.init_from == "resume" else None
+    if ckpt is None and (out / checkpoint.FILE).exists():
+        raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would overwrite; go on with "
+                          "--init_from=resume or choose another --out_dir")
+    set_deterministic(cfg.deterministic)
+    device, dtype = pick_device(cfg)
+    torch.manual_seed(cfg.seed)
+    model = GPT(cfg, device, dtype)
+    optimizer = Optimizer(model, cfg)
+    if ckpt is not None:
+        checkpoint.restore(ckpt, model, optimizer)
+    elif cfg.init_from.startswith("hf:"):
+        optimizer.load(convert.hf_tensors(cfg.init_from.removeprefix("hf:"), cfg))
+    else:
+        optimizer.load(initial_weights(cfg, cfg.seed, device))
+    first = ckpt.iter if ckpt is not None else 0
+    out.mkdir(parents=True, exist_ok=True)
+    save_config(cfg, out / "config.json")
+    if (data.folder / "tokenizer.json").exists():
+        shutil.copyfile(data.folder / "tokenizer.json", out / "tokenizer.json")
+    peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
+    return SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out, peak=peak)
+
+
+def describe(run):
+    """What is about to happen, in a few lines."""
+    cfg, m = run.cfg, run.model
+    train_tokens = len(run.data.tokens["train"])
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} position={cfg.position}: "
+          f"{parameters(cfg) / 1e6:.1f}M parameters\n"
+          f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
+          f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
+          f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, attention={m.attention.name}, "
+          f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}\n"
+          f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
+
+
+def evaluate(run):
+    """Mean loss over eval_iters batches of the validation split, the same ones each time."""
+    cfg, total = run.cfg, 0.0
+    for i in range(cfg.eval_iters):
+        tokens, targets, _ = run.data.batch("val", 0, i, cfg.batch_size, cfg.block_size, cfg.seed)
+        total += run.model.forward(tokens.to(run.device), targets.to(run.device)).item()
+    return total / cfg.eval_iters
+
+
+def forward_backward(run, it):
+    """The gradients of step `it`, over all its micro batches -> (loss tensor, where in the data they were)."""
+    cfg, parts = run.cfg, run.cfg.gradient_accumulation_steps
+    loss, offsets = 0.0, []
+    for micro in range(parts):
+        tokens, targets, where = run.data.batch("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)
+        loss = loss + run.model.forward(tokens.to(run.device), targets.to(run.device), scale=1 / parts) / parts
+        run.model.backward()
+        offsets += where
+    return loss, offsets
+
+
+def save(run, it, last=False):
+    """Saves a checkpoint that goes on with step `it`. A failed one in mid-run is a warning: the next may succeed."""
+    try:
+        checkpoint.save(run.out, run.model, run.optimizer, run.cfg, it)
+    except checkpoint.CheckpointError as e:
+        if last:
+            raise
+        print(f"\nwarning: {e}; training goes on", file=sys.stderr)
+
+
+def not_finite(run, it, loss, grad_norm, offsets):
+    saved = run.out / checkpoint.FILE
+    good = f"the last good checkpoint is {saved}, before step {checkpoint.load(run.out).iter}" if saved.exists() \
+        else "there is no checkpoint yet"
+    return TrainingError(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train split) must be "
+                         f"finite; nothing was saved over: {good}; try a lower --learning_rate or a longer --warmup_iters")
+
+
+def train(run, loggers, stop):
+    """The loop, from step run.first on; returns the number of steps done in the whole run."""
+    cfg = run.cfg
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    for it in range(run.first, cfg.max_iters):
+        last = it == cfg.max_iters - 1
+        val_loss = evaluate(run) if cfg.eval_interval and (it % cfg.eval_interval == 0 or last) else None
+        start, lr = time.perf_counter(), learning_rate(cfg, it)
+        loss, offsets = forward_backward(run, it)
+        grad_norm = run.optimizer.clip(cfg.grad_clip)
+        loss, grad_norm = torch.stack((loss, grad_norm)).tolist()  # the one place where the host waits for the device
+        if not math.isfinite(loss + grad_norm):
+            raise not_finite(run, it, loss, grad_norm, offsets)
+        run.optimizer.step(lr)
+        step_s = time.perf_counter() - start
+        rate = tgs(tokens, 1, step_s)
+        stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak),
+                          device_peak_bytes=device_peak_bytes(run.device), val_loss=val_loss)
+        if it % cfg.log_interval == 0 or val_loss is not None or last:
+            for logger in loggers:
+                logger.log(stats)
+        if last or stop.number:
+            return it + 1
+        if cfg.save_interval and (it + 1) % cfg.save_interval == 0:
+            save(run, it + 1)
+    return run.first
+
+
+def main(argv=None):
+    """Trains as `argv` says; returns the exit code: 0, or 128 + the signal that stopped the run. Errors: ConfigError
+    before any device is touched, TrainingError when the loss is not finite."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\n\n{help_text()}")
+        return 0
+    run = setup(load_config(argv))
+    cfg = run.cfg
+    describe(run)
+    if run.first >= cfg.max_iters:
+        print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
+        return 0
+    loggers = [JsonlLogger(run.out / "metrics.jsonl", run.first), ConsoleLogger(cfg.max_iters, run.first)]
+    if cfg.wandb_log:
+        loggers.append(WandbLogger(cfg, asdict(cfg)))
+    try:
+        with StopSignal() as stop:
+            done = train(run, loggers, stop)
+            save(run, done, last=True)
+    finally:
+        for logger in loggers:
+            logger.close()
+    loss_curve(run.out / "metrics.jsonl", run.out / "loss.png", f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, "
+               f"context {cfg.block_size:,}", cfg.vocab_size)
+    if stop.number:
+        print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
+              f"go on with: python train.py --init_from=resume --out_dir={run.out}")
+        return 128 + stop.number
+    print(f"done: {done} steps; {run.out}/ holds ckpt.safetensors, metrics.jsonl, config.json and loss.png\n"
+          f'try: python -m memo.sample {run.out} --prompt="def main("')
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ConfigError, TrainingError) as e:
+        sys.exit(f"error: {e}")
+    except OSError as e:
+        sys.exit(f"error: {os.strerror(e.errno) if e.errno else e}: {e.filename or ''}")
