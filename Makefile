@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train test lint
-train: $(VENV)/.installed data/stdlib/train.bin
+train: $(VENV)/.installed data/stdlib/meta.json
 	$(BIN)/python train.py config/stdlib.py $(if $(wildcard out/stdlib/ckpt.safetensors),--init_from=resume)
 
 test: $(VENV)/.installed-dev lint
@@ -13,7 +13,7 @@ test: $(VENV)/.installed-dev lint
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
-data/stdlib/train.bin: data/stdlib/prepare.py | $(VENV)/.installed
+data/stdlib/meta.json: data/stdlib/prepare.py | $(VENV)/.installed
 	$(BIN)/python data/stdlib/prepare.py
 
 $(VENV)/.installed: requirements.txt

@@ -23,7 +23,7 @@ from memo.flat import flat_layout, numel, views
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 HEAD_ROWS = 1024  # tokens whose logits exist at once
-VOCAB_MULTIPLE = 128
+TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 ALL = slice(None)
 
 
@@ -38,11 +38,11 @@ def residual_linear_forward(residual, x, w, b, out):  # residual + x w^T + b, ro
     return out if b is None else out.add_(b)
 
 
-def linear_backward(dy, x, w, dw, db, out):  # dx = dy w; `out` may be x itself
+def linear_backward(dy, x, w, dw, db, out, beta=0):  # dx = dy w, onto beta * out; `out` may be x itself
     accumulate_product(dw, dy.t(), x)
     if db is not None:
         db += dy.sum(0, dtype=torch.float32)
-    return torch.mm(dy, w, out=out)
+    return torch.addmm(out, dy, w, beta=beta, out=out)
 
 
 def accumulate_product(dw, a, b):
@@ -80,40 +80,14 @@ def layernorm_backward(dy, x, mean, rstd, w, b, dw, db):  # -> dx (N, C)
     return dx
 
 
-# --- GELU: y = x P(Z <= x), or its tanh approximation, which is x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3) ---
-
-A0 = 2 * math.sqrt(2 / math.pi)
-A1 = A0 * 0.044715
-CACHE_ELEMENTS = 2**17  # pieces of this size stay in a core's cache between elementwise passes
-
-
-def slow_tanh(x, form):
-    """torch's tanh GELU on the CPU takes four times as long as the matrix product before it: written out below."""
-    return form == "tanh" and x.device.type == "cpu" and x.dtype == torch.float32
-
-
-def pieces(*tensors):
-    return zip(*(t.view(-1).split(CACHE_ELEMENTS) for t in tensors), strict=True)
-
+# --- GELU: y = x P(Z <= x), or its tanh approximation ---
 
 def gelu_forward(x, form, out):
-    if not slow_tanh(x, form):
-        return aten.gelu.out(x, approximate="none" if form == "exact" else "tanh", out=out)
-    for x_, y in pieces(x, out):
-        torch.mul(x_, x_, out=y)
-        y.mul_(A1).add_(A0).mul_(x_).sigmoid_().mul_(x_)
-    return out
+    return aten.gelu.out(x, approximate=form, out=out)
 
 
 def gelu_backward(dy, x, form, out):  # `out` may be dy itself
-    if not slow_tanh(x, form):
-        return aten.gelu_backward.grad_input(dy, x, approximate="none" if form == "exact" else "tanh", grad_input=out)
-    for dy_, x_, dx in pieces(dy, x, out):
-        x2 = x_ * x_
-        s = (x2 * A1).add_(A0).mul_(x_).sigmoid_()              # sigmoid(2u)
-        du = x2.mul_(3 * A1).add_(A0).mul_(x_)                  # x d(2u)/dx
-        torch.mul(dy_, du.addcmul_(du, s, value=-1).add_(1).mul_(s), out=dx)  # dy s (1 + x (1 - s) d(2u)/dx)
-    return out
+    return aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
 
 
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---
@@ -146,7 +120,8 @@ class Block:
     """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: its parameters and their gradients, by name."""
 
     def __init__(self, cfg, w, dw, attention):
-        self.w, self.dw, self.attention, self.gelu = w, dw, attention, cfg.gelu
+        self.w, self.dw, self.attention = w, dw, attention
+        self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
 
     def forward(self, s, turn, out):
@@ -191,14 +166,14 @@ class Block:
         dy += layernorm_backward(d, s.mid, s.ln2_mean, s.ln2_rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b)
         # attention: mid = x + attention(ln1(x) qkv) proj
         d = linear_backward(dy, s.attn_out, w.proj_w, dw.proj_w, dw.proj_b, out=s.ln2_out)
-        dq, dk, dv = self.attention.backward(*self.heads(d, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True, self.scale)
+        dq, dk, dv = self.attention.backward(*self.heads(d, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
+                                             self.scale)
         dq, dk, dv = (g.reshape(s.x.shape) for g in (dq, dk, dv))
         if turn is not None:
             rotary_backward(dq, turn)
             rotary_backward(dk, turn)
-        d = s.q.zero_()
-        for g, w_, dw_, db in zip((dq, dk, dv), self.thirds(w)[0], *self.thirds(dw), strict=True):
-            d += linear_backward(g, s.ln1_out, w_, dw_, db, out=s.k)
+        for i, (g, w_, dw_, db) in enumerate(zip((dq, dk, dv), self.thirds(w)[0], *self.thirds(dw), strict=True)):
+            d = linear_backward(g, s.ln1_out, w_, dw_, db, out=s.q, beta=min(i, 1))
         dy += layernorm_backward(d, s.x, s.ln1_mean, s.ln1_rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b)
         return dy
 
@@ -218,12 +193,13 @@ class Block:
 
 def parameter_shapes(cfg):
     """{name: shape}: embeddings, then layer by layer its matrices and its vectors, then the final norm."""
-    C, V = cfg.n_embd, -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    C, V = cfg.n_embd, cfg.padded_vocab_size
     shapes = {"wte": (V, C)}
     if cfg.position == "learned":
         shapes["wpe"] = (cfg.block_size, C)
     for i in range(cfg.n_layer):
-        layer = {"qkv_w": (3 * C, C), "proj_w": (C, C), "fc1_w": (4 * C, C), "fc2_w": (C, 4 * C), "ln1_w": (C,), "ln2_w": (C,)}
+        layer = {"qkv_w": (3 * C, C), "proj_w": (C, C), "fc1_w": (4 * C, C), "fc2_w": (C, 4 * C)}
+        layer |= {"ln1_w": (C,), "ln2_w": (C,)}
         if cfg.bias:
             layer |= {"qkv_b": (3 * C,), "proj_b": (C,), "fc1_b": (4 * C,), "fc2_b": (C,), "ln1_b": (C,), "ln2_b": (C,)}
         shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
@@ -340,11 +316,11 @@ class GPT:
         for x_, target in zip(x.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
             h, mean, rstd, logits = self.logits(x_)
             p = torch.softmax(logits, 1, dtype=torch.float32)
-            lse = logits.amax(1).float() - p.amax(1).log()  # p's largest is exp(max - lse)
-            loss += (lse - logits.gather(1, target[:, None])[:, 0]).sum() / N
+            p_target = p.gather(1, target[:, None])
+            loss -= p_target.clamp_min(TINY).log().sum() / N
             if scale is not None:
-                p[torch.arange(len(p), device=p.device), target] -= 1
-                dlogits = p.mul_(scale / N).to(logits.dtype)
-                accumulate_product(dw.wte, dlogits.t(), h)
-                x_.copy_(layernorm_backward(dlogits @ w.wte, x_, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
+                dlogits = p.scatter_(1, target[:, None], p_target - 1).to(logits.dtype)  # times N / scale
+                accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
+                dh = (dlogits @ w.wte).mul_(scale / N)
+                x_.copy_(layernorm_backward(dh, x_, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
         return loss

@@ -17,7 +17,7 @@ from memo.batch import open_dataset
 from memo.config import ConfigError, help_text, load_config, save_config
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
 from memo.hardware import peak_flops_per_s
-from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, percent, tgs
+from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, tgs
 from memo.optim import Optimizer
 from memo.plots import loss_curve
 from model import GPT, initial_weights
@@ -59,13 +59,13 @@ def setup(cfg):
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
-        raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of dataset={cfg.dataset}; "
-                          "leave it out, or prepare the text with the tokenizer that the weights belong to")
+        raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "
+                          f"dataset={cfg.dataset}; leave it out, or prepare the text with the tokenizer of the weights")
     out = Path(cfg.out_dir)
     ckpt = checkpoint.load(out) if cfg.init_from == "resume" else None
     if ckpt is None and (out / checkpoint.FILE).exists():
-        raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would overwrite; go on with "
-                          "--init_from=resume or choose another --out_dir")
+        raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would overwrite; "
+                          "go on with --init_from=resume or choose another --out_dir")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg)
     torch.manual_seed(cfg.seed)
@@ -83,7 +83,8 @@ def setup(cfg):
     if (data.folder / "tokenizer.json").exists():
         shutil.copyfile(data.folder / "tokenizer.json", out / "tokenizer.json")
     peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
-    return SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out, peak=peak)
+    return SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out,
+                           peak=peak)
 
 
 def describe(run):
@@ -91,8 +92,8 @@ def describe(run):
     cfg, m = run.cfg, run.model
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} position={cfg.position}: "
-          f"{parameters(cfg) / 1e6:.1f}M parameters\n"
+    print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
+          f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, attention={m.attention.name}, "
@@ -135,8 +136,9 @@ def not_finite(run, it, loss, grad_norm, offsets):
     saved = run.out / checkpoint.FILE
     good = f"the last good checkpoint is {saved}, before step {checkpoint.load(run.out).iter}" if saved.exists() \
         else "there is no checkpoint yet"
-    return TrainingError(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train split) must be "
-                         f"finite; nothing was saved over: {good}; try a lower --learning_rate or a longer --warmup_iters")
+    return TrainingError(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train "
+                         f"split) must be finite; nothing was saved over: {good}; "
+                         "try a lower --learning_rate or more --warmup_iters")
 
 
 def train(run, loggers, stop):
@@ -190,8 +192,8 @@ def main(argv=None):
     finally:
         for logger in loggers:
             logger.close()
-    loss_curve(run.out / "metrics.jsonl", run.out / "loss.png", f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, "
-               f"context {cfg.block_size:,}", cfg.vocab_size)
+    title = f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
+    loss_curve(run.out / "metrics.jsonl", run.out / "loss.png", title, cfg.vocab_size)
     if stop.number:
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")

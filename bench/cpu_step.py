@@ -23,7 +23,8 @@ from memo.optim import Optimizer
 from model import GPT, initial_weights
 from tests.twin import Twin
 
-MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"), "default": dict(position="rope", bias=False, gelu="exact")}
+MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"),
+          "default": dict(position="rope", bias=False, gelu="exact")}
 SHAPES = ((1024, 4), (8192, 1))
 VOCAB = 4096
 
@@ -31,7 +32,8 @@ VOCAB = 4096
 def autograd_step(module, loss):
     """A plain training step of a torch module: decay on matrices only, foreach clipping, fused AdamW."""
     parts = ([p for p in module.parameters() if (p.dim() >= 2) == matrices] for matrices in (True, False))
-    adamw = torch.optim.AdamW([dict(params=p, weight_decay=d) for p, d in zip(parts, (0.1, 0.0), strict=True)], lr=1e-4, fused=True)
+    groups = [dict(params=p, weight_decay=d) for p, d in zip(parts, (0.1, 0.0), strict=True)]
+    adamw = torch.optim.AdamW(groups, lr=1e-4, fused=True)
 
     def step():
         adamw.zero_grad(set_to_none=True)
@@ -93,13 +95,14 @@ def main():
                     times[n].append(time.perf_counter() - start)
             s = {n: statistics.median(t[1:]) for n, t in times.items()}  # the first round warms up
             tf = s.get("transformers", float("nan"))
-            row = dict(model=name, S=S, B=B, L=4, C=256, H=4, V=VOCAB, seconds=s, tokens_per_s={n: B * S / t for n, t in s.items()},
+            row = dict(model=name, S=S, B=B, L=4, C=256, H=4, V=VOCAB, seconds=s,
+                       tokens_per_s={n: B * S / t for n, t in s.items()},
                        memo_over_twin=s["twin"] / s["memo"], memo_over_floor=s["memo"] / s["floor"],
                        memo_over_transformers=tf / s["memo"] if tf == tf else None)
             rows.append(row)
             print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / t:20.0f}" for t in (s["memo"], s["twin"], tf))
-                  + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}{s['twin'] / s['floor']:17.2f}",
-                  flush=True)
+                  + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}"
+                  f"{s['twin'] / s['floor']:17.2f}", flush=True)
     out = Path(__file__).parent / "results" / "cpu_step.json"
     out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows), indent=1) + "\n")
 

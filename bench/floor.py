@@ -24,7 +24,7 @@ class Kernels(TorchDispatchMode):
                 self.calls.append(lambda: aten.mm.dtype_out(a, b, torch.float32, out=result))
             else:
                 self.calls.append(lambda: torch.mm(a, b, out=result))
-        elif "attention" in func.name():
+        elif "attention" in func.name() or "flash_attn" in func.name():
             self.calls.append(lambda: func(*args, **kwargs))
         return result
 

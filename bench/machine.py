@@ -10,9 +10,10 @@ import torch
 
 def first_line(*command):
     try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.split("\n")[0].strip()
+        out = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout
     except OSError:
         return ""
+    return out.split("\n")[0].strip()
 
 
 def machine():
@@ -22,8 +23,8 @@ def machine():
         driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     else:
         cpuinfo = Path("/proc/cpuinfo")
-        names = [row.split(":")[1].strip() for row in cpuinfo.read_text().split("\n") if row.startswith("model name")] \
-            if cpuinfo.exists() else []
+        rows = cpuinfo.read_text().split("\n") if cpuinfo.exists() else []
+        names = [row.split(":")[1].strip() for row in rows if row.startswith("model name")]
         device, driver = f"{names[0] if names else platform.processor()} x {len(names) or '?'}", None
     return dict(device=device, driver=driver, torch=torch.__version__, python=platform.python_version(),
                 commit=first_line("git", "rev-parse", "HEAD"), command=" ".join(["python", *sys.argv]))

@@ -79,6 +79,11 @@ class Config:
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 
     @property
+    def padded_vocab_size(self):
+        """Rows of the embedding: a multiple of 128 keeps matrix products aligned and divides among ranks."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
     def decay_iters(self):
         return self.lr_decay_iters or self.max_iters
 
@@ -169,9 +174,11 @@ def gpt2_model_keys(folder):
     try:
         hf = json.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"init_from=hf:{folder}: {path} cannot be read ({e}); give a local folder of a GPT-2") from None
+        raise ConfigError(f"{path} cannot be read ({e}); give a local folder of a GPT-2") from None
+    if absent := {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"} - set(hf):
+        raise ConfigError(f"{path}: {min(absent)} is missing; give a local folder of a GPT-2")
     rules = dict(model_type=("gpt2",), activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
-                 layer_norm_epsilon=(1e-5,), n_inner=(None, 4 * hf.get("n_embd", 0)), scale_attn_weights=(True,),
+                 layer_norm_epsilon=(1e-5,), n_inner=(None, 4 * hf["n_embd"]), scale_attn_weights=(True,),
                  scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
     defaults = dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, n_inner=None, scale_attn_weights=True,
                     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True, add_cross_attention=False)

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from memo import checkpoint
 from memo.config import Config, ConfigError, gpt2_model_keys, save_config
 
-VOCAB_MULTIPLE = 128  # model.py's
 LAYER = {"ln1": ("ln_1", 1, 0), "qkv": ("attn.c_attn", 3, 1), "proj": ("attn.c_proj", 1, 1),  # name there, (out, in)
          "ln2": ("ln_2", 1, 0), "fc1": ("mlp.c_fc", 4, 1), "fc2": ("mlp.c_proj", 1, 4)}       # in units of C
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,7 +86,7 @@ def hf_tensors(folder, cfg):
                               f"see its {CONFIG}")
         w = other_layout(name, w).float()
         if name == "wte":
-            w = torch.nn.functional.pad(w, (0, 0, 0, -len(w) % VOCAB_MULTIPLE))
+            w = torch.nn.functional.pad(w, (0, 0, 0, cfg.padded_vocab_size - len(w)))
         yield name, w
 
 

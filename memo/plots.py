@@ -26,9 +26,11 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
     rows = read_metrics(metrics_path)
     steps = [r["iter"] for r in rows]
     losses = [r["loss"] for r in rows]
-    fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6.5), dpi=130, sharex=True, height_ratios=(4, 1), layout="constrained")
-    top.axhline(math.log(vocab_size), color=GREY, ls=":", lw=1.2)
-    top.annotate(f"ln V = {math.log(vocab_size):.2f}, knowing nothing", (1, math.log(vocab_size)), xycoords=("axes fraction", "data"),
+    fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6.5), dpi=130, sharex=True, height_ratios=(4, 1),
+                                      layout="constrained")
+    guess = math.log(vocab_size)
+    top.axhline(guess, color=GREY, ls=":", lw=1.2)
+    top.annotate(f"ln V = {guess:.2f}, knowing nothing", (1, guess), xycoords=("axes fraction", "data"),
                  xytext=(-4, -4), textcoords="offset points", ha="right", va="top", color=GREY, fontsize=9)
     top.plot(steps, losses, color=BLUE, alpha=0.25, lw=1)
     top.plot(steps, smooth(losses, 0.9), color=BLUE, lw=2, label=f"train (smoothed), last {smooth(losses, 0.9)[-1]:.3f}")

@@ -24,7 +24,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")  # of a document; first one found
 VAL_EVERY = 20          # every 20th document goes to val.bin
 PIECE_CHARS = 2**16     # long documents are encoded in pieces of about this size, in parallel
-BATCH_CHARS = 2**22     # read ahead; bounds the memory (about 50 bytes a character while encoding)
+BATCH_CHARS = 2**22     # read ahead; bounds the memory (about 70 bytes a character while encoding)
 WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 
 

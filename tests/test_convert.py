@@ -19,6 +19,15 @@ V, S, C, L = 211, 31, 64, 3
 GELUS = {"gelu_new": "tanh", "gelu": "exact"}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On matrices this small two threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def gpt2(activation="gelu_new", vocab_size=V):
     """A GPT-2 with random weights in which no bias is zero and no gain is one."""
     torch.manual_seed(5)
@@ -212,7 +221,6 @@ def test_halves_become_fp32(hf, dtype):
 def test_names_and_padding_are_the_models(hf):
     cfg = config(hf)
     assert {n: tuple(w.shape) for n, w in convert.hf_tensors(hf, cfg)} == memo_model.parameter_shapes(cfg)
-    assert convert.VOCAB_MULTIPLE == memo_model.VOCAB_MULTIPLE
 
 
 # --- the user's mistakes ---

@@ -47,7 +47,8 @@ class Twin(nn.Module):
             self.x = x = x + self.wpe(positions)
         else:
             D = self.cfg.n_embd // self.cfg.n_head
-            angles = torch.outer(positions.double(), self.cfg.rope_theta ** (-torch.arange(0, D, 2).double() / D).to(x.device))
+            frequencies = self.cfg.rope_theta ** (-torch.arange(0, D, 2, device=x.device).double() / D)
+            angles = torch.outer(positions.double(), frequencies)
             cos, sin = angles.cos().float(), angles.sin().float()
         if x.requires_grad:
             x.retain_grad()

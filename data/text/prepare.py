@@ -110,7 +110,7 @@ def main(argv):
     tokenizer = None if kind == "train" else load_tokenizer(args.tokenizer)
     documents, total_bytes = open_source(args)
     tokenizer = tokenizer or train_tokenizer(documents(), int(vocab))
-    write_dataset(args.out_dir or DATA / Path(args.source).stem, documents(), tokenizer, total_bytes)
+    write_dataset(args.out_dir or DATA / Path(args.source).resolve().stem, documents(), tokenizer, total_bytes)
 
 
 if __name__ == "__main__":

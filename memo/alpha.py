@@ -1,0 +1,150 @@
+"""The alpha program: how much of every layer's skeletal activations is swapped; what is not is recomputed.
+
+`paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear program, `given`
+takes alpha as it is. Plain numbers in, a SwapPlan out. Source: MEMO 4.1; DESIGN section 2.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from memo.activations import TABLE
+
+OTHERS = tuple(t.name for t in TABLE if t.other)
+GROUPS = {  # the "others" that are rebuilt together, from what is by then there: so what one group costs depends on no other
+    "ln1_out": ("ln1_out", "ln1_mean", "ln1_rstd"),
+    "q": ("q",),
+    "k": ("k",),
+    "v": ("v",),
+    "mid": ("mid",),
+    "ln2_out": ("ln2_out", "ln2_mean", "ln2_rstd"),
+    "fc1_out": ("fc1_out",),
+    "gelu_out": ("gelu_out",),
+}
+
+
+class OutOfHostMemory(ValueError):
+    """OOHM: the host cannot hold what is to be swapped."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the program needs to know of one rank."""
+
+    nbytes: dict  # {skeletal tensor: bytes of one layer}, all of activations.TABLE
+    n_layer: int
+    forward_s: float  # one layer's forward
+    offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
+    host_bytes: int  # this rank's share
+
+    @property
+    def swapped_layers(self):
+        return max(0, self.n_layer - 2)  # the last two start their backward at once
+
+    @property
+    def others_bytes(self):
+        return sum(self.nbytes[name] for name in OTHERS)
+
+    @property
+    def always_bytes(self):
+        """x, attn_out and its logsumexp of one layer."""
+        return sum(self.nbytes.values()) - self.others_bytes
+
+    @property
+    def limits(self):
+        """{"overlap", "host"}: the largest alpha that each limit alone allows. At most 1.
+
+        Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for alpha = 0.
+        """
+        always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
+        if not layers:
+            return {"overlap": 1.0, "host": 1.0}
+        return {"overlap": min(1.0, (self.forward_s * self.offload_bytes_per_s - always) / others),
+                "host": min(1.0, (self.host_bytes - layers * always) / (layers * others))}
+
+    @property
+    def largest_alpha(self):
+        """The largest alpha in [0, 1] under both limits; 0 where even that is over one of them."""
+        return max(0.0, min(self.limits.values()))
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What is swapped. Bytes are of this rank."""
+
+    fractions: dict  # {"other" tensor: f}: rows [0, f) of it are swapped, f in [0, 1]
+    alpha: float  # their mean, weighted by bytes
+    limits: dict  # see Problem.limits
+    binds: str | None  # the lower of the limits; None where both are 1
+    input_only_layers: int  # so many of the swapped layers keep only x: the least that lets the rest fit the host
+    layer_offload_bytes: int  # of a layer that keeps more than x, if there is one
+    host_bytes: int  # of all layers
+    fits: bool  # False: OOHM, though every layer keeps only x
+
+
+def plan(problem, fractions):
+    """The SwapPlan of these fractions, whether or not its copies hide."""
+    layers, x, limits = problem.swapped_layers, problem.nbytes["x"], problem.limits
+    others = sum(f * problem.nbytes[name] for name, f in fractions.items())
+    layer = problem.always_bytes + int(others)
+    lacking = layers * layer - problem.host_bytes
+    input_only = min(layers, max(0, int(-(-lacking // (layer - x)))))
+    host = input_only * x + (layers - input_only) * layer
+    binds = min(limits, key=limits.get)
+    return SwapPlan(fractions, others / problem.others_bytes, limits, binds if limits[binds] < 1 else None, input_only,
+                    layer if input_only < layers else x if layers else 0, host, host <= problem.host_bytes)
+
+
+def paper(problem):
+    """The SwapPlan with one alpha for all tensors, the largest under both limits. Source: MEMO 4.1.
+
+    Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they are over the
+    host limit some layers keep only x.
+    """
+    return plan(problem, dict.fromkeys(OTHERS, problem.largest_alpha))
+
+
+def per_tensor(problem, recompute_s):
+    """The SwapPlan that saves the most recompute seconds under the limits of `paper`. Source: DESIGN section 2.
+
+    recompute_s: {group of GROUPS: seconds to rebuild all rows of it in one layer}.
+    """
+    import numpy as np
+    from scipy.optimize import linprog  # takes a second to import
+
+    weights = np.array([sum(problem.nbytes[n] for n in tensors) for tensors in GROUPS.values()]) / problem.others_bytes
+    saved = np.array([recompute_s[g] for g in GROUPS])
+    limits = np.maximum(0, list(problem.limits.values()))
+    f = linprog(-saved / max(saved.sum(), 1e-30), A_ub=[weights, weights], b_ub=limits, bounds=(0, 1), method="highs").x
+    f = f.clip(0, 1) * min(1, limits.min() / max(weights @ f, 1e-30))  # the solver keeps its limits to 1e-7 only
+    return plan(problem, {n: float(f) for f, tensors in zip(f, GROUPS.values(), strict=True) for n in tensors})
+
+
+def given(problem, alpha):
+    """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot hold it."""
+    chosen = plan(problem, dict.fromkeys(OTHERS, float(alpha)))
+    if chosen.input_only_layers:
+        layers, limit = problem.swapped_layers, problem.limits["host"]
+        need = layers * (problem.always_bytes + int(alpha * problem.others_bytes))
+        remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}" if limit >= 0 else
+                  "not even alpha=0 fits; try alpha=auto, which keeps only the input of some layers, or a smaller block_size")
+        raise OutOfHostMemory(f"alpha={alpha:g} needs {need / 2**30:.4g} GiB of host memory for the {layers} swapped layers, "
+                              f"this rank has {problem.host_bytes / 2**30:.4g} GiB; {remedy}")
+    return chosen
+
+
+def rows(fraction, n_rows, granularity):
+    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down; at 1 all of them."""
+    if fraction >= 1:
+        return n_rows
+    return int(fraction * n_rows / granularity * (1 + 1e-12)) * granularity  # 0.29 of 100 is 29, not 28
+
+
+def largest_block_size(problem, block_size, multiple):
+    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of all layers.
+
+    `block_size`: that of problem.nbytes. Infinite where no layer is swapped.
+    """
+    if not problem.swapped_layers:
+        return inf
+    tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * problem.nbytes["x"])
+    return tokens // multiple * multiple

@@ -1,0 +1,237 @@
+"""The alpha program against brute force, a greedy knapsack and the paper's Tables 4 and 5."""
+
+import json
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memo.activations import layout
+from memo.alpha import GROUPS, OTHERS, OutOfHostMemory, Problem, given, largest_block_size, paper, per_tensor, plan, rows
+
+PAPER = json.loads((Path(__file__).parent / "facts" / "memo_paper.json").read_text())
+HOST_BYTES = 1.035e12 / PAPER["setup"]["gpus_per_node"]  # half of the 2 TB is lost to blocks rounded up to powers of two
+OFFLOAD_BYTES_PER_S = 10.5e9
+CELLS = [(PAPER["table4"], S) for S in PAPER["table4"]["seq_tokens"]] + [(PAPER["table5"], int(S))
+                                                                        for S in PAPER["table5"]["mfu_percent"]]
+
+
+def skeletal_bytes(*args, **kw):
+    return {name: slot.nbytes for name, slot in layout(*args, **kw)[0].items()}
+
+
+def instances(n=300, seed=0, lacking=0.2):
+    """Random problems: x and attn_out alone are over a limit in about `lacking` of them, alpha = 1 is under it in as many."""
+    rng = np.random.default_rng(seed)
+    for _ in range(n):
+        tp, H = 2 ** rng.integers(0, 3), 4 * rng.integers(1, 9)
+        nbytes = skeletal_bytes(rng.integers(1, 4), 64 * rng.integers(1, 5000), H * 64, H, rng.choice([2, 4]), tp=tp)
+        nbytes = {name: int(b) for name, b in nbytes.items()}
+        p = Problem(nbytes, int(rng.integers(3, 90)), 1.0, 1.0, 1)
+        forward_s, host = p.always_bytes + p.others_bytes * rng.uniform(-lacking, 1 + lacking, 2)
+        yield Problem(nbytes, p.n_layer, max(forward_s, 0) / 3e9, 3e9, int(max(0, host) * p.swapped_layers)), rng
+
+
+def copied(p, fractions):
+    """Bytes of one layer, tensor by tensor."""
+    return sum(b * fractions.get(name, 1) for name, b in p.nbytes.items())
+
+
+def under_limits(p, fractions, slack=0.0):
+    layer = copied(p, fractions) * (1 - slack)
+    return layer / p.offload_bytes_per_s <= p.forward_s and (p.n_layer - 2) * layer <= p.host_bytes
+
+
+def test_the_groups_are_the_others():
+    assert sorted(n for g in GROUPS.values() for n in g) == sorted(OTHERS)
+    assert set(OTHERS).isdisjoint({"x", "attn_out", "lse"})
+
+
+def test_closed_form_against_brute_force():
+    grid = np.linspace(0, 1, 2001)
+    over_both = 0
+    for p, _ in instances():
+        best = max((a for a in grid if under_limits(p, dict.fromkeys(OTHERS, a))), default=None)
+        got = paper(p)
+        assert set(got.fractions.values()) == {got.alpha if got.alpha in (0, 1) else got.fractions["q"]}
+        assert got.alpha == pytest.approx(got.fractions["q"], abs=1e-12)
+        if best is None:
+            over_both += 1
+            assert got.alpha == 0 and min(got.limits.values()) < 0
+        else:
+            assert best - 1e-12 <= got.alpha <= best + grid[1] and under_limits(p, got.fractions, slack=1e-14)
+        assert got.fits == (p.swapped_layers * p.nbytes["x"] <= p.host_bytes)
+        assert got.host_bytes <= p.host_bytes or not got.fits
+    assert 20 < over_both < 150
+
+
+def test_the_limits_are_reported_one_by_one():
+    nbytes = skeletal_bytes(1, 4096, 256, 4, 2)
+    p = Problem(nbytes, 12, 1.0, 1.0, 1)
+    always, others, layer = p.always_bytes, p.others_bytes, sum(nbytes.values())
+
+    def limits(overlap, host):
+        return paper(Problem(nbytes, 12, (always + overlap * others) / 1e9, 1e9, 10 * always + 10 * others * host))
+
+    got = limits(0.78, 1.5)
+    assert got.limits == pytest.approx({"overlap": 0.78, "host": 1}) and got.binds == "overlap"
+    assert got.alpha == pytest.approx(0.78) and got.input_only_layers == 0
+    assert got.layer_offload_bytes == int(always + got.alpha * others) and got.host_bytes == 10 * got.layer_offload_bytes
+    got = limits(0.78, 0.25)
+    assert got.limits == pytest.approx({"overlap": 0.78, "host": 0.25}) and got.binds == "host"
+    got = limits(1, 1)
+    assert got.alpha == 1 and got.limits["host"] == 1 and got.host_bytes == 10 * layer
+    got = limits(3, 3)
+    assert got.alpha == 1 and got.limits == {"overlap": 1, "host": 1} and got.binds is None
+    got = limits(-0.1, 0.5)  # the copy of x and attn_out does not hide, and is made all the same
+    assert got.limits["overlap"] == pytest.approx(-0.1) and got.binds == "overlap" and got.alpha == 0
+    assert got.layer_offload_bytes == always and got.input_only_layers == 0 and got.fits
+
+
+@pytest.mark.parametrize("n_layer", [1, 2])
+def test_the_last_two_layers_are_never_swapped(n_layer):
+    p = Problem(skeletal_bytes(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
+    for got in (paper(p), given(p, 1), per_tensor(p, dict.fromkeys(GROUPS, 1.0))):
+        assert got.alpha == 1 and got.host_bytes == got.layer_offload_bytes == got.input_only_layers == 0
+        assert got.fits and got.binds is None
+    assert largest_block_size(p, 4096, 2) == inf
+
+
+def knapsack(p, recompute_s):
+    """The most seconds that fit the tighter limit: groups by seconds per byte, the last one in part."""
+    room, seconds = max(0, min(p.forward_s * p.offload_bytes_per_s, p.host_bytes / (p.n_layer - 2)) - p.always_bytes), 0
+    size = {g: sum(p.nbytes[n] for n in names) for g, names in GROUPS.items()}
+    for g in sorted(GROUPS, key=lambda g: recompute_s[g] / size[g], reverse=True):
+        f = min(1, room / size[g])
+        room, seconds = room - f * size[g], seconds + f * recompute_s[g]
+    return seconds
+
+
+def test_per_tensor_is_the_knapsack_and_never_worse_than_paper():
+    better = 0
+    for p, rng in instances(seed=1):
+        recompute_s = dict(zip(GROUPS, 10 ** rng.uniform(-6, -1, len(GROUPS)), strict=True))
+        recompute_s["gelu_out"] *= rng.integers(0, 2)
+        got, single = per_tensor(p, recompute_s), paper(p)
+        saved, paper_saved = (sum(recompute_s[g] * q.fractions[g] for g in GROUPS) for q in (got, single))
+        assert saved == pytest.approx(knapsack(p, recompute_s), rel=1e-6, abs=1e-12)
+        assert saved >= paper_saved * (1 - 1e-6)
+        better += saved > 1.05 * paper_saved
+        assert all(0 <= f <= 1 for f in got.fractions.values())
+        assert all(len({got.fractions[n] for n in names}) == 1 for names in GROUPS.values())
+        assert got.alpha * p.others_bytes == pytest.approx(copied(p, got.fractions) - p.always_bytes)
+        assert got.host_bytes <= p.host_bytes or not got.fits
+        assert (got.limits, got.binds, got.input_only_layers) == (single.limits, single.binds, single.input_only_layers)
+        if min(got.limits.values()) >= 0:
+            assert under_limits(p, got.fractions, slack=1e-14)
+    assert better > 100
+
+
+def test_input_only_layers_are_the_least_that_fit():
+    below = oohm = 0
+    for p, _ in instances(seed=2, lacking=0.3):
+        x, always, layers = p.nbytes["x"], p.always_bytes, p.n_layer - 2
+        enough = [n for n in range(layers + 1) if n * x + (layers - n) * always <= p.host_bytes]
+        got = paper(p)
+        assert got.fits == bool(enough)
+        assert got.input_only_layers == (enough[0] if enough else layers)
+        if enough and enough[0]:
+            below += 1
+            assert got.alpha == 0 and got.limits["host"] < 0
+            assert got.host_bytes == enough[0] * x + (layers - enough[0]) * always
+        if not enough:
+            oohm += 1
+            assert got.host_bytes == layers * x == layers * got.layer_offload_bytes
+    assert below > 20 and oohm > 20
+
+
+def test_an_alpha_by_hand():
+    nbytes = skeletal_bytes(2, 4096, 256, 4, 2)
+    layer = sum(nbytes.values())
+    p = Problem(nbytes, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; hidden or not is not asked
+    got = given(p, 1)
+    assert got.alpha == 1 and got.host_bytes == 10 * layer and got.layer_offload_bytes == layer and got.fits
+    assert given(p, 0).host_bytes == 10 * p.always_bytes
+    short = Problem(nbytes, 12, 0.0, 1.0, 5 * layer)
+    with pytest.raises(OutOfHostMemory, match=r"^alpha=1 needs 0\.\d+ GiB .* 10 swapped layers, this rank has 0\.\d+ GiB; "
+                                              r"the largest alpha that fits is 0\.42\d$") as e:
+        given(short, 1)
+    largest = float(str(e.value).split()[-1])
+    assert given(short, largest).host_bytes <= 5 * layer
+    with pytest.raises(OutOfHostMemory):
+        given(short, largest + 0.001)
+    with pytest.raises(OutOfHostMemory, match="not even alpha=0 fits; try alpha=auto"):
+        given(Problem(nbytes, 12, 1.0, 1.0, 10 * nbytes["x"]), 0)
+
+
+@pytest.mark.parametrize("fraction,n,granularity,want", [
+    (0, 4096, 256, 0), (1, 4096, 256, 4096), (1, 1000, 256, 1000), (0.999, 1000, 256, 768), (0.5, 4096, 256, 2048),
+    (0.81, 98304, 98304 // 8, 6 * 98304 // 8), (0.29, 100, 1, 29), (0.3, 10 * 256, 256, 3 * 256), (1e-9, 4096, 256, 0)])
+def test_rows(fraction, n, granularity, want):
+    assert rows(fraction, n, granularity) == want
+
+
+def test_the_largest_block_size_is_the_last_that_fits():
+    for p, rng in instances(50, seed=3):
+        B, C, H, S, cp = 2, 512, 8, 16384, int(rng.integers(1, 4))
+        multiple = 2 * cp
+        S -= S % multiple
+        host = max(p.host_bytes, 2**30)
+
+        def at(S):
+            return paper(Problem(skeletal_bytes(B, S // cp, C, H, 2, tp=2), p.n_layer, 1.0, 1e9, host))  # noqa: B023
+
+        longest = largest_block_size(Problem(skeletal_bytes(B, S // cp, C, H, 2, tp=2), p.n_layer, 1.0, 1e9, host), S, multiple)
+        assert longest % multiple == 0 and longest > S
+        assert at(longest).fits and not at(longest + multiple).fits
+
+
+# The paper's 7B on one node of 8 A800, bf16.
+
+def paper_problem(table, S, host_bytes=HOST_BYTES):
+    """Forward at 62% of the peak: a third of the layer's 6 S P_layer + 6 C S^2 FLOPs, divided among the GPUs."""
+    m = PAPER["models"][table["model"]]
+    C, tp, cp = m["n_embd"], table["tp"], table["cp"]
+    flops = 2 * S * 12 * C**2 + 2 * C * S**2
+    nbytes = skeletal_bytes(1, S // cp, C, m["n_head"], 2, tp=tp)
+    return Problem(nbytes, m["n_layer"], flops / table["gpus"] / (0.62 * PAPER["peak_flops"]), OFFLOAD_BYTES_PER_S, host_bytes)
+
+
+@pytest.mark.parametrize("S", [196608, 262144])
+def test_the_best_alpha_of_table_5(S):
+    table = PAPER["table5"]
+    measured = table["mfu_percent"][str(S)]
+    best = table["alpha"][measured.index(max(measured))]
+    assert rows(paper(paper_problem(table, S)).alpha, S, S // 8) / S == best
+
+
+def test_the_oohm_cells_of_table_4():
+    table = PAPER["table4"]
+    for S, cell in zip(table["seq_tokens"], table["mfu_percent"]["full_swap+plan"], strict=True):
+        if cell == "oohm":
+            with pytest.raises(OutOfHostMemory):
+                given(paper_problem(table, S), 1)
+        else:
+            assert given(paper_problem(table, S), 1).fits
+
+
+def test_what_ran_in_the_paper_fits():
+    for table, S in CELLS:
+        got = paper(paper_problem(table, S))
+        assert got.fits and got.input_only_layers == 0
+
+
+def test_a_slab_of_the_exact_size_swaps_longer_sequences():
+    """All of the node's memory instead of half of it: the first OOHM cell of Table 4 fits."""
+    host = PAPER["setup"]["host_memory_bytes_per_node"] / PAPER["setup"]["gpus_per_node"]
+    assert given(paper_problem(PAPER["table4"], 393216, host), 1).fits
+
+
+def test_the_plan_of_rounded_fractions_is_what_is_copied():
+    p = paper_problem(PAPER["table5"], 196608)
+    N = 196608 // PAPER["table5"]["cp"]
+    chosen = paper(p)
+    rounded = plan(p, {n: rows(f, N, N // 8) / N for n, f in chosen.fractions.items()})
+    assert rounded.alpha == 0.75 and rounded.host_bytes == 30 * (p.always_bytes + p.others_bytes * 3 // 4)
+    assert rounded.host_bytes < chosen.host_bytes

@@ -1,0 +1,163 @@
+"""The configuration: its keys are frozen, and every mistake is one line that names value, rule and remedy."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from memo.config import KEYS, Config, ConfigError, help_text, load_config, save_config
+from memo.metrics import parameters
+from model import GPT
+from tests.test_metrics import PAPER
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_set_of_keys_is_frozen():
+    assert list(KEYS) == """
+        n_layer n_head n_embd block_size vocab_size bias gelu position rope_theta
+        dataset batch_size gradient_accumulation_steps
+        max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
+        out_dir init_from eval_interval eval_iters log_interval save_interval wandb_log wandb_project wandb_run_name
+        device dtype attention deterministic seed""".split()
+
+
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text('"""A comment."""\nn_layer = 2\nblock_size = 4 * 1024\nlearning_rate = 1\n')
+    cfg = load_config([str(file), "--n_layer=3", "--bias=true", "--wandb_run_name=a=b"])
+    assert (cfg.n_layer, cfg.block_size, cfg.learning_rate, cfg.bias) == (3, 4096, 1.0, True)
+    assert cfg.wandb_run_name == "a=b" and type(cfg.learning_rate) is float
+    with pytest.raises(AttributeError):
+        cfg.n_layer = 4
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["--n_layr=3"], "--n_layr=3: unknown key 'n_layr'; did you mean 'n_layer'?"),
+    (["--qqqq=3"], "--qqqq=3: unknown key 'qqqq'; see --help"),
+    (["--n_layer=three"], "n_layer='three' must be int"),
+    (["--n_layer=2.5"], "n_layer='2.5' must be int"),
+    (["--bias=1"], "bias='1' must be true or false"),
+    (["--n_layer"], "'--n_layer' must have the form --key=value; see --help"),
+    (["-x"], "'-x' must have the form --key=value; see --help"),
+    (["a.py", "b.py"], "'b.py': there is a config file already, 'a.py'; keys are given as --key=value"),
+    (["none.py"], "config file 'none.py' does not exist; see config/"),
+    (["--n_layer=0"], "n_layer=0 must be at least 1"),
+    (["--beta2=1.0"], "beta2=1.0 must be below 1.0"),
+    (["--learning_rate=nan"], "learning_rate=nan must be at least 0.0"),
+    (["--learning_rate=inf"], "learning_rate=inf must be finite"),
+    (["--dtype=float16"], "dtype='float16' must be one of auto, float32, bfloat16"),
+    (["--n_embd=256", "--n_head=5"], "n_embd=256 % n_head=5 != 0 (heads share the hidden size equally); try n_head=4"),
+    (["--n_embd=6", "--n_head=2"], "n_embd/n_head=3 must be even for position=rope (it rotates pairs); try another n_head "
+                                   "or position=learned"),
+    (["--min_lr=1"], "min_lr=1.0 must be <= learning_rate=0.001; lower min_lr"),
+    (["--max_iters=5"], "warmup_iters=20 must be <= lr_decay_iters=5; lower warmup_iters"),
+    (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
+    (["--init_from=resume", "--out_dir=nowhere"], "init_from=resume: out_dir=nowhere holds no readable config.json; "
+                                                  "start with --init_from=scratch"),
+])
+def test_mistakes_on_the_command_line(argv, message):
+    with pytest.raises(ConfigError) as e:
+        load_config(argv)
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize("text,message", [
+    ("import os", "a config file holds assignments only"),
+    ("n_layer += 1", "a config file holds assignments only"),
+    ("if True:\n    n_layer = 1", "a config file holds assignments only"),
+    ("n_layer = ", "cannot be read"),
+    ("n_layer = '2'", "n_layer='2' must be of type int, not str"),
+    ("n_layer = True", "n_layer=True must be of type int, not bool"),
+    ("n_layer = 1 / 0", "ZeroDivisionError"),
+    ("n_layer = open('x')", "NameError"),
+    ("n_layers = 2", "unknown key 'n_layers'; did you mean 'n_layer'?"),
+])
+def test_mistakes_in_a_file(tmp_path, text, message):
+    (tmp_path / "c.py").write_text(text)
+    with pytest.raises(ConfigError) as e:
+        load_config([str(tmp_path / "c.py")])
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_resume_starts_from_the_saved_config_but_keeps_the_model(tmp_path):
+    save_config(Config(n_layer=7, position="learned", vocab_size=99, max_iters=50), tmp_path / "config.json")
+    cfg = load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=60", "--vocab_size=0"])
+    assert (cfg.n_layer, cfg.max_iters, cfg.vocab_size, cfg.init_from) == (7, 60, 99, "resume")
+    for key in ("--n_layer=8", "--block_size=64"):
+        with pytest.raises(ConfigError, match="of the weights that init_from=resume loads; leave it out"):
+            load_config(["--init_from=resume", f"--out_dir={tmp_path}", key])
+
+
+def test_rotary_models_may_resume_at_a_longer_context(tmp_path):
+    save_config(Config(vocab_size=99), tmp_path / "config.json")
+    assert load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--block_size=8192"]).block_size == 8192
+
+
+def test_hf_brings_its_model_keys(tmp_path):
+    hf = dict(model_type="gpt2", n_layer=3, n_head=2, n_embd=64, n_positions=128, vocab_size=500)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    cfg = load_config([f"--init_from=hf:{tmp_path}", "--block_size=64"])
+    assert (cfg.n_layer, cfg.bias, cfg.gelu, cfg.position, cfg.block_size) == (3, True, "tanh", "learned", 64)
+    for wrong, message in (("--n_layer=4", "n_layer=4 differs from 3"), ("--block_size=256", "=256 differs from 128")):
+        with pytest.raises(ConfigError, match=message):
+            load_config([f"--init_from=hf:{tmp_path}", wrong])
+    for change, message in ((dict(activation_function="relu"), "activation_function='relu' must be"),
+                            (dict(model_type="llama"), "model_type='llama' must be 'gpt2'"),
+                            (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06 must be 1e-05")):
+        (tmp_path / "config.json").write_text(json.dumps(hf | change))
+        with pytest.raises(ConfigError, match=message):
+            load_config([f"--init_from=hf:{tmp_path}"])
+
+
+def test_help_names_every_key():
+    assert all(f"--{name}=" in help_text() for name in KEYS)
+
+
+def test_every_preset_loads():
+    presets = sorted((ROOT / "config").glob("*.py"))
+    assert len(presets) == 6
+    for path in presets:
+        load_config([str(path)])
+
+
+@pytest.mark.parametrize("preset,model", [("7b_1m", "7B"), ("13b_1m", "13B"), ("30b_1m", "30B"), ("65b_1m", "65B")])
+def test_the_papers_models_build_on_the_meta_device(preset, model):
+    cfg = load_config([str(ROOT / "config" / f"{preset}.py")])
+    gpt = GPT(cfg, "meta", torch.bfloat16)
+    m = PAPER["models"][model]
+    P = 12 * m["n_layer"] * m["n_embd"] ** 2 + m["vocab_size"] * m["n_embd"]  # the paper's count
+    assert parameters(cfg) == P and cfg.block_size == 2**20
+    norms = (2 * cfg.n_layer + 1) * cfg.n_embd
+    padding = (cfg.padded_vocab_size - cfg.vocab_size) * cfg.n_embd
+    assert gpt.params.numel() == P + norms + padding
+
+
+TORCH_FREE = {"config", "activations", "tokens", "hardware", "metrics"}  # DESIGN section 4
+
+
+def imports(path):
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{a.name}" for a in node.names}
+    return names
+
+
+def test_imports_point_one_way():
+    """memo/ never imports model.py or train.py, but for the command memo/sample.py, which nobody imports; the torch-free
+    modules import nothing of torch, nor a module that does."""
+    for path in (ROOT / "memo").glob("*.py"):
+        found = imports(path)
+        assert "train" not in found
+        assert "memo.sample" not in found
+        if path.stem != "sample":
+            assert "model" not in found, path.name
+        if path.stem in TORCH_FREE:
+            assert not any(n.split(".")[0] == "torch" for n in found), path.name
+            inner = {n.split(".")[1] for n in found if n.startswith("memo.")}
+            assert inner <= TORCH_FREE, path.name

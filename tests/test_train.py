@@ -1,0 +1,199 @@
+"""Whole runs of train.main: learning, resuming bitwise, stopping, and every way a run can go wrong."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from memo import checkpoint, sample
+from memo.config import ConfigError
+from memo.metrics import read_metrics
+from train import TrainingError, learning_rate
+
+ROOT = Path(__file__).parents[1]
+VOCAB = 50
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """A dataset folder of a language with structure: each token follows from the one before, mostly."""
+    folder = tmp_path_factory.mktemp("dataset")
+    rng = np.random.default_rng(0)
+    follow = rng.permutation(VOCAB)
+    counts = {}
+    for split, n in (("train", 20000), ("val", 2000)):
+        ids = [0]
+        for noise in rng.random(n - 1):
+            ids.append(int(rng.integers(VOCAB)) if noise < 0.1 else int(follow[ids[-1]]))
+        np.array(ids, dtype=np.uint16).tofile(folder / f"{split}.bin")
+        counts[split] = dict(tokens=n)
+    (folder / "meta.json").write_text(json.dumps(dict(dtype="uint16", vocab_size=VOCAB, counts=counts)))
+    return folder
+
+
+def argv(folder, out, **keys):
+    keys = dict(dataset=folder, out_dir=out, n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4, max_iters=12,
+                warmup_iters=2, learning_rate=1e-2, eval_interval=6, eval_iters=2, save_interval=4, device="cpu") | keys
+    return [f"--{k}={v}" for k, v in keys.items()]
+
+
+def losses(out):
+    return [(r["iter"], r["loss"]) for r in read_metrics(Path(out) / "metrics.jsonl")]
+
+
+def test_a_run_learns_and_leaves_everything_it_promises(dataset, tmp_path, capsys):
+    assert train.main(argv(dataset, tmp_path, max_iters=120)) == 0
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(rows) == 120
+    assert abs(rows[0]["loss"] - math.log(VOCAB)) < 0.1
+    assert rows[-1]["loss"] < 0.4 * math.log(VOCAB)
+    assert [r["iter"] for r in rows if "val_loss" in r] == [*range(0, 120, 6), 119]
+    assert rows[-1]["tokens"] == 256 and rows[-1]["mfu"] is None and rows[-1]["device_peak_bytes"] > 0
+    assert json.loads((tmp_path / "config.json").read_text())["n_embd"] == 32
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert checkpoint.load(tmp_path).iter == 120
+    assert "done: 120 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_continues_bitwise(dataset, tmp_path, dtype):
+    train.main(argv(dataset, tmp_path / "whole", dtype=dtype))
+    train.main(argv(dataset, tmp_path / "parts", dtype=dtype, max_iters=5, lr_decay_iters=12))
+    assert train.main(["--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=12"]) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    whole, parts = (dict(checkpoint.load(tmp_path / d).tensors("params")) for d in ("whole", "parts"))
+    assert all(torch.equal(whole[n], parts[n]) for n in whole)
+
+
+def test_accumulation_and_batches_see_the_same_number_of_tokens(dataset, tmp_path):
+    train.main(argv(dataset, tmp_path, batch_size=2, gradient_accumulation_steps=3, max_iters=2))
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["tokens"] == 2 * 3 * 64
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_leaves(dataset, tmp_path, capsys, number):
+    metrics = tmp_path / "metrics.jsonl"
+
+    def kill():
+        while not (metrics.exists() and len(read_metrics(metrics)) > 3):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    code = train.main(argv(dataset, tmp_path, max_iters=100000, eval_interval=0, save_interval=0))
+    killer.join()
+    assert code == 128 + number
+    done = checkpoint.load(tmp_path).iter
+    assert done == len(losses(tmp_path)) >= 3
+    out = capsys.readouterr().out
+    assert f"stopped by {number.name} after {done} of 100000 steps, saved" in out and "--init_from=resume" in out
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def test_a_loss_that_is_not_finite_stops_and_saves_nothing(dataset, tmp_path, monkeypatch):
+    train.main(argv(dataset, tmp_path, max_iters=8, lr_decay_iters=20))
+    before = (tmp_path / checkpoint.FILE).read_bytes()
+    real = train.forward_backward
+
+    def poisoned(run, it):
+        loss, offsets = real(run, it)
+        return (loss * float("nan") if it == 10 else loss), offsets
+
+    monkeypatch.setattr(train, "forward_backward", poisoned)
+    with pytest.raises(TrainingError) as e:
+        train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=20", "--save_interval=0"])
+    message = str(e.value)
+    assert message.startswith("loss=nan grad_norm=") and "at iter=10" in message and "of the train split" in message
+    assert f"the last good checkpoint is {tmp_path / checkpoint.FILE}, before step 8" in message
+    assert (tmp_path / checkpoint.FILE).read_bytes() == before
+    assert losses(tmp_path)[-1][0] == 9
+
+
+def test_a_failed_save_in_mid_run_is_a_warning_and_at_the_end_an_error(dataset, tmp_path, monkeypatch, capsys):
+    real, calls = checkpoint.save, []
+
+    def full_disk(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise checkpoint.CheckpointError("disk full")
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "save", full_disk)
+    train.main(argv(dataset, tmp_path))
+    assert "warning: disk full; training goes on" in capsys.readouterr().err
+    assert checkpoint.load(tmp_path).iter == 12
+    calls.clear()
+    with pytest.raises(checkpoint.CheckpointError):
+        train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=14", "--save_interval=0"])
+    assert checkpoint.load(tmp_path).iter == 12
+
+
+def test_scratch_never_overwrites_a_checkpoint(dataset, tmp_path):
+    train.main(argv(dataset, tmp_path, max_iters=3))
+    with pytest.raises(ConfigError, match="already holds a checkpoint, which init_from=scratch would overwrite"):
+        train.main(argv(dataset, tmp_path, max_iters=3))
+    assert train.main(["--init_from=resume", f"--out_dir={tmp_path}"]) == 0  # nothing left to do
+
+
+def test_the_datas_vocabulary_must_fit_the_checkpoints(dataset, tmp_path):
+    train.main(argv(dataset, tmp_path / "run", max_iters=3))
+    other = tmp_path / "other"
+    other.mkdir()
+    for split in ("train", "val"):
+        (other / f"{split}.bin").write_bytes((dataset / f"{split}.bin").read_bytes())
+    meta = json.loads((dataset / "meta.json").read_text()) | dict(vocab_size=VOCAB + 1)
+    (other / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=r"vocab_size=50 must be >= 51, the vocabulary of dataset=.*; leave it out"):
+        train.main(["--init_from=resume", f"--out_dir={tmp_path / 'run'}", f"--dataset={other}", "--max_iters=5"])
+
+
+@pytest.mark.parametrize("keys,message", [
+    (dict(block_size=5000), "try --block_size=1999"),
+    (dict(dataset="no_such"), "dataset=no_such must be a folder's name under data/ or a path"),
+    (dict(attention="flash"), "attention=flash is not available: it needs a CUDA device"),
+    *([] if torch.cuda.is_available() else [(dict(device="cuda"), "device=cuda needs a CUDA GPU")])])
+def test_mistakes_come_before_the_run_and_leave_no_trace(dataset, tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        train.main(argv(dataset, tmp_path / "out", **keys))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_prints_one_line_for_a_mistake():
+    run = subprocess.run([sys.executable, "train.py", "--n_layr=3"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr == "error: --n_layr=3: unknown key 'n_layr'; did you mean 'n_layer'?\n"
+
+
+def test_learning_rate_schedule(dataset, tmp_path):
+    cfg = train.load_config(argv(dataset, tmp_path, max_iters=100, warmup_iters=10, min_lr=1e-3))
+    assert learning_rate(cfg, 0) == pytest.approx(1e-3) and learning_rate(cfg, 9) == pytest.approx(1e-2)
+    assert learning_rate(cfg, 55) == pytest.approx((1e-2 + 1e-3) / 2)
+    assert learning_rate(cfg, 100) == pytest.approx(1e-3) == learning_rate(cfg, 1000)
+
+
+def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path):
+    train.main(argv(dataset, tmp_path, max_iters=40))
+    model = sample.load_model(tmp_path, device="cpu")
+    prompt = [3, 1, 4]
+    got = list(sample.generate(model, prompt, 20, temperature=0))
+    tokens = list(prompt)
+    for _ in range(20):
+        batch = torch.tensor([tokens])
+        model.forward(batch, batch)
+        tokens.append(model.logits(model.y)[3][-1, :VOCAB].argmax().item())
+    assert got == tokens[3:]
+    again = [list(sample.generate(model, prompt, 20, temperature=1.0, top_k=5, seed=s)) for s in (1, 1, 2)]
+    assert again[0] == again[1] != again[2]
+    with pytest.raises(ConfigError, match="must be between 1 and block_size=64"):
+        list(sample.generate(model, prompt, 62))
