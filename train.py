@@ -80,7 +80,7 @@ def setup(cfg):
     first = ckpt.iter if ckpt is not None else 0
     out.mkdir(parents=True, exist_ok=True)
     save_config(cfg, out / "config.json")
-    if (data.folder / "tokenizer.json").exists():
+    if (data.folder / "tokenizer.json").exists() and not (out / "tokenizer.json").exists():
         shutil.copyfile(data.folder / "tokenizer.json", out / "tokenizer.json")
     peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
     return SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out,

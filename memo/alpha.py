@@ -126,8 +126,8 @@ def given(problem, alpha):
         layers, limit = problem.swapped_layers, problem.limits["host"]
         need = layers * (problem.always_bytes + int(alpha * problem.others_bytes))
         remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}" if limit >= 0 else
-                  "not even alpha=0 fits; try alpha=auto, which keeps only the input of some layers, or a smaller block_size")
-        raise OutOfHostMemory(f"alpha={alpha:g} needs {need / 2**30:.4g} GiB of host memory for the {layers} swapped layers, "
+                  "not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer, or a smaller block_size")
+        raise OutOfHostMemory(f"alpha={alpha:g} needs {need / 2**30:.4g} GiB of host memory for {layers} swapped layers, "
                               f"this rank has {problem.host_bytes / 2**30:.4g} GiB; {remedy}")
     return chosen
 

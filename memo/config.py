@@ -3,6 +3,7 @@
 import ast
 import difflib
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -226,7 +227,10 @@ def load_config(argv):
 
 
 def save_config(cfg, path):
-    Path(path).write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+    """Writes `cfg` as JSON under another name first: a full disk leaves the old file whole."""
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def help_text():

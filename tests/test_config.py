@@ -135,7 +135,7 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
     assert gpt.params.numel() == P + norms + padding
 
 
-TORCH_FREE = {"config", "activations", "tokens", "hardware", "metrics"}  # DESIGN section 4
+TORCH_FREE = {"config", "activations", "alpha", "tokens", "hardware", "metrics"}  # DESIGN section 4
 
 
 def imports(path):

@@ -23,7 +23,7 @@ def documents(folder):
 
 def main(argv):
     parser = Arguments(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--vocab_size", type=int, default=4096, help="of the byte-level BPE (default 4096)")
+    parser.add_argument("--vocab_size", type=int, default=512, help="of the byte-level BPE (default 512)")
     parser.add_argument("--out_dir", default=DATA / "stdlib", help="where to write (default data/stdlib)")
     args = parser.parse_args(argv)
     texts = list(documents(Path(sysconfig.get_paths()["stdlib"])))
