@@ -33,7 +33,7 @@ def linear_forward(x, w, b, out):  # (N, I), (O, I), (O,) or None -> (N, O)
     return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 
-def residual_linear_forward(residual, x, w, b, out):  # residual + x w^T + b, rounded once
+def residual_linear_forward(residual, x, w, b, out):  # residual + x w^T + b
     torch.addmm(residual, x, w.t(), out=out)
     return out if b is None else out.add_(b)
 

@@ -1,7 +1,7 @@
 """Trains a GPT: python train.py [config/x.py] [--key=value ...]"""
 
+import fcntl
 import math
-import os
 import shutil
 import signal
 import sys
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from memo import checkpoint, convert
+from memo.attention import resolve_attention
 from memo.batch import open_dataset
 from memo.config import ConfigError, help_text, load_config, save_config
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
@@ -20,6 +21,7 @@ from memo.hardware import peak_flops_per_s
 from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, tgs
 from memo.optim import Optimizer
 from memo.plots import loss_curve
+from memo.tokens import load_tokenizer
 from model import GPT, initial_weights
 
 
@@ -54,8 +56,30 @@ class StopSignal:
             signal.signal(s, handler)
 
 
+def lock(out):
+    """Makes `out` and holds it for this process, so that two runs never write there at once; returns the open lock."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "w")  # noqa: SIM115  held until the process ends
+    except OSError as e:
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another --out_dir") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
+    return file
+
+
+def check_tokenizer(data, folder, whose):
+    """Errors: the data was made with another tokenizer than the one that lies in `folder` beside the weights."""
+    mine, theirs = data.folder / "tokenizer.json", Path(folder) / "tokenizer.json"
+    if mine.exists() and theirs.exists() and load_tokenizer(mine).to_str() != load_tokenizer(theirs).to_str():
+        raise ConfigError(f"dataset={data.folder} was made with another tokenizer than {whose}; prepare it again with "
+                          f"data/text/prepare.py --tokenizer={theirs}")
+
+
 def setup(cfg):
-    """Everything a run needs, built in the order in which it can fail: files first, the device last."""
+    """Everything a run needs. Files that can be wrong are checked before the device is touched."""
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
@@ -66,25 +90,29 @@ def setup(cfg):
     if ckpt is None and (out / checkpoint.FILE).exists():
         raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would overwrite; "
                           "go on with --init_from=resume or choose another --out_dir")
+    hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
+    if ckpt is not None or hf:
+        check_tokenizer(data, out if ckpt is not None else hf, f"the weights of init_from={cfg.init_from}")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg)
+    resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+    locked = lock(out)
     torch.manual_seed(cfg.seed)
     model = GPT(cfg, device, dtype)
     optimizer = Optimizer(model, cfg)
     if ckpt is not None:
         checkpoint.restore(ckpt, model, optimizer)
-    elif cfg.init_from.startswith("hf:"):
-        optimizer.load(convert.hf_tensors(cfg.init_from.removeprefix("hf:"), cfg))
+    elif hf:
+        optimizer.load(convert.hf_tensors(hf, cfg))
     else:
         optimizer.load(initial_weights(cfg, cfg.seed, device))
     first = ckpt.iter if ckpt is not None else 0
-    out.mkdir(parents=True, exist_ok=True)
     save_config(cfg, out / "config.json")
-    if (data.folder / "tokenizer.json").exists() and not (out / "tokenizer.json").exists():
+    if (data.folder / "tokenizer.json").exists():
         shutil.copyfile(data.folder / "tokenizer.json", out / "tokenizer.json")
     peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
     return SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out,
-                           peak=peak)
+                           peak=peak, lock=locked)
 
 
 def describe(run):
@@ -134,8 +162,10 @@ def save(run, it, last=False):
 
 def not_finite(run, it, loss, grad_norm, offsets):
     saved = run.out / checkpoint.FILE
-    good = f"the last good checkpoint is {saved}, before step {checkpoint.load(run.out).iter}" if saved.exists() \
-        else "there is no checkpoint yet"
+    try:
+        good = f"the last good checkpoint is {saved}, before step {checkpoint.load(run.out).iter}"
+    except checkpoint.CheckpointError:
+        good = "there is no good checkpoint yet"
     return TrainingError(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train "
                          f"split) must be finite; nothing was saved over: {good}; "
                          "try a lower --learning_rate or more --warmup_iters")
@@ -166,12 +196,12 @@ def train(run, loggers, stop):
             return it + 1
         if cfg.save_interval and (it + 1) % cfg.save_interval == 0:
             save(run, it + 1)
-    return run.first
+    raise AssertionError("main() starts no run without steps")
 
 
 def main(argv=None):
-    """Trains as `argv` says; returns the exit code: 0, or 128 + the signal that stopped the run. Errors: ConfigError
-    before any device is touched, TrainingError when the loss is not finite."""
+    """Trains as `argv` says; returns the exit code: 0, or 128 + the signal that stopped the run. Errors: ConfigError for
+    the user's mistakes, TrainingError when the loss is not finite."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\n{help_text()}")
@@ -193,7 +223,10 @@ def main(argv=None):
         for logger in loggers:
             logger.close()
     title = f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
-    loss_curve(run.out / "metrics.jsonl", run.out / "loss.png", title, cfg.vocab_size)
+    try:
+        loss_curve(run.out / "metrics.jsonl", run.out / "loss.png", title, cfg.vocab_size)
+    except Exception as e:  # a picture is not worth a run
+        print(f"warning: no loss.png: {type(e).__name__}: {e}", file=sys.stderr)
     if stop.number:
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")
@@ -206,7 +239,11 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ConfigError, TrainingError) as e:
+    except (ConfigError, TrainingError, OSError) as e:
         sys.exit(f"error: {e}")
-    except OSError as e:
-        sys.exit(f"error: {os.strerror(e.errno) if e.errno else e}: {e.filename or ''}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the last checkpoint, if there is one, is whole")
+    except RuntimeError as e:  # torch has no class of its own for the CPU's
+        if not isinstance(e, torch.OutOfMemoryError) and "allocate" not in str(e):
+            raise
+        sys.exit(f"error: out of memory ({str(e).splitlines()[0]}); try a smaller --batch_size, --block_size or --n_embd")

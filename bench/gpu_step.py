@@ -87,9 +87,9 @@ def measure(keys, S, steps):
             step()
         floor_s = milliseconds(kernels.run, steps) / 1e3
     except torch.OutOfMemoryError:  # the recorded kernels keep their operands
-        floor_s = float("nan")
+        floor_s = None
     tokens_per_s = S / step_s
-    return dict(S=S, attention=model.attention.name, step_s=step_s, floor_s=floor_s, over_floor=step_s / floor_s,
+    return dict(S=S, attention=model.attention.name, step_s=step_s, floor_s=floor_s, over_floor=floor_s and step_s / floor_s,
                 tokens_per_s=tokens_per_s, mfu=mfu(cfg, tokens_per_s, peak_flops_per_s(device_name(torch.device("cuda")))),
                 model_flops=flops_per_sample(cfg), device_peak_bytes=peak_bytes)
 
@@ -112,7 +112,7 @@ def main():
             try:
                 row = measure(MODELS[name], S, args.steps)
                 print(f"{name:12}{S:8}{row['step_s']:10.3f}{row['tokens_per_s']:12.0f}{percent(row['mfu']):>8}"
-                      f"{row['over_floor']:12.3f}{row['device_peak_bytes'] / 2**30:10.1f}", flush=True)
+                      f"{row['over_floor'] or float('nan'):12.3f}{row['device_peak_bytes'] / 2**30:10.1f}", flush=True)
             except torch.OutOfMemoryError:
                 row = dict(S=S, oom=True)
                 print(f"{name:12}{S:8}{'oom':>10}", flush=True)

@@ -9,6 +9,7 @@ Batches depend on the seed and the iteration only, so `iter` is the position in 
 moments (memo.convert makes them) starts a run of its own.
 """
 
+import contextlib
 import json
 import os
 import zlib
@@ -18,10 +19,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from memo.config import CHECKPOINT as FILE
 from memo.config import MODEL_KEYS, ConfigError
 from memo.flat import views
 
-FILE = "ckpt.safetensors"
 FORMAT = "memo 1"
 DTYPES = {torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64"}  # safetensors' names
 CRC_BYTES = 8
@@ -46,14 +47,15 @@ def write(path, tensors, metadata, with_crc=True):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
     except OSError as e:
         temporary.unlink(missing_ok=True)
         previous = "; the previous one is whole" if path.exists() else ""
         raise CheckpointError(f"{path} cannot be written ({e.strerror or e}){previous}; "
                               "free some space there or choose another folder") from None
+    folder = os.open(path.parent, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
+        os.fsync(folder)
+    os.close(folder)
 
 
 def write_tensors(file, tensors, metadata, with_crc):

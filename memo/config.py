@@ -58,15 +58,14 @@ class Config:
     attention: str = key("auto", "attention kernels",
                          choices=("auto", "flash_attn_3", "flash_attn_2", "cudnn", "flash", "cpu", "math"))
     deterministic: bool = key(False, "the same bits from run to run on a GPU too")
-    seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0)
+    seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63)
 
     def __post_init__(self):
         for f in fields(self):
             check_value(f, getattr(self, f.name))
         C, H = self.n_embd, self.n_head
         if C % H:
-            divisors = [h for h in range(1, C + 1) if C % h == 0]
-            nearest = min(divisors, key=lambda h: abs(h - H))
+            nearest = next(h for k in range(C) for h in (H - k, H + k) if h > 0 and C % h == 0)
             raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try n_head={nearest}")
         if self.position == "rope" and (C // H) % 2:
             raise ConfigError(f"n_embd/n_head={C // H} must be even for position=rope (it rotates pairs); "
@@ -90,6 +89,7 @@ class Config:
 
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "rope_theta")
+CHECKPOINT = "ckpt.safetensors"  # in out_dir
 KEYS = {f.name: f for f in fields(Config)}
 
 
@@ -117,7 +117,7 @@ def known_key(name, where):
 
 def typed(f, value, where):
     """`value` as the field's type: a string from the command line is read, an int may stand for a float."""
-    if f.type is float and type(value) is int:
+    if f.type is float and type(value) is int and abs(value) < 2**63:
         return float(value)
     if not where.startswith("--") or f.type is str:
         return value
@@ -174,6 +174,8 @@ def gpt2_model_keys(folder):
     path = Path(folder) / "config.json"
     try:
         hf = json.loads(path.read_text())
+        if not isinstance(hf, dict):
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read ({e}); give a local folder of a GPT-2") from None
     if absent := {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"} - set(hf):
@@ -192,16 +194,24 @@ def gpt2_model_keys(folder):
                 gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
 
 
+def saved_config(path):
+    """The config that a checkpoint (memo/checkpoint.py) carries in its safetensors header; config.json is for people."""
+    try:
+        with open(path, "rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        return json.loads(header["__metadata__"]["config"])
+    except FileNotFoundError:
+        raise ConfigError(f"init_from=resume: {path} does not exist; start with --init_from=scratch") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as e:
+        raise ConfigError(f"init_from=resume: {path} cannot be read ({type(e).__name__}); use another copy of it, or "
+                          "start in another --out_dir") from None
+
+
 def inherited(given):
     """What the run starts from besides the defaults: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
-        path = Path(out_dir) / "config.json"
-        try:
-            base = json.loads(path.read_text())
-        except (OSError, ValueError):
-            raise ConfigError(f"init_from=resume: out_dir={out_dir} holds no readable config.json; "
-                              "start with --init_from=scratch") from None
+        base = saved_config(Path(out_dir) / CHECKPOINT)
         rope = base.get("position") == "rope"  # no weight depends on the positions: the context may grow
         fixed = {k: base[k] for k in MODEL_KEYS if k in base and not (rope and k in ("block_size", "rope_theta"))}
     elif init_from.startswith("hf:"):
@@ -213,7 +223,7 @@ def inherited(given):
     for name, value in fixed.items():
         if given.get(name, value) != value:
             raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that init_from={init_from} "
-                              "loads; leave it out")
+                              "loads; leave it out, or start a new run in another --out_dir")
     return {k: v for k, v in base.items() if k in KEYS}
 
 

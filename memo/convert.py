@@ -92,8 +92,8 @@ def hf_tensors(folder, cfg):
 
 def from_hf(hf_folder, out_dir):
     hf_folder, out_dir = Path(hf_folder), Path(out_dir)
-    if (out_dir / checkpoint.FILE).exists():
-        raise ConfigError(f"out_dir={out_dir} holds a checkpoint already; choose another folder")
+    if (out_dir / checkpoint.FILE).exists() or (out_dir / CONFIG).exists():
+        raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another folder")
     cfg = Config(**gpt2_model_keys(hf_folder), out_dir=str(out_dir))
     tensors = {f"params.{name}": w for name, w in hf_tensors(hf_folder, cfg)}
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -107,8 +107,8 @@ def from_hf(hf_folder, out_dir):
 
 def to_hf(out_dir, hf_folder):
     out_dir, hf_folder = Path(out_dir), Path(hf_folder)
-    if any(hf_folder.glob("model*.safetensors")):
-        raise ConfigError(f"{hf_folder} holds a {WEIGHTS} already; choose another folder")
+    if any(hf_folder.glob("model*.safetensors")) or (hf_folder / CONFIG).exists():
+        raise ConfigError(f"{hf_folder} holds a {WEIGHTS} or a {CONFIG} already; choose another folder")
     ckpt = checkpoint.load(out_dir)
     cfg = Config(**ckpt.config)
     if cfg.position != "learned":

@@ -17,7 +17,8 @@ def pick_device(cfg):
     device = torch.device("cuda" if cuda and cfg.device != "cpu" else "cpu")
     dtype = cfg.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if bf16 else "float32"
     return device, getattr(torch, dtype)
 
 

@@ -1,5 +1,6 @@
 """FLOPs, MFU and TGS, the figures of a step, and where they are logged."""
 
+import contextlib
 import json
 import os
 import sys
@@ -62,14 +63,14 @@ def percent(fraction):
 
 
 def read_metrics(path):
-    """The lines of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """The lines of a metrics.jsonl; what a kill or a full disk cut short is left out."""
     rows = []
-    with open(path) as f:
+    with open(path, errors="replace") as f:
         for line in f:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("iter"), int):
+                    rows.append(row)
     return rows
 
 
@@ -81,13 +82,15 @@ class JsonlLogger:
         with open(f"{path}.tmp", "w") as f:
             f.writelines(json.dumps(r) + "\n" for r in kept)
         os.replace(f"{path}.tmp", path)
-        self.path = path
+        self.path, self.torn = path, False
 
     def log(self, stats):
         try:
             with open(self.path, "a") as f:
-                f.write(json.dumps(stats.as_dict()) + "\n")
+                f.write("\n" * self.torn + json.dumps(stats.as_dict()) + "\n")
+            self.torn = False
         except OSError as e:  # a full disk must not end a run
+            self.torn = True
             print(f"warning: {self.path} not written at iter={stats.iter}: {e}", file=sys.stderr)
 
     def close(self):

@@ -22,7 +22,7 @@ def smooth(values, weight):
 
 
 def loss_curve(metrics_path, png_path, title, vocab_size):
-    """Loss, validation loss and tokens/s of a metrics.jsonl against the tokens seen, as a PNG."""
+    """Loss, validation loss and tokens/s of a metrics.jsonl against the steps, as a PNG."""
     rows = read_metrics(metrics_path)
     steps = [r["iter"] for r in rows]
     losses = [r["loss"] for r in rows]
@@ -37,7 +37,7 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
     val = [(r["iter"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
     if val:
         top.plot(*zip(*val, strict=True), "o-", color=ORANGE, lw=1.5, ms=5, label=f"validation, last {val[-1][1]:.3f}")
-    top.set(ylabel="loss (nats per token)", title=title)
+    top.set(ylabel="loss (nats per token)", title=title.replace("$", r"\$"))
     top.legend(frameon=False, loc="center right")
     bottom.plot(steps, [r["tgs"] for r in rows], color=BLUE, lw=1)
     bottom.set(xlabel=f"step ({rows[-1]['tokens']:,} tokens each)", ylabel="tokens/s/device", ylim=(0, None))

@@ -18,14 +18,14 @@ def forward_rows(model, tokens, rows):
     """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in fp32.
 
     The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at 0, or
-    it is a single row.
+    it is a single row, for which the plain mathematics serves (not every kernel takes one query).
     """
     inputs = [s.x for s in model.skeletal] + [model.y]
     model.embed(tokens, model.positions[rows], out=inputs[0][rows])
     for block, s, out in zip(model.blocks, model.skeletal, inputs[1:], strict=True):
         block.before_attention(s, model.turn, rows)
         q, k, v = (t.view(1, len(t), model.cfg.n_head, -1) for t in (s.q[rows], s.k[:rows.stop], s.v[:rows.stop]))
-        attention = block.attention if rows.start == 0 else BACKENDS["math"]
+        attention = block.attention if len(tokens) > 1 else BACKENDS["math"]
         s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, block.scale)[0])
         block.after_attention(s, rows)
         residual_linear_forward(s.mid[rows], s.gelu_out[rows], block.w.fc2_w, block.w.fc2_b, out=out[rows])
@@ -35,9 +35,11 @@ def forward_rows(model, tokens, rows):
 def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0):
     """Yields up to `max_new_tokens` token ids behind the ids `prompt`. temperature=0 takes the likeliest."""
     length = len(prompt) + max_new_tokens
-    if not prompt or length > model.cfg.block_size:
-        raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be between 1 and "
-                          f"block_size={model.cfg.block_size}; shorten one of them")
+    if not temperature >= 0 or (top_k or 0) < 0:
+        raise ConfigError(f"temperature={temperature} and top_k={top_k} must be at least 0; 0 takes the likeliest, or all")
+    if not prompt or max_new_tokens < 1 or length > model.cfg.block_size:
+        raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at least 1 each and at "
+                          f"most block_size={model.cfg.block_size} together; change one of them")
     model.reserve(1, length)
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, start = prompt, 0
@@ -75,9 +77,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     path = Path(args.out_dir) / "tokenizer.json"
     if not path.exists():
-        raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a training run")
+        raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or copy one there")
     tokenizer = Tokenizer.from_file(str(path))
-    prompt = Path(args.prompt[1:]).read_text() if args.prompt.startswith("@") else args.prompt
+    prompt = Path(args.prompt[1:]).read_text(errors="replace") if args.prompt.startswith("@") else args.prompt
     model = load_model(args.out_dir, args.device, args.dtype)
     ids = tokenizer.encode(prompt).ids
     shown = ""

@@ -2,12 +2,14 @@
 
 import ast
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.numpy import save_file
 
-from memo.config import KEYS, Config, ConfigError, help_text, load_config, save_config
+from memo.config import KEYS, Config, ConfigError, help_text, load_config
 from memo.metrics import parameters
 from model import GPT
 from tests.test_metrics import PAPER
@@ -55,8 +57,11 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--min_lr=1"], "min_lr=1.0 must be <= learning_rate=0.001; lower min_lr"),
     (["--max_iters=5"], "warmup_iters=20 must be <= lr_decay_iters=5; lower warmup_iters"),
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
-    (["--init_from=resume", "--out_dir=nowhere"], "init_from=resume: out_dir=nowhere holds no readable config.json; "
-                                                  "start with --init_from=scratch"),
+    (["--init_from=resume", "--out_dir=nowhere"], "init_from=resume: nowhere/ckpt.safetensors does not exist; start with "
+                                                  "--init_from=scratch"),
+    (["--seed=99999999999999999999"], "seed=99999999999999999999 must be below 9223372036854775808"),
+    (["--n_embd=10000000019", "--n_head=3"], "n_embd=10000000019 % n_head=3 != 0 (heads share the hidden size equally); try "
+                                             "n_head=1"),
 ])
 def test_mistakes_on_the_command_line(argv, message):
     with pytest.raises(ConfigError) as e:
@@ -82,8 +87,19 @@ def test_mistakes_in_a_file(tmp_path, text, message):
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
+def save_header(folder, cfg):
+    save_file({}, folder / "ckpt.safetensors", {"config": json.dumps(asdict(cfg))})
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    for content in (b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}"):
+        (tmp_path / "ckpt.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"init_from=resume: .*ckpt.safetensors cannot be read"):
+            load_config(["--init_from=resume", f"--out_dir={tmp_path}"])
+
+
 def test_resume_starts_from_the_saved_config_but_keeps_the_model(tmp_path):
-    save_config(Config(n_layer=7, position="learned", vocab_size=99, max_iters=50), tmp_path / "config.json")
+    save_header(tmp_path, Config(n_layer=7, position="learned", vocab_size=99, max_iters=50))
     cfg = load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=60", "--vocab_size=0"])
     assert (cfg.n_layer, cfg.max_iters, cfg.vocab_size, cfg.init_from) == (7, 60, 99, "resume")
     for key in ("--n_layer=8", "--block_size=64"):
@@ -92,7 +108,7 @@ def test_resume_starts_from_the_saved_config_but_keeps_the_model(tmp_path):
 
 
 def test_rotary_models_may_resume_at_a_longer_context(tmp_path):
-    save_config(Config(vocab_size=99), tmp_path / "config.json")
+    save_header(tmp_path, Config(vocab_size=99))
     assert load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--block_size=8192"]).block_size == 8192
 
 

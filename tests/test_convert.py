@@ -279,8 +279,8 @@ def test_folders_that_do_not_fit(tmp_path, hf, capsys):
 def test_nothing_is_overwritten(tmp_path, hf, capsys):
     convert.from_hf(hf, tmp_path / "out")
     capsys.readouterr()
-    fails(capsys, "holds a checkpoint already", "from-hf", hf, tmp_path / "out")
-    fails(capsys, r"holds a model\.safetensors already", "to-hf", tmp_path / "out", hf)
+    fails(capsys, "holds a checkpoint or a config.json already", "from-hf", hf, tmp_path / "out")
+    fails(capsys, r"holds a model\.safetensors or a config.json already", "to-hf", tmp_path / "out", hf)
 
 
 def test_rotary_positions_stay(tmp_path, capsys):

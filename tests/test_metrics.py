@@ -88,6 +88,19 @@ def test_a_resumed_run_drops_the_lines_it_writes_again(tmp_path):
     assert [r["iter"] for r in read_metrics(path)] == [0, 1, 2, 3]
 
 
+def test_a_spoilt_line_costs_that_line_only(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iter": 0}\n{"it\nnull\n\xff\n{"a": 1}\n{"iter": 1}\n')
+    log = JsonlLogger(path, 2)
+    log.path = "/dev/full"
+    log.log(stats(2))
+    log.path = path
+    with open(path, "a") as f:
+        f.write('{"iter": 2, "lo')  # what a full disk leaves
+    log.log(stats(3))
+    assert [r["iter"] for r in read_metrics(path)] == [0, 1, 3]
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path, capsys):
     log = JsonlLogger(tmp_path / "metrics.jsonl", 0)
     log.path = "/dev/full"

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 import train
 from memo import checkpoint, sample
@@ -146,6 +148,30 @@ def test_scratch_never_overwrites_a_checkpoint(dataset, tmp_path):
     assert train.main(["--init_from=resume", f"--out_dir={tmp_path}"]) == 0  # nothing left to do
 
 
+def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
+    held = train.lock(tmp_path)
+    with pytest.raises(ConfigError, match="is in use by another run; wait for it or choose another --out_dir"):
+        train.main(argv(dataset, tmp_path))
+    held.close()
+    assert train.main(argv(dataset, tmp_path, max_iters=3)) == 0
+
+
+def test_an_out_dir_that_is_a_file(dataset, tmp_path):
+    (tmp_path / "f").write_text("")
+    with pytest.raises(ConfigError, match=r"out_dir=.* cannot be written \(File exists\); choose another --out_dir"):
+        train.main(argv(dataset, tmp_path / "f"))
+
+
+def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(dataset, data)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(data / "tokenizer.json"))
+    train.main(argv(data, tmp_path / "run", max_iters=3))
+    Tokenizer(models.WordLevel({"b": 0}, unk_token="b")).save(str(data / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="was made with another tokenizer than the weights of init_from=resume"):
+        train.main(["--init_from=resume", f"--out_dir={tmp_path / 'run'}", "--max_iters=5"])
+
+
 def test_the_datas_vocabulary_must_fit_the_checkpoints(dataset, tmp_path):
     train.main(argv(dataset, tmp_path / "run", max_iters=3))
     other = tmp_path / "other"
@@ -195,5 +221,5 @@ def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path):
     assert got == tokens[3:]
     again = [list(sample.generate(model, prompt, 20, temperature=1.0, top_k=5, seed=s)) for s in (1, 1, 2)]
     assert again[0] == again[1] != again[2]
-    with pytest.raises(ConfigError, match="must be between 1 and block_size=64"):
+    with pytest.raises(ConfigError, match="at most block_size=64 together"):
         list(sample.generate(model, prompt, 62))

@@ -107,10 +107,13 @@ def main(argv):
     kind, _, vocab = args.tokenizer.partition(":")
     if kind == "train" and not vocab.isdecimal():
         raise ConfigError(f"tokenizer={args.tokenizer} must be train:<vocab>, a whole number; try train:4096")
+    out_dir = args.out_dir or DATA / Path(args.source).resolve().stem
+    if not args.out_dir and (out_dir / "meta.json").exists():
+        raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, the same one to replace it")
     tokenizer = None if kind == "train" else load_tokenizer(args.tokenizer)
     documents, total_bytes = open_source(args)
     tokenizer = tokenizer or train_tokenizer(documents(), int(vocab))
-    write_dataset(args.out_dir or DATA / Path(args.source).resolve().stem, documents(), tokenizer, total_bytes)
+    write_dataset(out_dir, documents(), tokenizer, total_bytes)
 
 
 if __name__ == "__main__":
