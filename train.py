@@ -18,7 +18,17 @@ from memo.batch import open_dataset
 from memo.config import ConfigError, help_text, load_config, save_config
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
 from memo.hardware import peak_flops_per_s
-from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, tgs
+from memo.metrics import (
+    ConsoleLogger,
+    JsonlLogger,
+    StepStats,
+    WandbLogger,
+    flops_per_sample,
+    mfu,
+    parameters,
+    read_metrics,
+    tgs,
+)
 from memo.optim import Optimizer
 from memo.plots import loss_curve
 from memo.tokens import load_tokenizer
@@ -231,6 +241,9 @@ def main(argv=None):
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")
         return 128 + stop.number
+    val = [r["val_loss"] for r in read_metrics(run.out / "metrics.jsonl") if r.get("val_loss") is not None]
+    if val:
+        print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
     print(f"done: {done} steps; {run.out}/ holds ckpt.safetensors, metrics.jsonl, config.json and loss.png\n"
           f'try: python -m memo.sample {run.out} --prompt="def main("')
     return 0
