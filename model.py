@@ -16,15 +16,22 @@ from types import SimpleNamespace
 
 import torch
 
-from memo import activations
+from memo.activations import TABLE, Placement
 from memo.attention import resolve_attention
 from memo.flat import flat_layout, numel, views
+from memo.swap import Swap
 
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 HEAD_ROWS = 1024  # tokens whose logits exist at once
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
-ALL = slice(None)
+CHUNK_ROWS = 2**16  # of what is done row by row: bounds its temporaries, and its indices stay below 2^31
+EVERY_ROW = {t.name: slice(None) for t in TABLE}
+
+
+def chunks(*tensors):
+    """The tensors, cut into the same ranges of rows."""
+    return zip(*(t.split(CHUNK_ROWS) for t in tensors), strict=True)
 
 
 # --- linear: y = x w^T + b ---
@@ -63,11 +70,12 @@ def layernorm_operands(*tensors):
 
 
 def layernorm_forward(x, w, b, out, mean, rstd):  # (N, C), (C,), (C,) -> (N, C), (N,), (N,)
-    x, w, b = layernorm_operands(x, w, b)
-    y, m, r = torch.native_layer_norm(x, x.shape[-1:], w, b, LAYERNORM_EPS)
-    mean.copy_(m.view(-1))
-    rstd.copy_(r.view(-1))
-    return out.copy_(y)
+    for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd):
+        x_, w, b = layernorm_operands(x_, w, b)
+        y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, LAYERNORM_EPS)
+        out_.copy_(y)
+        mean_.copy_(m.view(-1))
+        rstd_.copy_(r.view(-1))
 
 
 def layernorm_backward(dy, x, mean, rstd, w, b, dw, db):  # -> dx (N, C)
@@ -78,6 +86,12 @@ def layernorm_backward(dy, x, mean, rstd, w, b, dw, db):  # -> dx (N, C)
     if b is not None:
         db += db_
     return dx
+
+
+def residual_layernorm_backward(residual, dy, x, mean, rstd, *parameters, out):  # residual + dx; `out` may be any of them
+    for residual_, out_, *operands in chunks(residual, out, dy, x, mean, rstd):
+        torch.add(residual_, layernorm_backward(*operands, *parameters), out=out_)
+    return out
 
 
 # --- GELU: y = x P(Z <= x), or its tanh approximation ---
@@ -103,10 +117,11 @@ def rotations(positions, D, theta):
 
 
 def rotary_forward(x, turn):  # (N, C) in place, (N, D/2)
-    pairs = x.view(x.shape[0], -1, turn.shape[1], 2)
-    turned = torch.view_as_complex(pairs.float()).mul_(turn[:, None])  # fp32's float() is the tensor itself
-    if x.dtype != torch.float32:
-        pairs.copy_(torch.view_as_real(turned))
+    for x_, turn_ in chunks(x, turn):
+        pairs = x_.view(len(x_), x.shape[1] // (2 * turn.shape[1]), turn.shape[1], 2)
+        turned = torch.view_as_complex(pairs.float()).mul_(turn_[:, None])  # fp32's float() is the tensor itself
+        if x.dtype != torch.float32:
+            pairs.copy_(torch.view_as_real(turned))
     return x
 
 
@@ -117,7 +132,10 @@ def rotary_backward(dx, turn):
 # --- one layer ---
 
 class Block:
-    """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: its parameters and their gradients, by name."""
+    """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: its parameters and their gradients, by name.
+
+    `rows`: {skeletal tensor: the slice of its rows to compute}.
+    """
 
     def __init__(self, cfg, w, dw, attention):
         self.w, self.dw, self.attention = w, dw, attention
@@ -126,44 +144,49 @@ class Block:
 
     def forward(self, s, turn, out):
         """`s.x` -> `out` (N, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
-        self.before_attention(s, turn, ALL)
-        attn_out, lse = self.attention.forward(*self.heads(s.q, s.k, s.v, like=s.lse), True, self.scale)
-        s.attn_out.view(attn_out.shape).copy_(attn_out)
-        s.lse.copy_(lse)
-        self.after_attention(s, ALL)
+        self.recompute(s, turn, EVERY_ROW)
         return residual_linear_forward(s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
 
-    def before_attention(self, s, turn, rows):
-        """ln1_out, q, k, v of `rows` from x."""
-        w = self.w
-        layernorm_forward(s.x[rows], w.ln1_w, w.ln1_b, s.ln1_out[rows], s.ln1_mean[rows], s.ln1_rstd[rows])
-        for y, w_, b in zip((s.q, s.k, s.v), *self.thirds(w), strict=True):
-            linear_forward(s.ln1_out[rows], w_, b, out=y[rows])
-        if turn is not None:
-            rotary_forward(s.q[rows], turn[rows])
-            rotary_forward(s.k[rows], turn[rows])
-
-    def after_attention(self, s, rows):
-        """mid, ln2_out, fc1_out, gelu_out of `rows` from x and attn_out."""
-        w = self.w
-        residual_linear_forward(s.x[rows], s.attn_out[rows], w.proj_w, w.proj_b, out=s.mid[rows])
-        layernorm_forward(s.mid[rows], w.ln2_w, w.ln2_b, s.ln2_out[rows], s.ln2_mean[rows], s.ln2_rstd[rows])
-        linear_forward(s.ln2_out[rows], w.fc1_w, w.fc1_b, out=s.fc1_out[rows])
-        gelu_forward(s.fc1_out[rows], self.gelu, out=s.gelu_out[rows])
-
     def recompute(self, s, turn, rows):
-        """The "others" of `rows` again, from x and attn_out: token by token, without attention. Source: MEMO 4.1."""
+        """`rows` of the skeletal tensors from x: token by token, but for attention, which is run whole if any of
+        attn_out is wanted and left alone, as it is there, if none is. Source: MEMO 4.1."""
         self.before_attention(s, turn, rows)
+        if len(s.attn_out[rows["attn_out"]]):
+            attn_out, lse = self.attention.forward(*self.heads(s.q, s.k, s.v, like=s.lse), True, self.scale)
+            s.attn_out.view(attn_out.shape).copy_(attn_out)
+            s.lse.copy_(lse)
         self.after_attention(s, rows)
 
+    def before_attention(self, s, turn, rows):
+        """ln1_out, q, k, v from x."""
+        w, r = self.w, rows["ln1_out"]
+        layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
+        for name, w_, b in zip("qkv", *self.thirds(w), strict=True):
+            r = rows[name]
+            y = linear_forward(s.ln1_out[r], w_, b, out=getattr(s, name)[r])
+            if turn is not None and name != "v":
+                rotary_forward(y, turn[r])
+
+    def after_attention(self, s, rows):
+        """mid, ln2_out, fc1_out, gelu_out from x and attn_out."""
+        w = self.w
+        r = rows["mid"]
+        residual_linear_forward(s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])
+        r = rows["ln2_out"]
+        layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
+        r = rows["fc1_out"]
+        linear_forward(s.ln2_out[r], w.fc1_w, w.fc1_b, out=s.fc1_out[r])
+        r = rows["gelu_out"]
+        gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
+
     def backward(self, dy, s, turn):
-        """Turns dy (N, C) into dx in place, adds to the parameters' gradients, and uses up `s`."""
+        """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (N, C) and the rest of `s`."""
         w, dw = self.w, self.dw
         # mlp: y = mid + gelu(ln2(mid) fc1) fc2
         d = linear_backward(dy, s.gelu_out, w.fc2_w, dw.fc2_w, dw.fc2_b, out=s.gelu_out)
         d = gelu_backward(d, s.fc1_out, self.gelu, out=d)
         d = linear_backward(d, s.ln2_out, w.fc1_w, dw.fc1_w, dw.fc1_b, out=s.ln2_out)
-        dy += layernorm_backward(d, s.mid, s.ln2_mean, s.ln2_rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b)
+        residual_layernorm_backward(dy, d, s.mid, s.ln2_mean, s.ln2_rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         # attention: mid = x + attention(ln1(x) qkv) proj
         d = linear_backward(dy, s.attn_out, w.proj_w, dw.proj_w, dw.proj_b, out=s.ln2_out)
         dq, dk, dv = self.attention.backward(*self.heads(d, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
@@ -174,8 +197,7 @@ class Block:
             rotary_backward(dk, turn)
         for i, (g, w_, dw_, db) in enumerate(zip((dq, dk, dv), self.thirds(w)[0], *self.thirds(dw), strict=True)):
             d = linear_backward(g, s.ln1_out, w_, dw_, db, out=s.q, beta=min(i, 1))
-        dy += layernorm_backward(d, s.x, s.ln1_mean, s.ln1_rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b)
-        return dy
+        return residual_layernorm_backward(dy, d, s.x, s.ln1_mean, s.ln1_rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
 
     @staticmethod
     def thirds(w):
@@ -239,7 +261,7 @@ class GPT:
         self.blocks = [Block(cfg, SimpleNamespace(**self.named(self.params, f"h.{i}.")),
                              SimpleNamespace(**self.named(self.grads, f"h.{i}.")) if grads else None, self.attention)
                        for i in range(cfg.n_layer)]
-        self.shape = None
+        self.shape = self.swap = None
 
     def named(self, flat, prefix):
         """Views of `flat` by the names behind `prefix`; biases that the model lacks are None."""
@@ -254,42 +276,60 @@ class GPT:
         for name, tensor in named_tensors:
             mine[name].copy_(tensor)
 
-    def reserve(self, B, T):
-        """Takes the memory for a batch of (B, T): every layer's skeletal buffer and the residual stream behind them."""
-        if self.shape == (B, T):
-            return
+    def reserve(self, B, T, placement=None, **kw):
+        """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one, every layer
+        keeps its own on the device. `kw`: see Swap."""
         cfg = self.cfg
-        slots, nbytes = activations.layout(B, T, cfg.n_embd, cfg.n_head, self.dtype.itemsize)
-        self.shape, self.skeletal, self.y = (B, T), None, None  # free the old before taking the new
-        self.skeletal = [SimpleNamespace(**{
-            name: buffer[a.offset:a.offset + a.nbytes].view(torch.float32 if a.fp32 else self.dtype).view(a.shape)
-            for name, a in slots.items()})
-            for buffer in (torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in self.blocks)]
-        self.y = torch.empty(B * T, cfg.n_embd, dtype=self.dtype, device=self.device)
+        self.close()  # free the old before taking the new
+        self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T), B, T, cfg.n_embd, cfg.n_head,
+                         self.dtype, self.device, **kw)
+        self.shape = (B, T)
         self.positions = torch.arange(T, device=self.device).repeat(B)
         self.turn = None
         if cfg.position == "rope":
             self.turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta)
 
+    def close(self):
+        """Gives the activations' memory back, on device and host, when the copies under way are done."""
+        if self.swap is not None:
+            self.swap.close()
+        self.shape = self.swap = None
+
     def forward(self, tokens, targets, scale=None):
         """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale * loss."""
-        self.reserve(*tokens.shape)
-        self.tokens = tokens.reshape(-1)
-        self.embed(self.tokens, self.positions, out=self.skeletal[0].x)
-        inputs = [s.x for s in self.skeletal[1:]] + [self.y]
-        for block, s, out in zip(self.blocks, self.skeletal, inputs, strict=True):
-            block.forward(s, self.turn, out)
-        return self.head(self.y, targets.reshape(-1), scale)
+        if self.shape != tokens.shape:
+            self.reserve(*tokens.shape)
+        self.tokens, swap = tokens.reshape(-1), self.swap
+        compute = swap.streams.compute
+        loss = torch.zeros((), device=self.device)
+        compute.launch("embedding", self.embed, self.tokens, self.positions, swap.x[0])
+        for i, block in enumerate(self.blocks):
+            swap.before_forward(i)
+            compute.launch(f"forward {i}", block.forward, swap.layers[i], self.turn, swap.x[i + 1])
+            if scale is not None:
+                swap.after_forward(i)
+        compute.launch("head", self.head, swap.x[-1], targets.reshape(-1), scale, loss)
+        return loss
 
     def backward(self):
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's input (N, C)."""
-        dx = self.y  # where the head left it
-        for block, s in zip(reversed(self.blocks), reversed(self.skeletal), strict=True):
-            dx = block.backward(dx, s, self.turn)
-        self.dw.wte.index_add_(0, self.tokens, dx.float())
-        if self.dw.wpe is not None:
-            self.dw.wpe.index_add_(0, self.positions, dx.float())
-        return dx
+        swap = self.swap
+        compute = swap.streams.compute
+        for i, block in reversed(list(enumerate(self.blocks))):
+            swap.before_backward(i)
+            if swap.missing[i]:
+                compute.launch(f"recompute {i}", block.recompute, swap.layers[i], self.turn, swap.missing[i])
+            compute.launch(f"backward {i}", block.backward, swap.x[i + 1], swap.layers[i], self.turn)
+            swap.after_backward(i)
+        compute.launch("embedding backward", self.embed_backward, self.tokens, swap.x[0])
+        return swap.x[0]
+
+    def embed_backward(self, tokens, dx):  # (N,), (N, C)
+        for dx_, tokens_, positions in chunks(dx, tokens, self.positions):
+            dx_ = dx_.float()
+            self.dw.wte.index_add_(0, tokens_, dx_)
+            if self.dw.wpe is not None:
+                self.dw.wpe.index_add_(0, positions, dx_)
 
     def embed(self, tokens, positions, out):  # (N,), (N,) -> (N, C)
         torch.index_select(self.w.wte, 0, tokens, out=out)
@@ -306,13 +346,12 @@ class GPT:
         logits[:, self.cfg.vocab_size:] = -torch.inf
         return h, mean, rstd, logits
 
-    def head(self, x, targets, scale):
-        """Final norm, logits, mean loss, and with `scale` the gradient of scale * loss written over x (N, C).
+    def head(self, x, targets, scale, loss):
+        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x (N, C).
 
         Token chunk by token chunk: more than HEAD_ROWS rows of logits never exist, forward or backward.
         """
         w, dw, N = self.w, self.dw, len(x)
-        loss = torch.zeros((), device=x.device)
         for x_, target in zip(x.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
             h, mean, rstd, logits = self.logits(x_)
             p = torch.softmax(logits, 1, dtype=torch.float32)
@@ -323,4 +362,3 @@ class GPT:
                 accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
                 dh = (dlogits @ w.wte).mul_(scale / N)
                 x_.copy_(layernorm_backward(dh, x_, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
-        return loss

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import torch
 
-from memo import checkpoint, convert
+from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
 from memo.batch import open_dataset
-from memo.config import ConfigError, help_text, load_config, save_config
+from memo.config import ConfigError, help_text, load_config, save_config, save_json
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
 from memo.hardware import peak_flops_per_s
 from memo.metrics import (
@@ -30,7 +30,8 @@ from memo.metrics import (
     tgs,
 )
 from memo.optim import Optimizer
-from memo.plots import loss_curve
+from memo.plots import loss_curve, timeline
+from memo.streams import stall_s
 from memo.tokens import load_tokenizer
 from model import GPT, initial_weights
 
@@ -106,6 +107,7 @@ def setup(cfg):
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg)
     resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+    placement.check_host(cfg, dtype)
     locked = lock(out)
     torch.manual_seed(cfg.seed)
     model = GPT(cfg, device, dtype)
@@ -117,16 +119,18 @@ def setup(cfg):
     else:
         optimizer.load(initial_weights(cfg, cfg.seed, device))
     first = ckpt.iter if ckpt is not None else 0
+    decision = placement.decide(cfg, model)
     save_config(cfg, out / "config.json")
+    save_json(placement.as_dict(cfg, decision, model), out / "plan.json")
     if (data.folder / "tokenizer.json").exists():
         shutil.copyfile(data.folder / "tokenizer.json", out / "tokenizer.json")
     peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
     return SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out,
-                           peak=peak, lock=locked)
+                           peak=peak, lock=locked, decision=decision)
 
 
 def describe(run):
-    """What is about to happen, in a few lines."""
+    """What is about to happen, and what lives where, in a few lines."""
     cfg, m = run.cfg, run.model
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
@@ -136,6 +140,7 @@ def describe(run):
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, attention={m.attention.name}, "
           f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}\n"
+          f"{placement.describe(cfg, run.decision, m, run.optimizer)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
 
 
@@ -183,11 +188,12 @@ def not_finite(run, it, loss, grad_norm, offsets):
 
 def train(run, loggers, stop):
     """The loop, from step run.first on; returns the number of steps done in the whole run."""
-    cfg = run.cfg
+    cfg, swap = run.cfg, run.model.swap
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     for it in range(run.first, cfg.max_iters):
         last = it == cfg.max_iters - 1
         val_loss = evaluate(run) if cfg.eval_interval and (it % cfg.eval_interval == 0 or last) else None
+        swap.streams.timeline.clear()
         start, lr = time.perf_counter(), learning_rate(cfg, it)
         loss, offsets = forward_backward(run, it)
         grad_norm = run.optimizer.clip(cfg.grad_clip)
@@ -197,8 +203,12 @@ def train(run, loggers, stop):
         run.optimizer.step(lr)
         step_s = time.perf_counter() - start
         rate = tgs(tokens, 1, step_s)
-        stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak),
-                          device_peak_bytes=device_peak_bytes(run.device), val_loss=val_loss)
+        spans = swap.streams.timeline.take()
+        stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak), alpha=run.decision.alpha,
+                          offload_bytes=swap.host_bytes * cfg.gradient_accumulation_steps, stall_s=stall_s(spans),
+                          device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes, val_loss=val_loss)
+        if it == min(run.first + 2, cfg.max_iters - 1):
+            picture(timeline, spans, run.out / "timeline.json", run.out / "timeline.png", f"step {it}, {title(run)}")
         if it % cfg.log_interval == 0 or val_loss is not None or last:
             for logger in loggers:
                 logger.log(stats)
@@ -207,6 +217,17 @@ def train(run, loggers, stop):
         if cfg.save_interval and (it + 1) % cfg.save_interval == 0:
             save(run, it + 1)
     raise AssertionError("main() starts no run without steps")
+
+
+def title(run):
+    return f"{run.data.folder.name}, {parameters(run.cfg) / 1e6:.1f}M parameters, context {run.cfg.block_size:,}"
+
+
+def picture(draw, *args):
+    try:
+        draw(*args)
+    except Exception as e:  # a picture is not worth a run
+        print(f"warning: no {draw.__name__}: {type(e).__name__}: {e}", file=sys.stderr)
 
 
 def main(argv=None):
@@ -220,6 +241,7 @@ def main(argv=None):
     cfg = run.cfg
     describe(run)
     if run.first >= cfg.max_iters:
+        run.model.close()
         print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
         return 0
     loggers = [JsonlLogger(run.out / "metrics.jsonl", run.first), ConsoleLogger(cfg.max_iters, run.first)]
@@ -232,11 +254,8 @@ def main(argv=None):
     finally:
         for logger in loggers:
             logger.close()
-    title = f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
-    try:
-        loss_curve(run.out / "metrics.jsonl", run.out / "loss.png", title, cfg.vocab_size)
-    except Exception as e:  # a picture is not worth a run
-        print(f"warning: no loss.png: {type(e).__name__}: {e}", file=sys.stderr)
+        run.model.close()
+    picture(loss_curve, run.out / "metrics.jsonl", run.out / "loss.png", title(run), cfg.vocab_size)
     if stop.number:
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")

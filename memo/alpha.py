@@ -1,13 +1,14 @@
 """The alpha program: how much of every layer's skeletal activations is swapped; what is not is recomputed.
 
 `paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear program, `given`
-takes alpha as it is. Plain numbers in, a SwapPlan out. Source: MEMO 4.1; DESIGN section 2.
+takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO 4.1; DESIGN section 2.
 """
 
 from dataclasses import dataclass
 from math import inf
 
-from memo.activations import TABLE
+from memo.activations import TABLE, Placement
+from memo.config import ConfigError
 
 OTHERS = tuple(t.name for t in TABLE if t.other)
 GROUPS = {  # the "others" that are rebuilt together, from what is by then there: so what one group costs depends on no other
@@ -22,7 +23,10 @@ GROUPS = {  # the "others" that are rebuilt together, from what is by then there
 }
 
 
-class OutOfHostMemory(ValueError):
+ROWS = 256  # swapped and recomputed rows come in multiples of this: matrix products of fewer rows may differ in their bits
+
+
+class OutOfHostMemory(ConfigError):
     """OOHM: the host cannot hold what is to be swapped."""
 
 
@@ -35,10 +39,11 @@ class Problem:
     forward_s: float  # one layer's forward
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
     host_bytes: int  # this rank's share
+    n_buffers: int = 2  # rounding buffers; the layers that are in them at the end of the forward are not swapped
 
     @property
     def swapped_layers(self):
-        return max(0, self.n_layer - 2)  # the last two start their backward at once
+        return max(0, self.n_layer - self.n_buffers)
 
     @property
     def others_bytes(self):
@@ -54,11 +59,14 @@ class Problem:
         """{"overlap", "host"}: the largest alpha that each limit alone allows. At most 1.
 
         Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for alpha = 0.
+        The copies of the L - n swapped layers, one after the other from the end of the first layer on, must be done when
+        the last layer starts: L - 2 layers' time. With the paper's n = 2 that is a layer's time for each.
         """
         always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
         if not layers:
             return {"overlap": 1.0, "host": 1.0}
-        return {"overlap": min(1.0, (self.forward_s * self.offload_bytes_per_s - always) / others),
+        hidden = self.forward_s * ((self.n_layer - 2) / layers) * self.offload_bytes_per_s
+        return {"overlap": min(1.0, (hidden - always) / others),
                 "host": min(1.0, (self.host_bytes - layers * always) / (layers * others))}
 
     @property
@@ -119,17 +127,22 @@ def per_tensor(problem, recompute_s):
     return plan(problem, {n: float(f) for f, tensors in zip(f, GROUPS.values(), strict=True) for n in tensors})
 
 
-def given(problem, alpha):
+def given(problem, alpha, block_size):
     """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot hold it."""
     chosen = plan(problem, dict.fromkeys(OTHERS, float(alpha)))
     if chosen.input_only_layers:
-        layers, limit = problem.swapped_layers, problem.limits["host"]
-        need = layers * (problem.always_bytes + int(alpha * problem.others_bytes))
-        remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}" if limit >= 0 else
-                  "not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer, or a smaller block_size")
-        raise OutOfHostMemory(f"alpha={alpha:g} needs {need / 2**30:.4g} GiB of host memory for {layers} swapped layers, "
-                              f"this rank has {problem.host_bytes / 2**30:.4g} GiB; {remedy}")
+        limit = problem.limits["host"]
+        shorter = f"the largest block_size with this alpha {largest_block_size(problem, block_size, alpha=alpha)}"
+        remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}, {shorter}" if limit >= 0 else
+                  f"not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; {shorter}")
+        raise out_of_host_memory(problem, f"alpha={alpha:g}", problem.always_bytes + int(alpha * problem.others_bytes), remedy)
     return chosen
+
+
+def out_of_host_memory(problem, what, layer_bytes, remedy):
+    need = problem.swapped_layers * layer_bytes
+    return OutOfHostMemory(f"{what} needs {need / 2**30:.4g} GiB of host memory for {problem.swapped_layers} swapped layers, "
+                           f"this rank has {problem.host_bytes / 2**30:.4g} GiB; {remedy}")
 
 
 def rows(fraction, n_rows, granularity):
@@ -139,12 +152,39 @@ def rows(fraction, n_rows, granularity):
     return int(fraction * n_rows / granularity * (1 + 1e-12)) * granularity  # 0.29 of 100 is 29, not 28
 
 
-def largest_block_size(problem, block_size, multiple):
-    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of all layers.
+def largest_block_size(problem, block_size, multiple=1, alpha=None):
+    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of all layers;
+    or x, attn_out and `alpha` of the others.
 
     `block_size`: that of problem.nbytes. Infinite where no layer is swapped.
     """
     if not problem.swapped_layers:
         return inf
-    tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * problem.nbytes["x"])
+    layer = problem.nbytes["x"] if alpha is None else problem.always_bytes + int(alpha * problem.others_bytes)
+    tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * layer)
     return tokens // multiple * multiple
+
+
+def place(cfg, problem, n_rows, recompute_s=None):
+    """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and cfg.alpha_mode made
+    rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it.
+
+    Errors: OutOfHostMemory, before anything is allocated.
+    """
+    L, N = problem.n_layer, n_rows
+    if cfg.activation == "keep":
+        return Placement(L, L, N), None
+    only_input = {t.name: N if t.name == "x" else 0 for t in TABLE}
+    if cfg.activation == "recompute":
+        return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
+    if cfg.activation == "swap" or cfg.alpha != "auto":
+        chosen = given(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size)
+    else:
+        chosen = per_tensor(problem, recompute_s) if cfg.alpha_mode == "per_tensor" else paper(problem)
+    if not chosen.fits:
+        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes["x"],
+                                 f"the largest block_size that fits is {largest_block_size(problem, cfg.block_size)}")
+    granularity = max(1, min(ROWS, N // 8))
+    kept = {t.name: rows(chosen.fractions.get(t.name, 1), N, granularity) for t in TABLE}
+    chosen = plan(problem, {name: kept[name] / N for name in OTHERS})
+    return Placement(L, min(L, problem.n_buffers), N, kept, chosen.input_only_layers), chosen

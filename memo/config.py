@@ -12,9 +12,10 @@ class ConfigError(ValueError):
     """A value the user can mend. One line: name, value, rule, remedy."""
 
 
-def key(default, help, choices=(), least=None, below=None):
-    """A configuration key with its default, its --help line and the values it may take."""
-    return field(default=default, metadata=dict(help=help, choices=choices, least=least, below=below))
+def key(default, help, choices=(), least=None, below=None, most=None):
+    """A configuration key with its default, its --help line and the values it may take. A float whose default is "auto"
+    may be that instead of a number."""
+    return field(default=default, metadata=dict(help=help, choices=choices, least=least, below=below, most=most))
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,16 @@ class Config:
     dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json")
     batch_size: int = key(1, "B, sequences in a forward pass", least=1)
     gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1)
+    # activations
+    activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the device, recomputed "
+                          "from its input, swapped to the host, or swapped as far as that hides and fits",
+                          choices=("keep", "recompute", "swap", "memo"))
+    alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, 0 to 1, or auto",
+                       least=0.0, most=1.0)
+    alpha_mode: str = key("per_tensor", "what auto finds: one alpha as in the paper, or a fraction for each tensor",
+                          choices=("paper", "per_tensor"))
+    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to swap to; auto takes what is free", least=0.0)
+    pin_memory: bool = key(True, "page-lock that memory, for a GPU")
     # optimizer
     max_iters: int = key(1000, "steps in the whole run", least=1)
     learning_rate: float = key(1e-3, "highest learning rate", least=0.0)
@@ -75,6 +86,9 @@ class Config:
         if self.decay_iters < self.warmup_iters:
             raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= lr_decay_iters={self.decay_iters}; "
                               "lower warmup_iters")
+        if self.alpha != "auto" and self.activation != "memo":
+            raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not activation={self.activation}; leave one "
+                              "of them out")
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 
@@ -95,8 +109,11 @@ KEYS = {f.name: f for f in fields(Config)}
 
 def check_value(f, value):
     """Raises ConfigError where `value` is not one that field `f` may take."""
+    if value == "auto" and may_be_auto(f):
+        return
     if type(value) is not f.type:
-        raise ConfigError(f"{f.name}={value!r} must be of type {f.type.__name__}, not {type(value).__name__}")
+        raise ConfigError(f"{f.name}={value!r} must be of type {f.type.__name__}{' or auto' * may_be_auto(f)}, not "
+                          f"{type(value).__name__}")
     m = f.metadata
     if m["choices"] and value not in m["choices"]:
         raise ConfigError(f"{f.name}={value!r} must be one of {', '.join(m['choices'])}")
@@ -104,8 +121,14 @@ def check_value(f, value):
         raise ConfigError(f"{f.name}={value!r} must be at least {m['least']}")
     if m["below"] is not None and not value < m["below"]:
         raise ConfigError(f"{f.name}={value!r} must be below {m['below']}")
+    if m["most"] is not None and not value <= m["most"]:
+        raise ConfigError(f"{f.name}={value!r} must be at most {m['most']}")
     if f.type is float and value in (float("inf"), float("-inf")):
         raise ConfigError(f"{f.name}={value!r} must be finite")
+
+
+def may_be_auto(f):
+    return f.type is float and f.default == "auto"
 
 
 def known_key(name, where):
@@ -119,12 +142,12 @@ def typed(f, value, where):
     """`value` as the field's type: a string from the command line is read, an int may stand for a float."""
     if f.type is float and type(value) is int and abs(value) < 2**63:
         return float(value)
-    if not where.startswith("--") or f.type is str:
+    if not where.startswith("--") or f.type is str or (value == "auto" and may_be_auto(f)):
         return value
     try:
         return {"true": True, "false": False}[value.lower()] if f.type is bool else f.type(value)
     except (ValueError, KeyError):
-        wanted = "true or false" if f.type is bool else f.type.__name__
+        wanted = "true or false" if f.type is bool else f.type.__name__ + " or auto" * may_be_auto(f)
         raise ConfigError(f"{f.name}={value!r} must be {wanted}") from None
 
 
@@ -236,11 +259,15 @@ def load_config(argv):
     return Config(**{**inherited(given), **given})
 
 
-def save_config(cfg, path):
-    """Writes `cfg` as JSON under another name first: a full disk leaves the old file whole."""
+def save_json(value, path):
+    """Writes `value` as JSON under another name first: a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def save_config(cfg, path):
+    save_json(asdict(cfg), path)
 
 
 def help_text():

@@ -11,7 +11,7 @@ from memo import checkpoint
 from memo.attention import BACKENDS
 from memo.config import Config, ConfigError
 from memo.device import pick_device
-from model import GPT, residual_linear_forward
+from model import EVERY_ROW, GPT, residual_linear_forward
 
 
 def forward_rows(model, tokens, rows):
@@ -20,16 +20,16 @@ def forward_rows(model, tokens, rows):
     The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at 0, or
     it is a single row, for which the plain mathematics serves (not every kernel takes one query).
     """
-    inputs = [s.x for s in model.skeletal] + [model.y]
-    model.embed(tokens, model.positions[rows], out=inputs[0][rows])
-    for block, s, out in zip(model.blocks, model.skeletal, inputs[1:], strict=True):
-        block.before_attention(s, model.turn, rows)
+    swap, tensors = model.swap, dict.fromkeys(EVERY_ROW, rows)
+    model.embed(tokens, model.positions[rows], out=swap.x[0][rows])
+    for block, s, out in zip(model.blocks, swap.layers, swap.x[1:], strict=True):
+        block.before_attention(s, model.turn, tensors)
         q, k, v = (t.view(1, len(t), model.cfg.n_head, -1) for t in (s.q[rows], s.k[:rows.stop], s.v[:rows.stop]))
         attention = block.attention if len(tokens) > 1 else BACKENDS["math"]
         s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, block.scale)[0])
-        block.after_attention(s, rows)
+        block.after_attention(s, tensors)
         residual_linear_forward(s.mid[rows], s.gelu_out[rows], block.w.fc2_w, block.w.fc2_b, out=out[rows])
-    return model.logits(model.y[rows][-1:])[3][0, :model.cfg.vocab_size].float()
+    return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
 
 
 def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0):

@@ -89,7 +89,7 @@ def test_the_limits_are_reported_one_by_one():
 @pytest.mark.parametrize("n_layer", [1, 2])
 def test_the_last_two_layers_are_never_swapped(n_layer):
     p = Problem(skeletal_bytes(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
-    for got in (paper(p), given(p, 1), per_tensor(p, dict.fromkeys(GROUPS, 1.0))):
+    for got in (paper(p), given(p, 1, 4096), per_tensor(p, dict.fromkeys(GROUPS, 1.0))):
         assert got.alpha == 1 and got.host_bytes == got.layer_offload_bytes == got.input_only_layers == 0
         assert got.fits and got.binds is None
     assert largest_block_size(p, 4096, 2) == inf
@@ -147,19 +147,20 @@ def test_an_alpha_by_hand():
     nbytes = skeletal_bytes(2, 4096, 256, 4, 2)
     layer = sum(nbytes.values())
     p = Problem(nbytes, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; hidden or not is not asked
-    got = given(p, 1)
+    got = given(p, 1, 4096)
     assert got.alpha == 1 and got.host_bytes == 10 * layer and got.layer_offload_bytes == layer and got.fits
-    assert given(p, 0).host_bytes == 10 * p.always_bytes
+    assert given(p, 0, 4096).host_bytes == 10 * p.always_bytes
     short = Problem(nbytes, 12, 0.0, 1.0, 5 * layer)
     with pytest.raises(OutOfHostMemory, match=r"^alpha=1 needs 0\.\d+ GiB .* 10 swapped layers, this rank has 0\.\d+ GiB; "
-                                              r"the largest alpha that fits is 0\.42\d$") as e:
-        given(short, 1)
-    largest = float(str(e.value).split()[-1])
-    assert given(short, largest).host_bytes <= 5 * layer
+                                              r"the largest alpha that fits is 0\.42\d, the largest block_size with this "
+                                              r"alpha 2048$") as e:
+        given(short, 1, 4096)
+    largest = float(str(e.value).split("fits is ")[1].split(",")[0])
+    assert given(short, largest, 4096).host_bytes <= 5 * layer
     with pytest.raises(OutOfHostMemory):
-        given(short, largest + 0.001)
+        given(short, largest + 0.001, 4096)
     with pytest.raises(OutOfHostMemory, match="not even alpha=0 fits; try alpha=auto"):
-        given(Problem(nbytes, 12, 1.0, 1.0, 10 * nbytes["x"]), 0)
+        given(Problem(nbytes, 12, 1.0, 1.0, 10 * nbytes["x"]), 0, 4096)
 
 
 @pytest.mark.parametrize("fraction,n,granularity,want", [
@@ -207,9 +208,9 @@ def test_the_oohm_cells_of_table_4():
     for S, cell in zip(table["seq_tokens"], table["mfu_percent"]["full_swap+plan"], strict=True):
         if cell == "oohm":
             with pytest.raises(OutOfHostMemory):
-                given(paper_problem(table, S), 1)
+                given(paper_problem(table, S), 1, S)
         else:
-            assert given(paper_problem(table, S), 1).fits
+            assert given(paper_problem(table, S), 1, S).fits
 
 
 def test_what_ran_in_the_paper_fits():
@@ -223,7 +224,7 @@ def test_what_ran_in_the_paper_fits():
 def test_a_slab_of_the_exact_size_swaps_longer_sequences():
     """All of the node's memory instead of half of it: the first OOHM cell of Table 4 fits."""
     host = PAPER["setup"]["host_memory_bytes_per_node"] / PAPER["setup"]["gpus_per_node"]
-    assert given(paper_problem(PAPER["table4"], 393216, host), 1).fits
+    assert given(paper_problem(PAPER["table4"], 393216, host), 1, 393216).fits
 
 
 def test_the_plan_of_rounded_fractions_is_what_is_copied():

@@ -21,6 +21,7 @@ def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size bias gelu position rope_theta
         dataset batch_size gradient_accumulation_steps
+        activation alpha alpha_mode host_memory_gb pin_memory
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
         out_dir init_from eval_interval eval_iters log_interval save_interval wandb_log wandb_project wandb_run_name
         device dtype attention deterministic seed""".split()
@@ -59,6 +60,14 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
     (["--init_from=resume", "--out_dir=nowhere"], "init_from=resume: nowhere/ckpt.safetensors does not exist; start with "
                                                   "--init_from=scratch"),
+    (["--alpha=1.5"], "alpha=1.5 must be at most 1.0"),
+    (["--alpha=half"], "alpha='half' must be float or auto"),
+    (["--alpha=nan"], "alpha=nan must be at least 0.0"),
+    (["--activation=swap", "--alpha=0.5"], "alpha=0.5 goes with activation=memo only, not activation=swap; leave one of them "
+                                           "out"),
+    (["--activation=none"], "activation='none' must be one of keep, recompute, swap, memo"),
+    (["--host_memory_gb=-1"], "host_memory_gb=-1.0 must be at least 0.0"),
+    (["--learning_rate=auto"], "learning_rate='auto' must be float"),
     (["--seed=99999999999999999999"], "seed=99999999999999999999 must be below 9223372036854775808"),
     (["--n_embd=10000000019", "--n_head=3"], "n_embd=10000000019 % n_head=3 != 0 (heads share the hidden size equally); try "
                                              "n_head=1"),
@@ -78,6 +87,7 @@ def test_mistakes_on_the_command_line(argv, message):
     ("n_layer = True", "n_layer=True must be of type int, not bool"),
     ("n_layer = 1 / 0", "ZeroDivisionError"),
     ("n_layer = open('x')", "NameError"),
+    ("alpha = 'half'", "alpha='half' must be of type float or auto, not str"),
     ("n_layers = 2", "unknown key 'n_layers'; did you mean 'n_layer'?"),
 ])
 def test_mistakes_in_a_file(tmp_path, text, message):
@@ -85,6 +95,14 @@ def test_mistakes_in_a_file(tmp_path, text, message):
     with pytest.raises(ConfigError) as e:
         load_config([str(tmp_path / "c.py")])
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_alpha_and_the_hosts_memory_are_numbers_or_auto(tmp_path):
+    (tmp_path / "c.py").write_text("alpha = 1\nhost_memory_gb = 'auto'\n")
+    cfg = load_config([str(tmp_path / "c.py")])
+    assert (cfg.alpha, cfg.host_memory_gb) == (1.0, "auto") and type(cfg.alpha) is float
+    cfg = load_config([str(tmp_path / "c.py"), "--alpha=auto", "--host_memory_gb=1.5"])
+    assert (cfg.alpha, cfg.host_memory_gb) == ("auto", 1.5)
 
 
 def save_header(folder, cfg):

@@ -59,7 +59,7 @@ def memo_gpt(out_dir):
 
 def memo_logits(model, tokens):
     model.forward(tokens, tokens)
-    return model.logits(model.y)[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
+    return model.logits(model.swap.x[-1])[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
 
 
 def transformers_gpt2(folder):

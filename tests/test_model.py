@@ -11,7 +11,7 @@ from memo.attention import BACKENDS, missing, resolve_attention
 from memo.config import Config, ConfigError
 from memo.flat import views
 from memo.optim import Optimizer
-from model import GPT, initial_weights, rotary_backward, rotary_forward, rotations
+from model import EVERY_ROW, GPT, initial_weights, rotary_backward, rotary_forward, rotations
 from tests.twin import Twin
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -109,13 +109,13 @@ def test_recompute_gives_the_same_bits(position):
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 2, 512, "cpu"))
-    (s,) = model.skeletal
+    (s,) = model.swap.layers
     names = [t.name for t in TABLE if t.other]
     kept = {n: getattr(s, n).clone() for n in names}
     tail = slice(384, None)
     for n in names:
         getattr(s, n)[tail] = float("nan")
-    model.blocks[0].recompute(s, model.turn, tail)
+    model.blocks[0].recompute(s, model.turn, dict.fromkeys(EVERY_ROW, slice(0)) | dict.fromkeys(names, tail))
     for n in names:
         assert torch.equal(getattr(s, n), kept[n]), n
 

@@ -1,0 +1,70 @@
+"""Do the loss curves of swapping and recomputing coincide with those of keeping everything?
+
+    python bench/swap_convergence.py [--max_iters=1000]
+
+Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) with activation=keep, recompute
+and memo at several alphas. Writes bench/results/swap_convergence.json and .png.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import train
+from bench.machine import machine
+from memo.metrics import read_metrics
+from memo.plots import smooth
+
+MODEL = dict(n_layer=4, n_head=1, n_embd=64, block_size=4096, batch_size=1, dataset="stdlib", device="cpu",
+             learning_rate=2e-3, warmup_iters=20, eval_interval=100, eval_iters=4, save_interval=0)
+RUNS = {"keep": dict(activation="keep"), "recompute": dict(activation="recompute"),
+        **{f"alpha {a}": dict(activation="memo", alpha=a) for a in (0, 0.25, 0.5, 1)}}
+
+
+def plot(curves, path):
+    fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1), layout="constrained")
+    keep = curves["keep"]["loss"]
+    for i, (name, c) in enumerate(curves.items()):
+        val = f"validation {c['val_loss'][-1]:.4f}"
+        top.plot(smooth(c["loss"], 0.95), lw=9 - 1.5 * i, alpha=0.7, label=f"{name}: {val}, host {c['host_bytes'] / 2**20:.0f} MiB")
+        bottom.plot([a - b for a, b in zip(c["loss"], keep, strict=True)], lw=9 - 1.5 * i, alpha=0.7)
+    top.set(ylabel="training loss, smoothed", title="memo on the stdlib data, 4 layers, context 4,096: six runs, one curve")
+    top.legend(frameon=False)
+    bottom.set(ylabel="loss minus keep's", xlabel="step", ylim=(-1e-6, 1e-6))
+    for ax in (top, bottom):
+        ax.grid(alpha=0.2)
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max_iters", type=int, default=1000)
+    iters = parser.parse_args().max_iters
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, keys in RUNS.items():
+            out = Path(folder) / name.replace(" ", "_")
+            train.main([f"--{k}={v}" for k, v in (MODEL | keys | dict(max_iters=iters, out_dir=out)).items()])
+            rows = read_metrics(out / "metrics.jsonl")
+            curves[name] = dict(loss=[r["loss"] for r in rows], val_loss=[r["val_loss"] for r in rows if "val_loss" in r],
+                                host_bytes=rows[-1]["host_bytes"], alpha=rows[-1]["alpha"])
+    keep = curves["keep"]["loss"]
+    rows = [dict(run=name, largest_difference=max(abs(a - b) for a, b in zip(c["loss"], keep, strict=True)),
+                 alpha=c["alpha"], host_bytes=c["host_bytes"], last_loss=c["loss"][-1], val_loss=c["val_loss"])
+            for name, c in curves.items()]
+    results = Path(__file__).parent / "results"
+    result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows, keep_loss=keep)
+    (results / "swap_convergence.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(curves, results / "swap_convergence.png")
+    for r in rows:
+        print(f"{r['run']:12} largest difference to keep {r['largest_difference']:.1e}, validation loss {r['val_loss'][-1]:.6f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""From a config and the machine it runs on to where the activations live: the measured rates, the alpha program's answer,
+and what the startup and plan.json say of it."""
+
+from dataclasses import asdict, dataclass
+from math import inf
+
+from memo import profiler
+from memo.activations import Placement, layout
+from memo.alpha import GROUPS, Problem, SwapPlan, place
+from memo.device import free_bytes
+from memo.slab import host_bytes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided. `swap_plan` is None in the modes that copy nothing, `rates` where they were not measured."""
+
+    placement: Placement
+    swap_plan: SwapPlan | None
+    rates: profiler.Rates | None
+    host_limit_bytes: int  # this rank's share
+
+    @property
+    def alpha(self):
+        """None where no layer is swapped."""
+        swapped = self.swap_plan and self.placement.n_layer > self.placement.n_buffers
+        return self.swap_plan.alpha if swapped else None
+
+
+def copies(cfg):
+    return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
+
+
+def slots_of(cfg, dtype):
+    return layout(cfg.batch_size, cfg.block_size, cfg.n_embd, cfg.n_head, dtype.itemsize)
+
+
+def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2):
+    """The alpha program's problem; without rates every copy hides."""
+    nbytes = {name: slot.nbytes for name, slot in slots_of(cfg, dtype)[0].items()}
+    seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
+    return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers)
+
+
+def check_host(cfg, dtype):
+    """Before the device is touched. Errors: OutOfHostMemory."""
+    if copies(cfg):
+        place(cfg, problem(cfg, dtype, host_bytes(cfg.host_memory_gb)), cfg.batch_size * cfg.block_size,
+              dict.fromkeys(GROUPS, 1.0))
+
+
+def buffers_that_fit(cfg, model, rates):
+    """How many rounding buffers the device has room for beside one layer's transients: at least two, at most one a layer.
+
+    Every one more is a layer less to swap. Two where the device is the host, and where the user fixed alpha.
+    """
+    free = free_bytes(model.device)
+    if free is None or cfg.activation != "memo" or cfg.alpha != "auto":
+        return 2
+    free, total = free
+    spare = free - 2 * rates.transient_bytes - total // 25  # transients twice: the allocator's blocks have gaps
+    return min(cfg.n_layer, 2 + max(0, spare // slots_of(cfg, model.dtype)[1]))
+
+
+def decide(cfg, model):
+    """Measures where that matters, decides, and takes the memory of the activations: model.swap. -> Decision.
+
+    Errors: OutOfHostMemory.
+    """
+    B, T, pin = cfg.batch_size, cfg.block_size, cfg.pin_memory
+    rates, n_buffers, limit = None, 2, 0
+    if copies(cfg):
+        model.reserve(B, T, Placement(2, 2, B * T))
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, pin)
+        model.grads.zero_()
+        n_buffers = buffers_that_fit(cfg, model, rates)
+        limit = host_bytes(cfg.host_memory_gb)
+    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, n_buffers), B * T,
+                                 rates and rates.recompute_s)
+    model.reserve(B, T, placement, pin=pin)
+    return Decision(placement, swap_plan, rates, limit)
+
+
+def where_it_lives(cfg, decision, model, optimizer):
+    """[(what, device bytes, host bytes)], which add up to all that is held from step to step."""
+    p, (slots, buffer_bytes) = decision.placement, slots_of(cfg, model.dtype)
+    states = {t.data_ptr(): t.nbytes for t in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)}
+    states.pop(model.params.data_ptr(), None)  # in fp32 they are the master weights
+    swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
+    for i in range(p.n_layer):
+        for name, n in p.swapped_bytes(i, slots).items():
+            swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += n
+    rows = [("parameters", model.params.nbytes, 0), ("gradients", model.grads.nbytes, 0),
+            ("optimizer", sum(states.values()), 0),
+            (f"{p.n_buffers} buffer{'s' * (p.n_buffers > 1)} for {p.n_layer} layers", p.n_buffers * buffer_bytes, 0),
+            ("inputs of layers", (p.n_inputs - p.n_buffers) * slots["x"].nbytes, 0)]
+    return rows + [(f"{name} of {p.n_layer - p.n_buffers} swapped layers", 0, n) for name, n in swapped.items() if n]
+
+
+def describe(cfg, decision, model, optimizer):
+    """The startup's table: what lives where, and what set alpha."""
+    rows = where_it_lives(cfg, decision, model, optimizer)
+    rows.append(("in all", sum(r[1] for r in rows), sum(r[2] for r in rows)))
+    def gib(n):
+        return f"{n / GIB:.3f}" if n else ""
+    lines = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB"]
+    lines += [f"            {what:32}{gib(device):>9}{gib(host):>9}" for what, device, host in rows]
+    plan, rates, p = decision.swap_plan, decision.rates, decision.placement
+    if decision.alpha is not None:
+        overlap, host = plan.limits["overlap"], plan.limits["host"]
+        lines.append(f"alpha       {plan.alpha:.3f}: overlap allows {overlap:.2f}, host allows {host:.2f}")
+        if p.input_only:
+            lines.append(f"            {p.input_only} of {p.n_layer - p.n_buffers} swapped layers keep only their input")
+        lines.append(f"rates       a layer's forward {rates.forward_s * 1e3:.1f} ms, backward {rates.backward_s * 1e3:.1f} ms; "
+                     f"{rates.offload_bytes_per_s / 1e9:.1f} GB/s to the host, {rates.prefetch_bytes_per_s / 1e9:.1f} GB/s back")
+    return "\n".join(lines)
+
+
+def as_dict(cfg, decision, model):
+    """plan.json: what the run uses, and from which rates."""
+    plan = decision.swap_plan
+    return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits, binds=plan and plan.binds,
+                batch_size=cfg.batch_size, block_size=cfg.block_size, placement=asdict(decision.placement),
+                device_bytes=model.swap.device_bytes, host_bytes=model.swap.host_bytes,
+                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates))

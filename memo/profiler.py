@@ -1,0 +1,108 @@
+"""The rates the alpha program needs, measured before the first step at the run's own shape: seconds of a layer's forward,
+backward and recompute, bytes per second of the copies between device and host.
+
+The block and its buffers are handed in; what they hold is overwritten, the block's gradients too.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from memo.activations import TABLE
+from memo.alpha import GROUPS
+from memo.slab import HostSlab
+from memo.swap import copy_bytes
+
+STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
+LONG_S = 0.5  # what takes longer is measured once
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured. Seconds are of one layer at the run's shape, all rows."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: dict  # {group of alpha.GROUPS: seconds}
+    offload_bytes_per_s: float  # device to host and host to device, while both are busy
+    prefetch_bytes_per_s: float
+    transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None where that is not known
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(device, call, before=lambda: None):
+    """Seconds of call(): the least of three, or the first where that is long. `before` runs ahead of each, untimed."""
+    best = float("inf")
+    for _ in range(3):
+        before()
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+        if best > LONG_S:
+            break
+    return best
+
+
+def layer_rates(block, swap, turn, device):
+    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer."""
+    s, x, y = swap.layers[0], swap.x[0], swap.x[1]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def forward():
+        block.forward(s, turn, y)
+
+    def group(name):
+        return {t.name: slice(0 if t.name in GROUPS[name] else len(x), None) for t in TABLE}
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+    x.normal_(generator=generator)
+    forward_s = seconds(device, forward)
+    recompute_s = {name: seconds(device, lambda rows=group(name): block.recompute(s, turn, rows)) for name in GROUPS}
+    nothing = seconds(device, lambda: block.recompute(s, turn, {t.name: slice(len(x), None) for t in TABLE}))
+
+    def refill():
+        x.normal_(generator=generator)
+        forward()
+
+    backward_s = seconds(device, lambda: block.backward(y, s, turn), before=refill)
+    transient = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None
+    return forward_s, backward_s, {name: max(0.0, t - nothing) for name, t in recompute_s.items()}, transient
+
+
+def copy_rates(swap, device, pin):
+    """(device to host, host to device) bytes per second, both directions busy at once, between the first buffer and a
+    host block of its own."""
+    buffer = swap.buffers[0]
+    nbytes = min(STAGING_BYTES, buffer.nbytes // 2)
+    slab = HostSlab(2 * nbytes, device, pin)
+    to_host, to_device = ([(slab.bytes[:nbytes], buffer[:nbytes])], [(buffer[-nbytes:], slab.bytes[-nbytes:])])
+    streams, rounds = swap.streams, 4
+    for _ in range(rounds):
+        streams.offload.launch("measure", copy_bytes, to_host)
+        streams.prefetch.launch("measure", copy_bytes, to_device)
+    streams.offload.synchronize()
+    streams.prefetch.synchronize()
+    spans = [s for s in streams.timeline.take() if s.label == "measure"]
+    slab.close()
+
+    def rate(name):
+        mine = [s for s in spans if s.stream == name][1:]  # the first one warms up
+        return len(mine) * nbytes / (mine[-1].end_s - mine[0].start_s)
+    return rate("offload"), rate("prefetch")
+
+
+def measure(block, swap, turn, device, pin=True):
+    """The Rates of `block` in the buffers of `swap`."""
+    synchronize(device)
+    swap.streams.timeline.take()
+    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device)
+    return Rates(forward_s, backward_s, recompute_s, *copy_rates(swap, device, pin), transient)

@@ -1,0 +1,153 @@
+"""The host slab: the one block of host memory that swapped activations go to, exactly as large as they are.
+
+It is page-locked by registering it with the driver. torch's pinned-memory cache would round it up to a power of two and
+so waste up to half of the host. Source: MEMO 4.1 and its Table 5, read backwards (DESIGN section 2).
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import resource
+from pathlib import Path
+
+import torch
+
+from memo.alpha import OutOfHostMemory
+
+MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
+MPOL_PREFERRED = 1  # from that node while it has pages, then from the others: a small node must not end the run
+SHARE = 0.9  # of what is free; the rest is for batches, checkpoints and whatever else the host does
+
+
+# --- what there is ---
+
+def read_int(path):
+    """The number a file holds; None where it is not there or holds a word ("max")."""
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def meminfo_available(root="/"):
+    with open(Path(root) / "proc/meminfo") as f:
+        rows = dict(line.split(":") for line in f)
+    return int(rows["MemAvailable"].split()[0]) * 1024
+
+
+def cgroup_available(root="/"):
+    """Bytes that the process's control group and the groups above it leave; infinite where nothing limits them."""
+    left = float("inf")
+    try:
+        lines = (Path(root) / "proc/self/cgroup").read_text().split()
+    except OSError:
+        return left
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            top, limit, usage, cache = "", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):  # version 1
+            top, limit, usage, cache = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        mount = Path(root) / "sys/fs/cgroup" / top
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            allowed, used = read_int(folder / limit), read_int(folder / usage)
+            if allowed is not None and used is not None:
+                left = min(left, allowed - used + reclaimable(folder / "memory.stat", cache))
+            if folder == mount:
+                break
+    return left
+
+
+def reclaimable(path, name):
+    """Bytes of file cache in a memory.stat that the kernel drops when somebody needs the memory."""
+    try:
+        return next((int(row.split()[1]) for row in path.read_text().splitlines() if row.split()[0] == name), 0)
+    except OSError:
+        return 0
+
+
+def host_bytes(host_memory_gb, local_ranks=1):
+    """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host, or what is
+    free on it and in the cgroup. Errors: more than that granted."""
+    free = int(max(0, min(meminfo_available(), cgroup_available())) * SHARE)
+    granted = free if host_memory_gb == "auto" else int(host_memory_gb * 1e9)
+    if granted > free:
+        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {free / 1e9:.4g}, {SHARE:.0%} of what is free "
+                              f"on this host; try host_memory_gb=auto")
+    return granted // local_ranks
+
+
+# --- the block ---
+
+def numa_node(device):
+    """The NUMA node a GPU hangs on; None where the system does not say."""
+    if device.type != "cuda":
+        return None
+    p = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+    except AttributeError:  # an older torch
+        return None
+    node = read_int(f"/sys/bus/pci/devices/{address}/numa_node")
+    return node if node is not None and node >= 0 else None
+
+
+def prefer_node(address, nbytes, node):
+    """Asks the kernel to take the pages of a range that nobody has touched yet from `node`. True where it agreed."""
+    number = MBIND.get(platform.machine())
+    if number is None or not hasattr(os, "sched_getaffinity"):  # not Linux
+        return False
+    mask = (ctypes.c_ulong * 16)()  # 1,024 nodes
+    mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(number, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), MPOL_PREFERRED, mask,
+                        ctypes.c_ulong(1024), 0) == 0
+
+
+class HostSlab:
+    """`nbytes` of host memory: `bytes`, a uint8 tensor. Taken at once, zeroed; page-locked for a CUDA device if `pin`.
+
+    Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
+    """
+
+    def __init__(self, nbytes, device, pin=True):
+        self.locked = False
+        try:
+            self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); try a smaller alpha "
+                                  "or block_size") from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self.map.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to take and to lock
+            except OSError:
+                pass  # a kernel without them
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.numa_node = numa_node(device)
+        if self.numa_node is not None and not prefer_node(self.bytes.data_ptr(), nbytes, self.numa_node):
+            self.numa_node = None
+        self.bytes.zero_()  # takes every page now, on all cores
+        if pin and device.type == "cuda":
+            self.lock()
+
+    def lock(self):
+        error = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0))
+        if error:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+            gib = self.bytes.nbytes / 2**30
+            self.close()
+            raise OutOfHostMemory(f"page-locking {gib:.4g} GiB of host memory failed (CUDA error {error}, ulimit -l is {shown}); "
+                                  "try `ulimit -l unlimited`, or --pin_memory=false, which copies more slowly")
+        self.locked = True
+
+    def close(self):
+        """Gives the memory back, whoever still holds a view of it. No copy may be under way."""
+        if self.locked:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self.locked = False
+        self.map.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,187 @@
+"""Streams and events, with one meaning on CUDA and on the CPU: what a stream is handed runs in order, one thing after the
+other; streams run beside each other; `record` marks a point in a stream and `wait` holds another one back until it is
+reached. On the CPU a stream is a worker thread, or the calling thread itself.
+
+Every launch and every wait leaves a span in the streams' Timeline: that is where stalls are read and pictures come from.
+"""
+
+import threading
+import time
+from collections import namedtuple
+from queue import SimpleQueue
+
+import torch
+
+Streams = namedtuple("Streams", "compute offload prefetch timeline")
+Span = namedtuple("Span", "stream kind label start_s end_s")  # kind: launch or wait; seconds since the step's first span
+
+
+class Event:
+    """A point in a stream, set anew by each record(). `mark` is what a wait() that is called now waits for."""
+
+    def __init__(self, name):
+        self.name, self.mark = name, None
+
+
+class Timeline:
+    """What ran when since the last take(): spans of two marks each, read once the device is done with them."""
+
+    def __init__(self):
+        self.spans = []
+
+    def add(self, *span):  # stream's name, kind, label, mark before, mark behind
+        self.spans.append(span)
+
+    def clear(self):
+        self.spans.clear()
+
+    def take(self):
+        """[Span] since the last call. Everything launched must be done: call it at the step boundary."""
+        spans, self.spans = self.spans, []
+        first = spans[0][3] if spans else None
+        return [Span(stream, kind, label, before.seconds_since(first), behind.seconds_since(first))
+                for stream, kind, label, before, behind in spans]
+
+
+def stall_s(spans):
+    """Seconds that the compute stream spent waiting for a copy."""
+    return sum(s.end_s - s.start_s for s in spans if s.stream == "compute" and s.kind == "wait")
+
+
+# --- CUDA ---
+
+class CudaMark:
+    def __init__(self, stream):
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def seconds_since(self, other):
+        return other.event.elapsed_time(self.event) / 1e3
+
+
+class CudaStream:
+    def __init__(self, name, timeline, stream):
+        self.name, self.timeline, self.stream = name, timeline, stream
+
+    def launch(self, label, work, *args):
+        """Queues work(*args)."""
+        before = CudaMark(self.stream)
+        with torch.cuda.stream(self.stream):
+            work(*args)
+        self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
+
+    def record(self, event):
+        event.mark = CudaMark(self.stream)
+
+    def wait(self, event):
+        """Holds back what is launched from now on until the last record() of `event` is reached."""
+        if event.mark is not None:
+            before = CudaMark(self.stream)
+            self.stream.wait_event(event.mark.event)
+            self.timeline.add(self.name, "wait", event.name, before, CudaMark(self.stream))
+
+    def synchronize(self):
+        """Waits until all that was launched is done."""
+        self.stream.synchronize()
+
+    close = synchronize
+
+
+# --- the CPU ---
+
+class CpuMark:
+    def __init__(self):
+        self.reached, self.time, self.error = threading.Event(), None, None
+
+    def reach(self, error=None):
+        self.time, self.error = time.perf_counter(), error
+        self.reached.set()
+
+    def seconds_since(self, other):
+        return self.time - other.time
+
+
+class CpuStream:
+    """A worker thread; with `threaded=False` the calling thread, where everything is done when the call returns.
+
+    An exception ends a worker's work but not its marks, so that nobody waits for ever: whoever waits for one gets it.
+    """
+
+    def __init__(self, name, timeline, threaded=True):
+        self.name, self.timeline, self.error = name, timeline, None
+        self.jobs = SimpleQueue() if threaded else None
+        self.worker = None  # started by the first job
+
+    def run(self):
+        while (job := self.jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as e:
+                self.error = self.error or e
+            job = None  # noqa: F841  a job holds its tensors, and the next one may be long in coming
+
+    def put(self, job):
+        if self.jobs is None:
+            job()
+            return
+        if self.worker is None:
+            self.worker = threading.Thread(target=self.run, name=f"memo {self.name} stream", daemon=True)
+            self.worker.start()
+        self.jobs.put(job)
+
+    def put_mark(self):
+        mark = CpuMark()
+        self.put(lambda: mark.reach(self.error))
+        return mark
+
+    def launch(self, label, work, *args):
+        """Queues work(*args)."""
+        before = self.put_mark()
+        self.put(lambda: self.error or work(*args))
+        self.timeline.add(self.name, "launch", label, before, self.put_mark())
+
+    def record(self, event):
+        event.mark = self.put_mark()
+
+    def wait(self, event):
+        """Holds back what is launched from now on until the last record() of `event` is reached. Errors: what went
+        wrong before it in its stream."""
+        if event.mark is not None:
+            before = self.put_mark()
+            self.put(lambda mark=event.mark: self.wait_for(mark))
+            self.timeline.add(self.name, "wait", event.name, before, self.put_mark())
+
+    @staticmethod
+    def wait_for(mark):
+        mark.reached.wait()
+        if mark.error is not None:
+            raise mark.error
+
+    def synchronize(self):
+        """Waits until all that was launched is done. Errors: what went wrong in it."""
+        self.wait_for(self.put_mark())
+
+    def close(self):
+        """Waits for the work in hand and ends the thread."""
+        if self.worker is not None:
+            self.jobs.put(None)
+            self.worker.join()
+            self.worker = None
+
+
+# --- both ---
+
+def open_streams(device):
+    """The three streams of a device. Compute is the one that torch uses anyway, on the CPU the calling thread."""
+    timeline = Timeline()
+    if device.type == "cuda":
+        side = [CudaStream(name, timeline, torch.cuda.Stream(device)) for name in ("offload", "prefetch")]
+        return Streams(CudaStream("compute", timeline, torch.cuda.current_stream(device)), *side, timeline)
+    side = [CpuStream(name, timeline) for name in ("offload", "prefetch")]
+    return Streams(CpuStream("compute", timeline, threaded=False), *side, timeline)
+
+
+def close_streams(streams):
+    """Waits for every copy under way, then lets the streams go."""
+    for stream in streams[:3]:
+        stream.close()
