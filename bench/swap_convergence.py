@@ -20,7 +20,7 @@ from bench.machine import machine
 from memo.metrics import read_metrics
 from memo.plots import smooth
 
-MODEL = dict(n_layer=4, n_head=1, n_embd=64, block_size=4096, batch_size=1, dataset="stdlib", device="cpu",
+MODEL = dict(n_layer=4, n_head=1, n_embd=64, block_size=2048, batch_size=1, dataset="stdlib", device="cpu",
              learning_rate=2e-3, warmup_iters=20, eval_interval=100, eval_iters=4, save_interval=0)
 RUNS = {"keep": dict(activation="keep"), "recompute": dict(activation="recompute"),
         **{f"alpha {a}": dict(activation="memo", alpha=a) for a in (0, 0.25, 0.5, 1)}}
@@ -30,10 +30,10 @@ def plot(curves, path):
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1), layout="constrained")
     keep = curves["keep"]["loss"]
     for i, (name, c) in enumerate(curves.items()):
-        val = f"validation {c['val_loss'][-1]:.4f}"
-        top.plot(smooth(c["loss"], 0.95), lw=9 - 1.5 * i, alpha=0.7, label=f"{name}: {val}, host {c['host_bytes'] / 2**20:.0f} MiB")
+        label = f"{name}: validation {c['val_loss'][-1]:.4f}, host {c['host_bytes'] / 2**20:.0f} MiB"
+        top.plot(smooth(c["loss"], 0.95), lw=9 - 1.5 * i, alpha=0.7, label=label)
         bottom.plot([a - b for a, b in zip(c["loss"], keep, strict=True)], lw=9 - 1.5 * i, alpha=0.7)
-    top.set(ylabel="training loss, smoothed", title="memo on the stdlib data, 4 layers, context 4,096: six runs, one curve")
+    top.set(ylabel="training loss, smoothed", title="memo on the stdlib data, 4 layers, context 2,048: six runs, one curve")
     top.legend(frameon=False)
     bottom.set(ylabel="loss minus keep's", xlabel="step", ylim=(-1e-6, 1e-6))
     for ax in (top, bottom):
@@ -63,7 +63,8 @@ def main():
     (results / "swap_convergence.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(curves, results / "swap_convergence.png")
     for r in rows:
-        print(f"{r['run']:12} largest difference to keep {r['largest_difference']:.1e}, validation loss {r['val_loss'][-1]:.6f}")
+        print(f"{r['run']:12} largest difference to keep {r['largest_difference']:.1e}, "
+              f"validation loss {r['val_loss'][-1]:.6f}")
 
 
 if __name__ == "__main__":

@@ -135,14 +135,15 @@ def given(problem, alpha, block_size):
         shorter = f"the largest block_size with this alpha {largest_block_size(problem, block_size, alpha=alpha)}"
         remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}, {shorter}" if limit >= 0 else
                   f"not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; {shorter}")
-        raise out_of_host_memory(problem, f"alpha={alpha:g}", problem.always_bytes + int(alpha * problem.others_bytes), remedy)
+        layer = problem.always_bytes + int(alpha * problem.others_bytes)
+        raise out_of_host_memory(problem, f"alpha={alpha:g}", layer, remedy)
     return chosen
 
 
 def out_of_host_memory(problem, what, layer_bytes, remedy):
-    need = problem.swapped_layers * layer_bytes
-    return OutOfHostMemory(f"{what} needs {need / 2**30:.4g} GiB of host memory for {problem.swapped_layers} swapped layers, "
-                           f"this rank has {problem.host_bytes / 2**30:.4g} GiB; {remedy}")
+    need, have = problem.swapped_layers * layer_bytes / 2**30, problem.host_bytes / 2**30
+    return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.swapped_layers} swapped layers, this "
+                           f"rank has {have:.4g} GiB; {remedy}")
 
 
 def rows(fraction, n_rows, granularity):
@@ -180,7 +181,8 @@ def place(cfg, problem, n_rows, recompute_s=None):
     if cfg.activation == "swap" or cfg.alpha != "auto":
         chosen = given(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size)
     else:
-        chosen = per_tensor(problem, recompute_s) if cfg.alpha_mode == "per_tensor" else paper(problem)
+        finer = cfg.alpha_mode == "per_tensor" and problem.swapped_layers
+        chosen = per_tensor(problem, recompute_s) if finer else paper(problem)
     if not chosen.fits:
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes["x"],
                                  f"the largest block_size that fits is {largest_block_size(problem, cfg.block_size)}")

@@ -87,8 +87,8 @@ class Config:
             raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= lr_decay_iters={self.decay_iters}; "
                               "lower warmup_iters")
         if self.alpha != "auto" and self.activation != "memo":
-            raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not activation={self.activation}; leave one "
-                              "of them out")
+            raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not activation={self.activation}; "
+                              "leave one of them out")
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 

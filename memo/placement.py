@@ -10,8 +10,6 @@ from memo.alpha import GROUPS, Problem, SwapPlan, place
 from memo.device import free_bytes
 from memo.slab import host_bytes
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -103,25 +101,26 @@ def describe(cfg, decision, model, optimizer):
     """The startup's table: what lives where, and what set alpha."""
     rows = where_it_lives(cfg, decision, model, optimizer)
     rows.append(("in all", sum(r[1] for r in rows), sum(r[2] for r in rows)))
-    def gib(n):
-        return f"{n / GIB:.3f}" if n else ""
     lines = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB"]
-    lines += [f"            {what:32}{gib(device):>9}{gib(host):>9}" for what, device, host in rows]
+    for what, *nbytes in rows:
+        device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
+        lines.append(f"            {what:32}{device:>9}{host:>9}".rstrip())
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if decision.alpha is not None:
-        overlap, host = plan.limits["overlap"], plan.limits["host"]
-        lines.append(f"alpha       {plan.alpha:.3f}: overlap allows {overlap:.2f}, host allows {host:.2f}")
+        allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
+        lines.append(f"alpha       {plan.alpha:.3f}: {allowed}")
         if p.input_only:
             lines.append(f"            {p.input_only} of {p.n_layer - p.n_buffers} swapped layers keep only their input")
-        lines.append(f"rates       a layer's forward {rates.forward_s * 1e3:.1f} ms, backward {rates.backward_s * 1e3:.1f} ms; "
-                     f"{rates.offload_bytes_per_s / 1e9:.1f} GB/s to the host, {rates.prefetch_bytes_per_s / 1e9:.1f} GB/s back")
+        ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
+        speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
+        lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; {speed[0]} to the host, {speed[1]} back")
     return "\n".join(lines)
 
 
 def as_dict(cfg, decision, model):
     """plan.json: what the run uses, and from which rates."""
     plan = decision.swap_plan
-    return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits, binds=plan and plan.binds,
-                batch_size=cfg.batch_size, block_size=cfg.block_size, placement=asdict(decision.placement),
-                device_bytes=model.swap.device_bytes, host_bytes=model.swap.host_bytes,
+    return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
+                binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
+                placement=asdict(decision.placement), device_bytes=model.swap.device_bytes, host_bytes=model.swap.host_bytes,
                 host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates))

@@ -70,9 +70,10 @@ def timeline(spans, json_path, png_path, title):
             ax.text(s.start_s + width / 2, y, layer, ha="center", va="center", fontsize=8,
                     color="black" if kind == "forward" else "white")
     stall = sum(s.end_s - s.start_s for s in shown if s.kind == "wait")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (PALE, ORANGE, BLUE, GREEN, RED, GREY)]
-    ax.legend(handles, ("forward", "recompute", "backward", "copy", f"stall, {stall * 1e3:.1f} ms in all", "embedding, head"),
-              ncols=6, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    colours = (PALE, ORANGE, BLUE, GREEN, RED, GREY)
+    names = ("forward", "recompute", "backward", "copy", f"stall, {stall * 1e3:.1f} ms in all", "embedding, head")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours]
+    ax.legend(handles, names, ncols=6, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     ax.set(yticks=[-i for i in range(len(ROWS))], yticklabels=ROWS, xlim=(0, length), xlabel="seconds",
            title=title.replace("$", r"\$"))
     ax.spines[["top", "right"]].set_visible(False)

@@ -6,6 +6,7 @@ The block and its buffers are handed in; what they hold is overwritten, the bloc
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -58,16 +59,17 @@ def layer_rates(block, swap, turn, device):
     def forward():
         block.forward(s, turn, y)
 
-    def group(name):
-        return {t.name: slice(0 if t.name in GROUPS[name] else len(x), None) for t in TABLE}
+    def rows_of(tensors):  # all rows of these, none of the others
+        return {t.name: slice(0 if t.name in tensors else len(x), None) for t in TABLE}
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     x.normal_(generator=generator)
     forward_s = seconds(device, forward)
-    recompute_s = {name: seconds(device, lambda rows=group(name): block.recompute(s, turn, rows)) for name in GROUPS}
-    nothing = seconds(device, lambda: block.recompute(s, turn, {t.name: slice(len(x), None) for t in TABLE}))
+    launches_s = seconds(device, partial(block.recompute, s, turn, rows_of(())))
+    recompute_s = {name: max(0.0, seconds(device, partial(block.recompute, s, turn, rows_of(tensors))) - launches_s)
+                   for name, tensors in GROUPS.items()}
 
     def refill():
         x.normal_(generator=generator)
@@ -75,7 +77,7 @@ def layer_rates(block, swap, turn, device):
 
     backward_s = seconds(device, lambda: block.backward(y, s, turn), before=refill)
     transient = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None
-    return forward_s, backward_s, {name: max(0.0, t - nothing) for name, t in recompute_s.items()}, transient
+    return forward_s, backward_s, recompute_s, transient
 
 
 def copy_rates(swap, device, pin):

@@ -4,6 +4,7 @@ It is page-locked by registering it with the driver. torch's pinned-memory cache
 so waste up to half of the host. Source: MEMO 4.1 and its Table 5, read backwards (DESIGN section 2).
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -76,8 +77,8 @@ def host_bytes(host_memory_gb, local_ranks=1):
     free = int(max(0, min(meminfo_available(), cgroup_available())) * SHARE)
     granted = free if host_memory_gb == "auto" else int(host_memory_gb * 1e9)
     if granted > free:
-        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {free / 1e9:.4g}, {SHARE:.0%} of what is free "
-                              f"on this host; try host_memory_gb=auto")
+        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {free / 1e9:.4g}, {SHARE:.0%} of what is "
+                              f"free on this host; try host_memory_gb=auto")
     return granted // local_ranks
 
 
@@ -119,13 +120,11 @@ class HostSlab:
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
-            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); try a smaller alpha "
-                                  "or block_size") from None
+            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); try a smaller "
+                                  "alpha or block_size") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without them
                 self.map.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to take and to lock
-            except OSError:
-                pass  # a kernel without them
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.numa_node = numa_node(device)
         if self.numa_node is not None and not prefer_node(self.bytes.data_ptr(), nbytes, self.numa_node):
@@ -141,8 +140,8 @@ class HostSlab:
             shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
             gib = self.bytes.nbytes / 2**30
             self.close()
-            raise OutOfHostMemory(f"page-locking {gib:.4g} GiB of host memory failed (CUDA error {error}, ulimit -l is {shown}); "
-                                  "try `ulimit -l unlimited`, or --pin_memory=false, which copies more slowly")
+            raise OutOfHostMemory(f"page-locking {gib:.4g} GiB of host memory failed (CUDA error {error}, ulimit -l is "
+                                  f"{shown}); try `ulimit -l unlimited`, or --pin_memory=false, which copies more slowly")
         self.locked = True
 
     def close(self):

@@ -63,8 +63,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--alpha=1.5"], "alpha=1.5 must be at most 1.0"),
     (["--alpha=half"], "alpha='half' must be float or auto"),
     (["--alpha=nan"], "alpha=nan must be at least 0.0"),
-    (["--activation=swap", "--alpha=0.5"], "alpha=0.5 goes with activation=memo only, not activation=swap; leave one of them "
-                                           "out"),
+    (["--activation=swap", "--alpha=0.5"], "alpha=0.5 goes with activation=memo only, not activation=swap; leave one of "
+                                           "them out"),
     (["--activation=none"], "activation='none' must be one of keep, recompute, swap, memo"),
     (["--host_memory_gb=-1"], "host_memory_gb=-1.0 must be at least 0.0"),
     (["--learning_rate=auto"], "learning_rate='auto' must be float"),

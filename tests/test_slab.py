@@ -1,0 +1,135 @@
+"""The host slab: what there is, taking it to the byte, locking it, giving it back."""
+
+import re
+import resource
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memo import slab
+from memo.alpha import OutOfHostMemory
+from memo.slab import HostSlab, cgroup_available, host_bytes, meminfo_available, prefer_node
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_meminfo(tmp_path):
+    write(tmp_path, {"proc/meminfo": "MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"})
+    assert meminfo_available(tmp_path) == 3000 * 1024
+    assert 0 < meminfo_available() < 2**50
+
+
+def test_control_groups_the_tightest_of_all_above_counts_and_file_cache_is_free(tmp_path):
+    top = "sys/fs/cgroup"
+    write(tmp_path, {"proc/self/cgroup": "0::/slice/job\n",
+                     f"{top}/slice/job/memory.max": "max\n", f"{top}/slice/job/memory.current": "100\n",
+                     f"{top}/slice/memory.max": "1000\n", f"{top}/slice/memory.current": "700\n",
+                     f"{top}/slice/memory.stat": "anon 500\ninactive_file 150\nactive_file 7\n"})
+    assert cgroup_available(tmp_path) == 1000 - 700 + 150
+    write(tmp_path, {f"{top}/slice/job/memory.max": "160\n"})
+    assert cgroup_available(tmp_path) == 60
+
+
+def test_control_groups_of_version_1(tmp_path):
+    top = "sys/fs/cgroup/memory"
+    write(tmp_path, {"proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n", f"{top}/a/memory.limit_in_bytes": "5000\n",
+                     f"{top}/a/memory.usage_in_bytes": "3000\n", f"{top}/a/memory.stat": "total_inactive_file 500\n"})
+    assert cgroup_available(tmp_path) == 2500
+
+
+def test_no_control_group_limits_nothing(tmp_path):
+    assert cgroup_available(tmp_path) == float("inf")
+    write(tmp_path, {"proc/self/cgroup": "0::/\n"})
+    assert cgroup_available(tmp_path) == float("inf")
+
+
+def test_a_ranks_share_of_the_host(monkeypatch):
+    monkeypatch.setattr(slab, "meminfo_available", lambda: 1000 * 10**9)
+    monkeypatch.setattr(slab, "cgroup_available", lambda: 800 * 10**9)
+    assert host_bytes("auto") == 720 * 10**9
+    assert host_bytes("auto", local_ranks=8) == 90 * 10**9
+    assert host_bytes(80.0, local_ranks=8) == 10 * 10**9
+    with pytest.raises(OutOfHostMemory, match=r"^host_memory_gb=721 must be at most 720, 90% of what is free on this host; "
+                                              r"try host_memory_gb=auto$"):
+        host_bytes(721.0)
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize()
+
+
+def test_the_slab_is_there_from_the_start_and_gone_at_the_end_whoever_holds_a_view():
+    HostSlab(64 * MIB, CPU).close()  # starts torch's threads
+    before = resident_bytes()
+    block = HostSlab(64 * MIB + 13, CPU)
+    assert block.bytes.nbytes == 64 * MIB + 13 and not block.bytes.any() and not block.locked
+    assert abs(resident_bytes() - before - 64 * MIB) < 4 * MIB
+    view = block.bytes[-13:]
+    view.fill_(7)
+    block.close()
+    assert resident_bytes() - before < 4 * MIB
+    assert view.shape == (13,)
+
+
+def test_memory_that_the_system_refuses():
+    with pytest.raises(OutOfHostMemory, match=r"host memory of 5.\d+e\+08 GiB cannot be had \(.*\); try a smaller alpha"):
+        HostSlab(2**59, CPU)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    calls = []
+    driver = SimpleNamespace(error=0)
+    driver.cudaHostRegister = lambda address, nbytes, flags: calls.append(("register", address, nbytes)) or driver.error
+    driver.cudaHostUnregister = lambda address: calls.append(("unregister", address))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(slab, "numa_node", lambda device: None)
+    return driver, calls
+
+
+def test_a_gpus_slab_is_registered_once_to_the_byte_and_let_go(fake_cuda):
+    _, calls = fake_cuda
+    block = HostSlab(3 * MIB + 1, torch.device("cuda"))
+    address = block.bytes.data_ptr()
+    assert block.locked and calls == [("register", address, 3 * MIB + 1)]
+    block.close()
+    block.close()
+    assert calls[1:] == [("unregister", address)]
+
+
+def test_without_pinning_nothing_is_registered(fake_cuda):
+    HostSlab(MIB, torch.device("cuda"), pin=False).close()
+    assert fake_cuda[1] == []
+
+
+def test_a_lock_limit_that_is_too_low_names_the_remedy(fake_cuda, monkeypatch):
+    driver, calls = fake_cuda
+    driver.error = 2
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 * 1024, 64 * 1024))
+    with pytest.raises(OutOfHostMemory) as e:
+        HostSlab(2**20, torch.device("cuda"))
+    assert str(e.value) == ("page-locking 0.0009766 GiB of host memory failed (CUDA error 2, ulimit -l is 64 KiB); try "
+                            "`ulimit -l unlimited`, or --pin_memory=false, which copies more slowly")
+    assert len(calls) == 1
+
+
+def test_pages_come_from_the_node_that_was_asked_for():
+    block = HostSlab(8 * MIB, CPU)
+    address = block.bytes.data_ptr()
+    if not prefer_node(address, 8 * MIB, 0):
+        pytest.skip("this system does not let a process choose its NUMA node")
+    with open("/proc/self/numa_maps") as f:
+        policies = {int(m[1], 16): m[2] for m in re.finditer(r"^([0-9a-f]+) (\S+)", f.read(), re.M)}
+    assert re.match(r"prefer(\s*\(many\))?[:=]0|prefer", policies[address])
+    block.close()

@@ -1,0 +1,404 @@
+"""Every mode and every alpha gives the same bits, whatever the streams' timing; without any one of the waits, not."""
+
+import random
+import resource
+import threading
+import time
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from memo.activations import TABLE, Placement, layout
+from memo.alpha import GROUPS, Problem, place
+from memo.config import Config
+from memo.optim import Optimizer
+from memo.slab import HostSlab
+from memo.streams import CpuStream, Streams, Timeline, stall_s
+from memo.swap import Swap
+from model import EVERY_ROW, GPT
+from tests.test_model import error, perturbed_weights, random_batch
+
+CPU = torch.device("cpu")
+MODEL = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64)
+EIGHTHS = [i / 8 for i in range(9)]
+COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)  # seconds of recomputing, in proportion
+
+
+def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
+    """The Placement of `cfg` where the host, and the copy's time, are these parts of what swapping all of it needs."""
+    nbytes = {name: slot.nbytes for name, slot in layout(B, S, cfg.n_embd, cfg.n_head, dtype.itemsize)[0].items()}
+    p = Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0,
+                int(host * max(0, cfg.n_layer - 2) * sum(nbytes.values())))
+    assert set(COSTS) == set(GROUPS)
+    return place(cfg, p, B * S, COSTS)[0]
+
+
+def build(B, S, dtype, device="cpu", streams=None, limits=None, **keys):
+    cfg = Config(**{**MODEL, "block_size": S, **keys})
+    model = GPT(cfg, device, dtype)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(perturbed_weights(cfg, device))
+    model.reserve(B, S, placement(cfg, B, S, dtype, **(limits or {})), streams=streams)
+    return cfg, model, optimizer
+
+
+def run_pass(model, batch):
+    """Loss of one forward and backward, once every stream is done."""
+    loss = model.forward(*batch, scale=1.0)
+    model.backward()
+    for stream in model.swap.streams[:3]:
+        stream.synchronize()
+    return loss
+
+
+def trained(B, S, dtype, steps, **keys):
+    """Losses and gradients of every step, and the parameters behind the last, in one list of tensors."""
+    cfg, model, optimizer = build(B, S, dtype, **keys)
+    seen = []
+    for i in range(steps):
+        seen.append(model.forward(*random_batch(cfg, B, S, "cpu", seed=i), scale=1.0))
+        model.backward()
+        seen.append(model.grads.clone())
+        optimizer.step(1e-3)
+    model.close()
+    return [*seen, model.params]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+MODES = [dict(activation="recompute"), dict(activation="swap"), *(dict(activation="memo", alpha=a) for a in EIGHTHS),
+         dict(activation="memo", alpha_mode="per_tensor", limits=dict(hidden=0.6)),
+         dict(activation="memo", alpha_mode="paper", limits=dict(hidden=0.6))]
+
+
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_mode_and_alpha_is_bitwise_equal(B, dtype):
+    keep = trained(B, 4096, dtype, 5, n_layer=4, activation="keep")
+    for mode in MODES:
+        assert same(trained(B, 4096, dtype, 5, n_layer=4, **mode), keep), mode
+
+
+@pytest.mark.parametrize("position,bias", [("learned", True), ("learned", False), ("rope", True)])
+def test_with_biases_and_learned_positions_alike(position, bias):
+    keys = dict(position=position, bias=bias, gelu="tanh")
+    keep = trained(2, 2048, torch.float32, 2, activation="keep", **keys)
+    for mode in (dict(activation="recompute"), dict(activation="memo", alpha=0.5),
+                 dict(activation="memo", limits=dict(hidden=0.5))):
+        assert same(trained(2, 2048, torch.float32, 2, **mode, **keys), keep), mode
+
+
+def test_below_alpha_0_some_layers_keep_only_their_input():
+    keep = trained(1, 4096, torch.float32, 2, activation="keep")
+    cfg = Config(**MODEL, block_size=4096)
+    seen = []
+    for host in (0.13, 0.11, 0.08, 0.0625):  # x and attn_out are an eighth, x a sixteenth
+        seen.append(placement(cfg, 1, 4096, torch.float32, host=host).input_only)
+        assert same(trained(1, 4096, torch.float32, 2, activation="memo", limits=dict(host=host)), keep), host
+    assert seen == [0, 1, 3, 3] or seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("n_buffers", [1, 2, 3, 4, 5])
+def test_any_number_of_rounding_buffers(n_buffers):
+    keep = trained(1, 512, torch.float32, 1, activation="keep")
+    cfg, model, _ = build(1, 512, torch.float32)
+    kept = {t.name: 512 if not t.other else 256 for t in TABLE}
+    p = Placement(5, n_buffers, 512, kept)
+    model.reserve(1, 512, p)
+    loss = model.forward(*random_batch(cfg, 1, 512, "cpu", seed=0), scale=1.0)
+    model.backward()
+    assert same([loss, model.grads], keep[:2])
+    assert model.swap.host_bytes == (5 - n_buffers) * sum(p.swapped_bytes(0, layout(1, 512, 32, 1, 4)[0]).values())
+    model.close()
+
+
+@pytest.mark.parametrize("L", [1, 2])
+def test_with_up_to_two_layers_nothing_is_swapped(L):
+    for activation in ("swap", "memo"):
+        _, model, _ = build(1, 256, torch.float32, n_layer=L, activation=activation)
+        assert model.swap.host_bytes == 0 and model.swap.slab is None
+        assert same(trained(1, 256, torch.float32, 1, n_layer=L, activation=activation),
+                    trained(1, 256, torch.float32, 1, n_layer=L, activation="keep"))
+
+
+def test_evaluations_and_several_micro_batches_in_between():
+    def run(**keys):
+        cfg, model, optimizer = build(1, 512, torch.float32, **keys)
+        seen = []
+        for i in range(3):
+            seen.append(model.forward(*random_batch(cfg, 1, 512, "cpu", seed=10 + i)))
+            for micro in range(3):
+                seen.append(model.forward(*random_batch(cfg, 1, 512, "cpu", seed=3 * i + micro), scale=1 / 3))
+                model.backward()
+            seen.append(model.grads.clone())
+            optimizer.step(1e-2)
+        model.close()
+        return seen
+    assert same(run(activation="memo", alpha=0.5), run(activation="keep"))
+
+
+def test_the_memory_of_another_shape_is_taken_anew():
+    cfg, model, _ = build(1, 512, torch.float32, activation="memo", alpha=0.5)
+    first = model.swap
+    loss = model.forward(*random_batch(cfg, 1, 256, "cpu"))
+    assert first.buffers is None and first.slab is None and model.swap.host_bytes == 0
+    assert torch.equal(loss, GPT_loss(cfg, 256))
+
+
+def GPT_loss(cfg, S):
+    model = GPT(cfg, "cpu", torch.float32)
+    model.load(perturbed_weights(cfg, "cpu"))
+    return model.forward(*random_batch(cfg, 1, S, "cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_every_mode_on_a_gpu_within_the_kernels_noise(dtype, limit):
+    def gradients(**keys):
+        cfg, model, _ = build(1, 4096, dtype, device="cuda", n_embd=128, **keys)
+        for _ in range(3):  # the later passes race with the earlier ones' copies, if anything does
+            model.grads.zero_()
+            loss = model.forward(*random_batch(cfg, 1, 4096, "cuda"), scale=1.0)
+            model.backward()
+        loss.item()
+        assert stall_s(model.swap.streams.timeline.take()) >= 0
+        grads = model.grads.clone()
+        model.close()
+        return grads
+    keep = gradients(activation="keep")
+    for mode in MODES:
+        assert error(gradients(**mode), keep) <= limit, mode
+
+
+# --- where the rows live ---
+
+class Poison(CpuStream):
+    """An offload stream that leaves nothing but NaN in a layer's buffer once it is copied."""
+
+    def __init__(self, timeline):
+        super().__init__("offload", timeline)
+        self.model, self.layers = None, 0
+
+    def launch(self, label, work, *args):
+        super().launch(label, work, *args)
+        super().launch("poison", self.poison, int(label.split()[1]))
+
+    def poison(self, layer):
+        self.layers += 1
+        for t in vars(self.model.swap.layers[layer]).values():
+            t.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("keys", [*MODES[1:], dict(activation="memo", limits=dict(host=0.11))], ids=str)
+def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeypatch):
+    keep = trained(2, 2048, torch.float32, 2, activation="keep")
+    timeline = Timeline()
+    offload = Poison(timeline)
+    streams = Streams(CpuStream("compute", timeline, threaded=False), offload, CpuStream("prefetch", timeline), timeline)
+    cfg, model, optimizer = build(2, 2048, torch.float32, streams=streams, **keys)
+    offload.model, recomputed = model, []
+    for block in model.blocks:
+        def recompute(s, turn, rows, real=block.recompute):
+            if rows is not EVERY_ROW:  # the forward's own
+                for name, r in rows.items():
+                    getattr(s, name)[r].fill_(float("nan"))
+                recomputed.append(rows)
+            return real(s, turn, rows)
+        monkeypatch.setattr(block, "recompute", recompute)
+    seen = []
+    for i in range(2):
+        seen.append(model.forward(*random_batch(cfg, 2, 2048, "cpu", seed=i), scale=1.0))
+        model.backward()
+        seen.append(model.grads.clone())
+        optimizer.step(1e-3)
+    assert same([*seen, model.params], keep)
+    assert offload.layers == 2 * 3
+    assert len(recomputed) == (0 if keys.get("activation") == "swap" or keys.get("alpha") == 1 else 2 * 3)
+    model.close()
+
+
+def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
+    B, S, L, H = 2, 512, 5, 1
+    N, row = B * S, 32 * 4
+    for alpha in EIGHTHS:
+        _, model, _ = build(B, S, torch.float32, activation="memo", alpha=alpha)
+        always, others = N * (2 * row + 4 * H), int(alpha * N) * (14 * row + 4 * 4)
+        assert model.swap.host_bytes == model.swap.slab.bytes.nbytes == (L - 2) * (always + others)
+        copied = sorted((h.data_ptr(), h.nbytes) for pairs in model.swap.pairs for _, h in pairs)
+        assert copied[0][0] == model.swap.slab.bytes.data_ptr() and sum(n for _, n in copied) == model.swap.host_bytes
+        assert all(a + n == b for (a, n), (b, _) in zip(copied, copied[1:], strict=False))  # neither gaps nor overlaps
+        assert all(d.nbytes == h.nbytes for pairs in model.swap.pairs for d, h in pairs)
+        model.close()
+
+
+# --- memory on the device ---
+
+def allocations(call):
+    """Bytes of every allocation and, negative, every free that torch made on the CPU during call()."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        result = call()
+    return [e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"], result
+
+
+def peak(sizes):
+    held = highest = 0
+    for n in sizes:
+        held += n
+        highest = max(highest, held)
+    return highest
+
+
+def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
+    taken, steps = {}, {}
+    B, S, C, H = 2, 512, 32, 1
+    slots, buffer_bytes = layout(B, S, C, H, 4)
+    for L in (4, 8, 16):
+        for activation in ("keep", "recompute", "swap", "memo"):
+            cfg, model, _ = build(B, S, torch.float32, n_layer=L, activation=activation, limits=dict(hidden=0.5))
+            p = model.swap.placement
+            model.close()
+            sizes, swap = allocations(lambda: Swap(p, B, S, C, H, torch.float32, CPU))  # noqa: B023
+            assert sum(sizes) == peak(sizes) == p.device_bytes(slots, buffer_bytes) == swap.device_bytes
+            taken[activation, L] = sum(sizes)
+            swap.close()
+            model.reserve(B, S, p)
+            batch = random_batch(cfg, B, S, "cpu")
+
+            def step():
+                model.forward(*batch, scale=1.0)  # noqa: B023
+                model.backward()  # noqa: B023
+            step()
+            steps[activation, L] = peak(allocations(step)[0])
+            model.close()
+    x = slots["x"].nbytes
+    for L in (4, 8, 16):
+        assert taken["swap", L] == taken["memo", L] == 2 * buffer_bytes + x
+        assert taken["keep", L] == L * buffer_bytes + x
+        assert taken["recompute", L] == buffer_bytes + L * x
+    assert len(set(steps.values())) <= 3, steps  # what a step takes on top: once whole, once in rows, once neither
+    for activation in ("keep", "swap", "memo", "recompute"):
+        assert len({steps[activation, L] for L in (4, 8, 16)}) == 1
+
+
+# --- races ---
+
+class Delayed(CpuStream):
+    """A worker that sleeps up to 20 ms before everything, and knows nothing of the waits for events named `removed`."""
+
+    def __init__(self, name, timeline):
+        super().__init__(name, timeline)
+        self.random, self.removed = random.Random(), None
+
+    def launch(self, label, work, *args):
+        super().launch(label, self.late, self.random.uniform(0, 0.02), work, *args)
+
+    @staticmethod
+    def late(delay, work, *args):
+        time.sleep(delay)
+        work(*args)
+
+    def wait(self, event):
+        if event.name.split()[0] != self.removed:
+            super().wait(event)
+
+
+WAITS = ("computed", "offloaded", "done", "prefetched")
+
+
+@pytest.fixture
+def racing():
+    """pass_(seed, removed) -> whether loss and gradients of a pass over randomly delayed streams are those of `keep`. The
+    host, too, runs ahead of the compute stream."""
+    timeline = Timeline()
+    streams = Streams(*(Delayed(name, timeline) for name in ("compute", "offload", "prefetch")), timeline)
+    keep = trained(1, 256, torch.float32, 1, activation="keep")[:2]
+    cfg, model, _ = build(1, 256, torch.float32, streams=streams, activation="memo", alpha=0.5)
+    batch = random_batch(cfg, 1, 256, "cpu", seed=0)
+
+    def pass_(seed, removed=None):
+        for i, stream in enumerate(streams[:3]):
+            stream.random.seed(3 * seed + i)
+            stream.removed = removed
+        model.grads.zero_()
+        loss = run_pass(model, batch)
+        timeline.clear()
+        return same([loss, model.grads], keep)
+    yield pass_
+    model.close()
+
+
+def test_random_delays_change_nothing(racing):
+    assert all(racing(seed) for seed in range(200))
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_every_single_wait_is_needed(racing, wait):
+    assert not all(racing(seed, removed=wait) for seed in range(200))
+    assert racing(0)  # with it, again
+
+
+def test_there_is_no_wait_that_the_race_test_does_not_know():
+    _, model, _ = build(1, 256, torch.float32, activation="memo", alpha=0.5)
+    names = {e.name.split()[0] for events in vars(model.swap).values() if isinstance(events, list)
+             for e in events if hasattr(e, "mark")}
+    assert names == set(WAITS)
+    model.close()
+
+
+# --- leaks, and stopping in the middle ---
+
+def resident_bytes():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize()
+
+
+def test_three_hundred_steps_leak_nothing():
+    cfg, model, optimizer = build(1, 512, torch.float32, activation="memo", alpha=0.5)
+    seen, threads = [], set()
+    for i in range(300):
+        model.forward(*random_batch(cfg, 1, 512, "cpu", seed=i), scale=1.0)
+        model.backward()
+        optimizer.step(1e-3)
+        model.swap.streams.timeline.take()
+        seen.append(resident_bytes())
+        threads.add(threading.active_count())
+    assert max(seen[3:]) - seen[3] < 2 * 2**20, (seen[3], max(seen[3:]))
+    assert len(threads) == 1
+    model.close()
+
+
+def memo_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("memo ")]
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward", "recompute"])
+def test_an_exception_in_a_layer_ends_everything_without_a_hang(where, threaded, monkeypatch):
+    before = memo_threads()
+    timeline = Timeline()
+    streams = Streams(CpuStream("compute", timeline, threaded), CpuStream("offload", timeline),
+                      CpuStream("prefetch", timeline), timeline)
+    cfg, model, _ = build(1, 512, torch.float32, streams=streams, activation="memo", alpha=0.5)
+    closed = []
+    monkeypatch.setattr(HostSlab, "close", lambda slab, real=HostSlab.close: closed.append(slab) or real(slab))
+
+    def broken(*args):
+        raise FloatingPointError("broken")
+    monkeypatch.setattr(model.blocks[2], where, broken)
+    with pytest.raises(FloatingPointError, match="broken"):
+        run_pass(model, random_batch(cfg, 1, 512, "cpu"))
+    slab = model.swap.slab
+    model.close()
+    assert closed == [slab] and model.swap is None
+    assert memo_threads() == before
+
+
+def test_a_copy_that_fails_is_an_error_of_the_step(monkeypatch):
+    cfg, model, _ = build(1, 512, torch.float32, activation="swap")
+    model.swap.pairs[1][0] = (model.swap.pairs[1][0][0], torch.empty(1, dtype=torch.uint8).expand(3))
+    with pytest.raises(RuntimeError):
+        run_pass(model, random_batch(cfg, 1, 512, "cpu"))
+    model.close()
