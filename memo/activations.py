@@ -8,8 +8,6 @@ Source: MEMO 3.1 and 4.1; DESIGN section 2.
 from dataclasses import dataclass, field
 from math import prod
 
-ALIGNMENT = 512  # bytes; what CUDA's allocator gives, enough for every kernel's vector loads
-
 
 @dataclass(frozen=True)
 class Skeletal:
@@ -41,40 +39,43 @@ TABLE = (
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a skeletal tensor lies in a layer's buffer. `offset` and `nbytes` in bytes."""
+class Tensor:
+    """A skeletal tensor of one layer."""
 
-    offset: int
     nbytes: int
     shape: tuple
     fp32: bool  # statistics and the logsumexp are fp32 whatever the dtype of the run
 
 
 def layout(B, T, C, H, itemsize, tp=1):
-    """({name: Slot}, bytes of the whole buffer) for one layer's skeletal tensors. `itemsize` in bytes."""
-    slots, end = {}, 0
+    """{name: Tensor} of one layer. `itemsize` in bytes."""
+    tensors = {}
     for t in TABLE:
         shape = (B * T, t.units * C // tp) if t.units else (B, H // tp, T) if t.per_head else (B * T,)
-        nbytes = prod(shape) * (itemsize if t.units else 4)
-        slots[t.name] = Slot(end, nbytes, shape, fp32=not t.units)
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return slots, end
+        tensors[t.name] = Tensor(prod(shape) * (itemsize if t.units else 4), shape, fp32=not t.units)
+    return tensors
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where the skeletal activations of L layers are between their forward and their backward.
 
-    Layer i computes in buffer i % n_buffers, and the last n_buffers layers stay in theirs. Of every other layer the
-    rows [0, kept[name]) of each tensor survive: `x` on the device if x_stays, all else in the host slab. The rest is
-    recomputed. A layer below `input_only` keeps x alone, and so recomputes its attention too. The modes are points of
-    this: keep (a buffer for each layer), recompute (one buffer, x_stays, only inputs), swap and memo.
+    Layer i computes in buffer i % n_buffers. Of a swapped layer, `kept[name]` of the N rows of each tensor survive: `x` on
+    the device if x_stays, all else in the host slab. They are the first rows in an even buffer and the last in an odd one,
+    and two buffers lie in memory so that their other rows, which are recomputed anyway, are the same:
+
+        buffer 0   kept rows | shared rows                          N + kept rows in all, not 2 N
+        buffer 1               shared rows | kept rows
+
+    The last n_buffers layers are not swapped, only the last one is whole. A swapped layer below `input_only` keeps x alone,
+    and so recomputes its attention too. The modes are points of this: keep (a buffer for each layer), recompute (one
+    buffer, x_stays, only inputs), swap and memo.
     """
 
     n_layer: int
     n_buffers: int
     n_rows: int
-    kept: dict = field(default_factory=dict)  # {tensor: rows}
+    kept: dict = field(default_factory=dict)  # {tensor: rows}; all of those it does not name
     input_only: int = 0
     x_stays: bool = False
 
@@ -84,24 +85,48 @@ class Placement:
         a layer writes the next one's input while an earlier one's is still copied."""
         return self.n_layer + 1 if self.x_stays else self.n_buffers + 1
 
-    def kept_rows(self, i):
-        """{tensor: how many first rows of it survive} for layer i; None where it stays in its buffer as it is."""
-        if i >= self.n_layer - self.n_buffers:
-            return None
-        if i >= self.input_only:
-            return self.kept
-        return {name: self.n_rows if name == "x" else 0 for name in self.kept}
+    @property
+    def n_swapped(self):
+        return self.n_layer - self.n_buffers
 
-    def swapped_bytes(self, i, slots):
-        """{tensor: bytes of layer i that go to the host}: of each its first rows, of `lse` always all."""
-        kept = self.kept_rows(i) or {}
-        nbytes = {name: slots[name].nbytes * rows // self.n_rows for name, rows in kept.items()}
-        return {name: n for name, n in nbytes.items() if n and not (name == "x" and self.x_stays)}
+    def shift(self, name):
+        """Rows from one buffer's `name` to the next one's."""
+        return self.kept.get(name, self.n_rows) if self.n_buffers == 2 else self.n_rows
 
-    def host_bytes(self, slots):
+    def first_kept(self, i, name):
+        """(rows of tensor `name` of layer i that survive, the first of them)."""
+        N = self.n_rows
+        if i < min(self.input_only, self.n_swapped) and name != "x":
+            rows = 0
+        elif i < self.n_swapped or (i < self.n_layer - 1 and self.n_buffers == 2):
+            rows = self.kept.get(name, N)
+        else:
+            rows = N
+        return rows, (N - rows) * (i % self.n_buffers % 2)
+
+    def missing(self, i):
+        """{tensor: slice of the rows that layer i recomputes}; empty where there are none."""
+        N, rows = self.n_rows, {}
+        for t in TABLE:
+            kept, first = self.first_kept(i, t.name)
+            rows[t.name] = slice(0, first) if first else slice(kept, N)
+        return rows if any(r.stop > r.start for r in rows.values()) else {}
+
+    def swapped(self, i, tensors):
+        """{tensor: (first byte, bytes) of what layer i sends to the host}."""
+        ranges = {}
+        for name, t in tensors.items() if i < self.n_swapped else ():
+            kept, first = self.first_kept(i, name)
+            if kept and not (name == "x" and self.x_stays):
+                ranges[name] = t.nbytes * first // self.n_rows, t.nbytes * kept // self.n_rows
+        return ranges
+
+    def host_bytes(self, tensors):
         """Bytes of the host slab: of all that is offloaded in one forward pass."""
-        return sum(sum(self.swapped_bytes(i, slots).values()) for i in range(self.n_layer))
+        return sum(n for i in range(self.n_layer) for _, n in self.swapped(i, tensors).values())
 
-    def device_bytes(self, slots, buffer_bytes):
-        """Bytes of all buffers. Without x_stays they do not depend on n_layer."""
-        return self.n_buffers * buffer_bytes + (self.n_inputs - self.n_buffers) * slots["x"].nbytes
+    def buffer_bytes(self, tensors):
+        """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer, but for keep."""
+        spans = {name: self.n_rows + (self.n_buffers - 1) * self.shift(name) for name in tensors}
+        spans["x"] = self.n_inputs * self.n_rows
+        return {name: t.nbytes * spans[name] // self.n_rows for name, t in tensors.items()}

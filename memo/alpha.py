@@ -40,6 +40,7 @@ class Problem:
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
     host_bytes: int  # this rank's share
     n_buffers: int = 2  # rounding buffers; the layers that are in them at the end of the forward are not swapped
+    device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
 
     @property
     def swapped_layers(self):
@@ -56,22 +57,26 @@ class Problem:
 
     @property
     def limits(self):
-        """{"overlap", "host"}: the largest alpha that each limit alone allows. At most 1.
+        """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone allows. At most 1.
 
         Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for alpha = 0.
         The copies of the L - n swapped layers, one after the other from the end of the first layer on, must be done when
         the last layer starts: L - 2 layers' time. With the paper's n = 2 that is a layer's time for each.
         """
         always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
+        device = {}
+        if self.device_bytes < inf:
+            least = 2 * always + self.nbytes["x"] + others  # two buffers at alpha = 0
+            device = {"device": min(1.0, (self.device_bytes - least) / others)}
         if not layers:
-            return {"overlap": 1.0, "host": 1.0}
+            return {"overlap": 1.0, "host": 1.0} | device
         hidden = self.forward_s * ((self.n_layer - 2) / layers) * self.offload_bytes_per_s
         return {"overlap": min(1.0, (hidden - always) / others),
-                "host": min(1.0, (self.host_bytes - layers * always) / (layers * others))}
+                "host": min(1.0, (self.host_bytes - layers * always) / (layers * others))} | device
 
     @property
     def largest_alpha(self):
-        """The largest alpha in [0, 1] under both limits; 0 where even that is over one of them."""
+        """The largest alpha in [0, 1] under all limits; 0 where even that is over one of them."""
         return max(0.0, min(self.limits.values()))
 
 
@@ -82,7 +87,7 @@ class SwapPlan:
     fractions: dict  # {"other" tensor: f}: rows [0, f) of it are swapped, f in [0, 1]
     alpha: float  # their mean, weighted by bytes
     limits: dict  # see Problem.limits
-    binds: str | None  # the lower of the limits; None where both are 1
+    binds: str | None  # the lowest of the limits; None where all are 1
     input_only_layers: int  # so many of the swapped layers keep only x: the least that lets the rest fit the host
     layer_offload_bytes: int  # of a layer that keeps more than x, if there is one
     host_bytes: int  # of all layers
@@ -103,7 +108,7 @@ def plan(problem, fractions):
 
 
 def paper(problem):
-    """The SwapPlan with one alpha for all tensors, the largest under both limits. Source: MEMO 4.1.
+    """The SwapPlan with one alpha for all tensors, the largest under all limits. Source: MEMO 4.1.
 
     Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they are over the
     host limit some layers keep only x.
@@ -122,7 +127,7 @@ def per_tensor(problem, recompute_s):
     weights = np.array([sum(problem.nbytes[n] for n in tensors) for tensors in GROUPS.values()]) / problem.others_bytes
     saved = np.array([recompute_s[g] for g in GROUPS])
     limits = np.maximum(0, list(problem.limits.values()))
-    f = linprog(-saved / max(saved.sum(), 1e-30), A_ub=[weights, weights], b_ub=limits, bounds=(0, 1), method="highs").x
+    f = linprog(-saved / max(saved.sum(), 1e-30), A_ub=[weights] * len(limits), b_ub=limits, bounds=(0, 1), method="highs").x
     f = f.clip(0, 1) * min(1, limits.min() / max(weights @ f, 1e-30))  # the solver keeps its limits to 1e-7 only
     return plan(problem, {n: float(f) for f, tensors in zip(f, GROUPS.values(), strict=True) for n in tensors})
 

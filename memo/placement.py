@@ -23,23 +23,22 @@ class Decision:
     @property
     def alpha(self):
         """None where no layer is swapped."""
-        swapped = self.swap_plan and self.placement.n_layer > self.placement.n_buffers
-        return self.swap_plan.alpha if swapped else None
+        return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
 def copies(cfg):
     return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
 
 
-def slots_of(cfg, dtype):
+def tensors_of(cfg, dtype):
     return layout(cfg.batch_size, cfg.block_size, cfg.n_embd, cfg.n_head, dtype.itemsize)
 
 
-def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2):
+def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=inf):
     """The alpha program's problem; without rates every copy hides."""
-    nbytes = {name: slot.nbytes for name, slot in slots_of(cfg, dtype)[0].items()}
+    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype).items()}
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
-    return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers)
+    return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers, device_bytes)
 
 
 def check_host(cfg, dtype):
@@ -49,52 +48,58 @@ def check_host(cfg, dtype):
               dict.fromkeys(GROUPS, 1.0))
 
 
-def buffers_that_fit(cfg, model, rates):
-    """How many rounding buffers the device has room for beside one layer's transients: at least two, at most one a layer.
+def room(cfg, model, rates):
+    """(rounding buffers, bytes that the device has for them if they are two), beside one layer's transients.
 
-    Every one more is a layer less to swap. Two where the device is the host, and where the user fixed alpha.
+    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken. Two without a
+    bound where the device is the host, and where the user fixed alpha.
     """
-    free = free_bytes(model.device)
-    if free is None or cfg.activation != "memo" or cfg.alpha != "auto":
-        return 2
-    free, total = free
-    spare = free - 2 * rates.transient_bytes - total // 25  # transients twice: the allocator's blocks have gaps
-    return min(cfg.n_layer, 2 + max(0, spare // slots_of(cfg, model.dtype)[1]))
+    memory = free_bytes(model.device)
+    if memory is None or cfg.activation != "memo" or cfg.alpha != "auto":
+        return 2, inf
+    free, total = memory
+    spare = free - rates.transient_bytes * 5 // 4 - total // 32  # the allocator's blocks have gaps; the head takes some
+    tensors = tensors_of(cfg, model.dtype)
+    fit = (spare - tensors["x"].nbytes) // sum(t.nbytes for t in tensors.values())
+    return (min(cfg.n_layer, fit), inf) if fit > 2 else (2, spare)
 
 
-def decide(cfg, model):
+def decide(cfg, model, streams=None):
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. -> Decision.
 
     Errors: OutOfHostMemory.
     """
-    B, T, pin = cfg.batch_size, cfg.block_size, cfg.pin_memory
-    rates, n_buffers, limit = None, 2, 0
+    B, T, how = cfg.batch_size, cfg.block_size, dict(streams=streams, pin=cfg.pin_memory)
+    rates, limit, n_buffers, device_bytes = None, 0, 2, inf
     if copies(cfg):
-        model.reserve(B, T, Placement(2, 2, B * T))
-        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, pin)
+        model.reserve(B, T, Placement(1, 1, B * T), **how)
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory)
         model.grads.zero_()
-        n_buffers = buffers_that_fit(cfg, model, rates)
+        model.close()
+        n_buffers, device_bytes = room(cfg, model, rates)
         limit = host_bytes(cfg.host_memory_gb)
-    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, n_buffers), B * T,
+    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, n_buffers, device_bytes), B * T,
                                  rates and rates.recompute_s)
-    model.reserve(B, T, placement, pin=pin)
+    model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
 
 
 def where_it_lives(cfg, decision, model, optimizer):
     """[(what, device bytes, host bytes)], which add up to all that is held from step to step."""
-    p, (slots, buffer_bytes) = decision.placement, slots_of(cfg, model.dtype)
+    p, tensors = decision.placement, tensors_of(cfg, model.dtype)
     states = {t.data_ptr(): t.nbytes for t in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)}
     states.pop(model.params.data_ptr(), None)  # in fp32 they are the master weights
+    buffers = p.buffer_bytes(tensors)
+    inputs = buffers.pop("x")
     swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
     for i in range(p.n_layer):
-        for name, n in p.swapped_bytes(i, slots).items():
+        for name, (_, n) in p.swapped(i, tensors).items():
             swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += n
     rows = [("parameters", model.params.nbytes, 0), ("gradients", model.grads.nbytes, 0),
             ("optimizer", sum(states.values()), 0),
-            (f"{p.n_buffers} buffer{'s' * (p.n_buffers > 1)} for {p.n_layer} layers", p.n_buffers * buffer_bytes, 0),
-            ("inputs of layers", (p.n_inputs - p.n_buffers) * slots["x"].nbytes, 0)]
-    return rows + [(f"{name} of {p.n_layer - p.n_buffers} swapped layers", 0, n) for name, n in swapped.items() if n]
+            (f"{p.n_buffers} buffer{'s' * (p.n_buffers > 1)} for {p.n_layer} layers", sum(buffers.values()), 0),
+            (f"{p.n_inputs} buffers for their inputs", inputs, 0)]
+    return rows + [(f"{name} of {p.n_swapped} swapped layers", 0, n) for name, n in swapped.items() if n]
 
 
 def describe(cfg, decision, model, optimizer):
@@ -110,7 +115,7 @@ def describe(cfg, decision, model, optimizer):
         allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
         lines.append(f"alpha       {plan.alpha:.3f}: {allowed}")
         if p.input_only:
-            lines.append(f"            {p.input_only} of {p.n_layer - p.n_buffers} swapped layers keep only their input")
+            lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
         speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
         lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; {speed[0]} to the host, {speed[1]} back")

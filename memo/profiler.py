@@ -81,9 +81,9 @@ def layer_rates(block, swap, turn, device):
 
 
 def copy_rates(swap, device, pin):
-    """(device to host, host to device) bytes per second, both directions busy at once, between the first buffer and a
-    host block of its own."""
-    buffer = swap.buffers[0]
+    """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a host block
+    of its own."""
+    buffer = swap.buffers["fc1_out"]
     nbytes = min(STAGING_BYTES, buffer.nbytes // 2)
     slab = HostSlab(2 * nbytes, device, pin)
     to_host, to_device = ([(slab.bytes[:nbytes], buffer[:nbytes])], [(buffer[-nbytes:], slab.bytes[-nbytes:])])

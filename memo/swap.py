@@ -29,41 +29,41 @@ class Swap:
 
     `layers[i]`: the skeletal tensors of layer i, views of its buffer. `x[i]`: (N, C), the input of layer i, and x[L] the
     output of the last; in the backward their places hold the gradients of the same tensors. `missing[i]`: {tensor: the
-    rows to recompute}, or None. The caller brackets each layer's forward with before_forward and after_forward, and so
+    rows to recompute}. The caller brackets each layer's forward with before_forward and after_forward, and so
     on; nothing is allocated and the host waits for nothing (but on the CPU, which is its own device).
     Errors: OutOfHostMemory.
     """
 
     def __init__(self, placement, B, T, C, H, dtype, device, streams=None, pin=True):
         p = self.placement = placement
-        slots, nbytes = layout(B, T, C, H, dtype.itemsize)
-        self.device_bytes, self.host_bytes = p.device_bytes(slots, nbytes), p.host_bytes(slots)
+        tensors = layout(B, T, C, H, dtype.itemsize)
+        nbytes = p.buffer_bytes(tensors)
+        self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         self.streams = streams or open_streams(device)
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(p.n_buffers)]
-        tensors = [{name: b[a.offset:a.offset + a.nbytes].view(torch.float32 if a.fp32 else dtype).view(a.shape)
-                    for name, a in slots.items()} for b in self.buffers]
-        inputs = [t["x"] for t in tensors]
-        inputs += [torch.empty(slots["x"].shape, dtype=dtype, device=device) for _ in range(p.n_inputs - p.n_buffers)]
-        self.x = [inputs[i % p.n_inputs] for i in range(p.n_layer + 1)]
-        self.layers = [SimpleNamespace(**{**tensors[i % p.n_buffers], "x": self.x[i]}) for i in range(p.n_layer)]
-        self.missing = [self.missing_rows(i) for i in range(p.n_layer)]
+        self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device) for name, n in nbytes.items()}
+
+        def view(name, buffer):
+            t = tensors[name]
+            shift = t.nbytes if name == "x" else t.nbytes * p.shift(name) // p.n_rows
+            flat = self.buffers[name][buffer * shift:buffer * shift + t.nbytes]
+            return flat.view(torch.float32 if t.fp32 else dtype).view(t.shape)
+        self.x = [view("x", i % p.n_inputs) for i in range(p.n_layer + 1)]
+        self.layers = [SimpleNamespace(**{name: view(name, i % p.n_buffers) for name in tensors if name != "x"}, x=self.x[i])
+                       for i in range(p.n_layer)]
+        self.missing = [p.missing(i) for i in range(p.n_layer)]
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
-        self.pairs = self.swapped_pairs(slots)
+        self.pairs = self.swapped_pairs(tensors)
         self.computed, self.offloaded, self.done, self.prefetched = (
             [Event(f"{name} {i}") for i in range(p.n_layer)] for name in ("computed", "offloaded", "done", "prefetched"))
 
-    def missing_rows(self, i):
-        kept, N = self.placement.kept_rows(i) or {}, self.placement.n_rows
-        return {name: slice(rows, N) for name, rows in kept.items()} if min(kept.values(), default=N) < N else None
-
-    def swapped_pairs(self, slots):
+    def swapped_pairs(self, tensors):
         """Of each layer [(bytes on the device, their bytes in the slab)]; empty where nothing is copied."""
         pairs, end = [], 0
-        for i in range(self.placement.n_layer):
+        for i, layer in enumerate(self.layers):
             pairs.append([])
-            for name, n in self.placement.swapped_bytes(i, slots).items():
-                t = getattr(self.layers[i], name)
-                pairs[i].append((t.view(-1).view(torch.uint8)[:n], self.slab.bytes[end:end + n]))
+            for name, (first, n) in self.placement.swapped(i, tensors).items():
+                flat = getattr(layer, name).view(-1).view(torch.uint8)
+                pairs[i].append((flat[first:first + n], self.slab.bytes[end:end + n]))
                 end += n
         return pairs
 

@@ -16,7 +16,7 @@ OFFLOAD_BYTES_PER_S = 10.5e9
 
 
 def skeletal_bytes(*args, **kw):
-    return {name: slot.nbytes for name, slot in layout(*args, **kw)[0].items()}
+    return {name: t.nbytes for name, t in layout(*args, **kw).items()}
 
 
 def instances(n=300, seed=0, lacking=0.2):

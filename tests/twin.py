@@ -38,18 +38,23 @@ class Twin(nn.Module):
         self.blocks = nn.ModuleList(TwinBlock(cfg) for _ in range(cfg.n_layer))
         self.lnf = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
 
-    def forward(self, tokens, targets):
+    def embed(self, tokens):
         T = tokens.shape[1]
         positions = torch.arange(T, device=tokens.device)
-        self.x = x = self.wte(tokens)
+        x = self.wte(tokens)
         cos = sin = None
         if self.wpe is not None:
-            self.x = x = x + self.wpe(positions)
+            x = x + self.wpe(positions)
         else:
             D = self.cfg.n_embd // self.cfg.n_head
             frequencies = self.cfg.rope_theta ** (-torch.arange(0, D, 2, device=x.device).double() / D)
             angles = torch.outer(positions.double(), frequencies)
             cos, sin = angles.cos().float(), angles.sin().float()
+        return x, cos, sin
+
+    def forward(self, tokens, targets):
+        x, cos, sin = self.embed(tokens)
+        self.x = x
         if x.requires_grad:
             x.retain_grad()
         for block in self.blocks:

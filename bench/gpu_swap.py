@@ -1,0 +1,310 @@
+"""Every mode of memo beside plain torch, on one CUDA GPU, 7B-shaped layers, bf16: who is fastest, who fits?
+
+    python bench/gpu_swap.py [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
+
+The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain torch with
+torch.utils.checkpoint on every layer, and plain torch with every saved tensor of the layers offloaded by
+save_on_cpu(pin_memory=True). All have bf16 parameters, fp32 master weights and moments, the same loss in chunks of
+tokens and expandable segments. --layers=0 takes at each length the most layers whose states and activations fit beside
+each other (alpha = 0), up to the 7B model's 32. Before anything is timed every mode's gradients are compared with
+autograd's. Floor: the bare matrix products and attention kernels of a step, launched alone. A case that does not fit is
+"oom" (device) or "oohm" (host). Rows are added to those that --out holds; same length, layers and case replace.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.floor import Kernels
+from bench.machine import machine
+from memo import placement
+from memo.activations import TABLE
+from memo.alpha import OutOfHostMemory
+from memo.config import Config
+from memo.device import device_name
+from memo.flat import views
+from memo.hardware import peak_flops_per_s
+from memo.metrics import mfu, percent, tgs
+from memo.optim import Optimizer
+from memo.plots import timeline
+from memo.slab import host_bytes
+from memo.streams import stall_s
+from model import GPT, HEAD_ROWS, initial_weights
+from tests.twin import Twin
+
+STATE_BYTES = 18  # a parameter's: bf16 itself, and in fp32 gradient, master weight and two moments
+TRANSIENT_UNITS = 8  # (N, C) tensors beside the buffers; a guess that only chooses the number of layers
+OURS = {"keep": dict(activation="keep"), "recompute": dict(activation="recompute"), "swap": dict(activation="swap"),
+        "memo": dict(activation="memo"), "memo_paper": dict(activation="memo", alpha_mode="paper")}
+RIVALS = ("torch_checkpoint", "torch_save_on_cpu")
+
+
+def free_memory(device):
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def clock(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def most_layers(base, S, device):
+    """The layers, up to 32, whose states leave room for the buffers at alpha = 0."""
+    if device.type != "cuda":
+        return 4
+    N_C = S * base.n_embd * 2
+    units = 3 + 2 + sum(t.units for t in TABLE if t.other) + TRANSIENT_UNITS
+    room = torch.cuda.mem_get_info(device)[1] * 0.97 - 2**31 - units * N_C
+    layers = (room - STATE_BYTES * base.vocab_size * base.n_embd) / (STATE_BYTES * 12 * base.n_embd**2)
+    return max(1, min(32, int(layers)))
+
+
+# --- the cases ---
+
+class Ours:
+    def __init__(self, cfg, device, tokens, targets):
+        self.model = GPT(cfg, device, torch.bfloat16)
+        self.optimizer = Optimizer(self.model, cfg)
+        self.optimizer.load(initial_weights(cfg, 0, device))
+        self.batch = tokens, targets
+        self.decision = placement.decide(cfg, self.model)
+
+    def step(self):
+        self.model.swap.streams.timeline.clear()
+        loss = self.model.forward(*self.batch, scale=1.0)
+        self.model.backward()
+        self.optimizer.clip(1.0)
+        self.optimizer.step(1e-5)
+        return loss
+
+    def figures(self, png):
+        d, swap = self.decision, self.model.swap
+        spans = swap.streams.timeline.take()
+        if png:
+            timeline(spans, png.with_suffix(".json"), png, png.stem)
+        return dict(alpha=d.alpha, n_buffers=d.placement.n_buffers, input_only=d.placement.input_only,
+                    limits=d.swap_plan and d.swap_plan.limits, stall_s=stall_s(spans), host_bytes=swap.host_bytes,
+                    buffer_bytes=swap.device_bytes, attention=self.model.attention.name,
+                    rates=d.rates and vars(d.rates))
+
+    def floor_s(self, device):
+        """Seconds of the bare kernels of a step: one layer's L times, one head chunk's as often as there are chunks."""
+        m, swap = self.model, self.model.swap
+        s, x, y = swap.layers[0], swap.x[0], swap.x[1]
+        x.normal_()
+        with Kernels() as layer:
+            m.blocks[0].forward(s, m.turn, y)
+            m.blocks[0].backward(y, s, m.turn)
+        with Kernels() as head:
+            m.head(x[:HEAD_ROWS], self.batch[1].reshape(-1)[:HEAD_ROWS], 1.0, torch.zeros((), device=device))
+        seconds = []
+        for kernels in (layer, head):
+            kernels.run()
+            start = clock(device)
+            kernels.run()
+            seconds.append(clock(device) - start)
+        return m.cfg.n_layer * seconds[0] + len(x) / HEAD_ROWS * seconds[1]
+
+    def close(self):
+        self.model.close()
+
+
+class Counted(torch.autograd.graph.save_on_cpu):
+    """save_on_cpu that raises OutOfHostMemory instead of taking more of the host than there is."""
+
+    def __init__(self, device):
+        super().__init__(pin_memory=device.type == "cuda")
+        self.nbytes, self.limit, pack = 0, host_bytes("auto"), self.pack_hook
+
+        def counted(t):
+            self.nbytes += t.nbytes
+            if self.nbytes > self.limit:
+                raise OutOfHostMemory(f"save_on_cpu needs more than the host's {self.limit / 2**30:.4g} GiB")
+            return pack(t)
+        self.pack_hook = counted
+
+
+class Plain(Twin):
+    """The autograd twin with its layers checkpointed or offloaded, and its head in checkpointed chunks of tokens."""
+
+    def set(self, kind, device):
+        self.kind, self.device, self.host = kind, device, 0
+        return self
+
+    def head(self, x, targets):
+        return F.cross_entropy(F.linear(self.lnf(x), self.wte.weight).float(), targets, reduction="sum")
+
+    def forward(self, tokens, targets):
+        x, cos, sin = self.embed(tokens)
+        if self.kind == "torch_checkpoint":
+            for block in self.blocks:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+        else:
+            hooks = Counted(self.device)
+            with hooks:
+                for block in self.blocks:
+                    x = block(x, cos, sin)
+            self.host = hooks.nbytes
+        rows = zip(x.flatten(0, 1).split(HEAD_ROWS), targets.reshape(-1).split(HEAD_ROWS), strict=True)
+        return sum(checkpoint(self.head, *chunk, use_reentrant=False) for chunk in rows) / tokens.numel()
+
+
+class Rival:
+    def __init__(self, kind, cfg, device, tokens, targets):
+        with torch.device(device):
+            twin = Plain(cfg).bfloat16()
+        self.model = twin.set(kind, device).load(initial_weights(cfg, 0, device))
+        self.batch = tokens, targets
+        self.params = list(self.model.parameters())
+        self.master = [p.detach().float() for p in self.params]
+        self.adamw = torch.optim.AdamW(self.master, lr=1e-5, fused=True)
+
+    def step(self):
+        loss = self.model(*self.batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        for m, p in zip(self.master, self.params, strict=True):
+            m.grad, p.grad = p.grad.float(), None
+        self.adamw.step()
+        with torch.no_grad():
+            for m, p in zip(self.master, self.params, strict=True):
+                p.copy_(m)
+                m.grad = None
+        return loss.detach()
+
+    def figures(self, png):
+        return dict(host_bytes=self.model.host)
+
+    def close(self):
+        self.model = self.params = self.master = self.adamw = None
+
+
+def build(case, cfg, device, S):
+    tokens, targets = torch.randint(0, cfg.vocab_size, (2, 1, S), device=device)
+    if case in RIVALS:
+        return Rival(case, cfg, device, tokens, targets)
+    return Ours(replace(cfg, **OURS[case]), device, tokens, targets)
+
+
+# --- checking, measuring ---
+
+def check(base, device, cases):
+    """Errors: a mode whose gradients are more than 2e-2 away from autograd's in fp32, or a rival's loss 1e-2."""
+    S = 4096
+    cfg = replace(base, n_layer=4, block_size=S, vocab_size=1000)
+    twin = Twin(cfg).to(device).load((n, w.bfloat16().float()) for n, w in initial_weights(cfg, 0, device))
+    worst = {}
+    for case in cases:
+        run = build(case, cfg, device, S)
+        if isinstance(run, Rival):
+            worst[case] = abs((run.step() - twin(*run.batch)).item())
+            limit = 1e-2
+        else:
+            for p in twin.parameters():
+                p.grad = None
+            twin(*run.batch).backward()
+            for _ in range(2):  # the second pass's copies meet the first's
+                run.model.grads.zero_()
+                run.model.forward(*run.batch, scale=1.0)
+                run.model.backward()
+            grads = views(run.model.layout, run.model.grads)
+            worst[case] = max(((grads[n][:len(p)] - p.grad).norm() / p.grad.norm()).item()
+                              for n, p in twin.memo_names().items())
+            limit = 2e-2
+        if not worst[case] <= limit:
+            sys.exit(f"{case} is {worst[case]:.1e} away from autograd; nothing is timed")
+        run.close()
+        del run
+        free_memory(device)
+    return worst
+
+
+def measure(case, cfg, device, steps, png):
+    """One row. The least seconds of `steps` steps; one before them warms up."""
+    S = cfg.block_size
+    run = None
+    try:
+        run = build(case, cfg, device, S)
+        seconds = []
+        for _ in range(steps + 1):
+            start = clock(device)
+            loss = run.step()
+            loss = loss.item()
+            seconds.append(clock(device) - start)
+        step_s = min(seconds[1:])
+        cuda = device.type == "cuda"
+        row = dict(step_s=step_s, loss=loss, tokens_per_s=tgs(S, 1, step_s),
+                   mfu=mfu(cfg, tgs(S, 1, step_s), peak_flops_per_s(device_name(device))),
+                   device_peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+                   device_reserved_bytes=torch.cuda.max_memory_reserved(device) if cuda else None, **run.figures(png))
+        if case == "memo":
+            row["floor_s"] = run.floor_s(device)
+        return row
+    except torch.OutOfMemoryError as e:
+        return dict(failed="oom", why=str(e).split("\n")[0])
+    except OutOfHostMemory as e:
+        return dict(failed="oohm", why=str(e))
+    finally:
+        if run is not None:
+            run.close()
+
+
+def show(row):
+    if "failed" in row:
+        print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['failed']}: {row['why'][:90]}", flush=True)
+        return
+    alpha = "" if row.get("alpha") is None else f"alpha {row['alpha']:.2f}"
+    floor = "" if "floor_s" not in row else f"{row['floor_s'] / row['step_s']:.1%} of the floor"
+    peak, host = ((row[k] or 0) / 2**30 for k in ("device_peak_bytes", "host_bytes"))
+    print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['step_s']:8.3f} s {row['tokens_per_s']:9.0f} tok/s  "
+          f"MFU {percent(row['mfu'])}  stall {row.get('stall_s') or 0:.3f} s  peak {peak:.1f} GiB  host {host:.1f} GiB  "
+          f"{alpha} {floor}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="16384,32768,65536,131072,262144,524288")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--cases", default=",".join([*OURS, *RIVALS]))
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--n_embd", type=int, default=4096)
+    parser.add_argument("--n_head", type=int, default=32)
+    parser.add_argument("--device", default="cuda", help="cpu tries the script out, with a small --n_embd")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_swap.json")
+    args = parser.parse_args()
+    device, cases = torch.device(args.device), args.cases.split(",")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("bench/gpu_swap.py needs a CUDA GPU")
+    base = Config(n_embd=args.n_embd, n_head=args.n_head, vocab_size=50257)
+    errors = check(base, device, cases)
+    print("away from autograd:", ", ".join(f"{c} {e:.1e}" for c, e in errors.items()), flush=True)
+    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    for S in map(int, args.lengths.split(",")):
+        L = args.layers or most_layers(base, S, device)
+        for case in cases:
+            free_memory(device)
+            png = args.out.with_name(f"gpu_swap_{case}_{S}.png") if case == "memo" else None
+            row = dict(S=S, L=L, case=case, **measure(case, replace(base, n_layer=L, block_size=S), device, args.steps, png))
+            show(row)
+            rows = [r for r in rows if (r["S"], r["L"], r["case"]) != (S, L, case)] + [row]
+            result = dict(machine=machine(), gradient_errors=errors, rows=rows)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
