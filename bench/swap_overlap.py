@@ -1,6 +1,6 @@
 """Do the copies hide behind compute, and is the alpha that is chosen the best one? On the CPU, with artificial copy rates.
 
-    python bench/swap_overlap.py [--rounds=3] [--steps=2]
+    python bench/swap_overlap.py [--rounds=2] [--steps=1]
 
 The copies run on the CPU's streams, each slowed down to a given rate; everything else is real. Three rates: at them a
 layer's whole skeletal activations take 1.5, 2.5 and 5 times as long to copy as the layer's forward takes to compute.
@@ -29,7 +29,7 @@ from memo.plots import BLUE, GREEN, GREY, ORANGE
 from memo.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
-CFG = Config(n_layer=6, n_head=4, n_embd=512, block_size=1024, vocab_size=512, activation="memo")
+CFG = Config(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")
 COPY_OVER_FORWARD = (1.5, 2.5, 5.0)
 GRID = [i / 8 for i in range(9)]
 
@@ -147,8 +147,8 @@ def plot(results, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1)
     args = parser.parse_args()
     bench = Bench(args.steps)
     forward_s = bench.chosen("paper").rates.forward_s
@@ -160,7 +160,7 @@ def main():
         best = min(rows[:len(GRID)], key=lambda row: row["step_s"])
         results.append(dict(copy_over_forward=ratio, bytes_per_s=bytes_per_s, best_alpha=best["alpha"], limits=limits,
                             rows=rows))
-        print(f"copy/forward {ratio}: best alpha on the grid {best['alpha']:.3f} ({best['step_s']:.3f} s)")
+        print(f"copy/forward {ratio}: best alpha on the grid {best['alpha']:.3f} ({best['step_s']:.3f} s); limits {limits}")
         for row in rows:
             print(f"  {row['case']:>10} alpha {row['alpha']:.3f}: {row['step_s']:.3f} s, over max {row['over_max']:.2f}, "
                   f"over sum {row['over_sum']:.2f}", flush=True)

@@ -191,7 +191,7 @@ def place(cfg, problem, n_rows, recompute_s=None):
     if not chosen.fits:
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes["x"],
                                  f"the largest block_size that fits is {largest_block_size(problem, cfg.block_size)}")
-    granularity = max(1, min(ROWS, N // 8))
+    granularity = max(1, min(ROWS, N // 16))
     kept = {t.name: rows(chosen.fractions.get(t.name, 1), N, granularity) for t in TABLE}
     chosen = plan(problem, {name: kept[name] / N for name in OTHERS})
     return Placement(L, min(L, problem.n_buffers), N, kept, chosen.input_only_layers), chosen

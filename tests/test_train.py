@@ -20,6 +20,8 @@ import train
 from memo import checkpoint, sample
 from memo.config import ConfigError
 from memo.metrics import read_metrics
+from memo.slab import HostSlab
+from model import Block
 from train import TrainingError, learning_rate
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +77,66 @@ def test_a_resumed_run_continues_bitwise(dataset, tmp_path, dtype):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     whole, parts = (dict(checkpoint.load(tmp_path / d).tensors("params")) for d in ("whole", "parts"))
     assert all(torch.equal(whole[n], parts[n]) for n in whole)
+
+
+def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dataset, tmp_path, capsys):
+    keys = dict(n_layer=5, block_size=512, batch_size=1, gradient_accumulation_steps=2, max_iters=6)
+    train.main(argv(dataset, tmp_path / "keep", activation="keep", **keys))
+    said = capsys.readouterr().out
+    assert "5 buffers for 5 layers" in said and "alpha" not in said
+    train.main(argv(dataset, tmp_path / "memo", alpha=0.5, **keys))
+    said = capsys.readouterr().out
+    assert "2 buffers for 5 layers" in said and "alpha       0.500: overlap allows" in said
+    assert losses(tmp_path / "memo") == losses(tmp_path / "keep")
+    rows = read_metrics(tmp_path / "memo" / "metrics.jsonl")
+    plan = json.loads((tmp_path / "memo" / "plan.json").read_text())
+    for r in rows:
+        assert r["alpha"] == plan["alpha"] == 0.5 and r["host_bytes"] == plan["host_bytes"] > 0
+        assert r["offload_bytes"] == 2 * r["host_bytes"] and 0 < r["stall_s"] < r["step_s"]
+    kept = read_metrics(tmp_path / "keep" / "metrics.jsonl")[0]
+    assert (kept["alpha"], kept["offload_bytes"], kept["stall_s"], kept["host_bytes"]) == (None, 0, 0, 0)
+    assert json.loads((tmp_path / "keep" / "plan.json").read_text())["rates"] is None
+    assert (tmp_path / "memo" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+    events = json.loads((tmp_path / "memo" / "timeline.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["compute", "offload", "prefetch"]
+    names = {(e["tid"], e["name"]) for e in events if e["ph"] == "X"}
+    assert {(0, "forward 4"), (0, "recompute 3"), (0, "backward 0"), (0, "head"), (1, "offload 2"), (2, "prefetch 0"),
+            (0, "stall: prefetched 1")} <= names
+    assert not any(name in ("offload 3", "prefetch 3", "recompute 4") for _, name in names)
+
+
+def test_too_little_host_memory_leaves_no_trace(dataset, tmp_path):
+    with pytest.raises(ConfigError, match="^alpha=1 needs .* GiB of host memory for 3 swapped layers"):
+        train.main(argv(dataset, tmp_path / "out", n_layer=5, activation="swap", host_memory_gb=1e-5))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["an exception in a layer", "SIGTERM"])
+def test_stopping_in_the_middle_of_a_step_gives_the_slab_and_the_streams_back(dataset, tmp_path, monkeypatch, how):
+    opened, closed, calls = [], [], []
+    real = {name: getattr(HostSlab, name) for name in ("__init__", "close")}
+    monkeypatch.setattr(HostSlab, "__init__", lambda slab, *a, **k: opened.append(slab) or real["__init__"](slab, *a, **k))
+    monkeypatch.setattr(HostSlab, "close", lambda slab: closed.append(slab) or real["close"](slab))
+    backward = Block.backward
+
+    def stopped(block, *args):
+        calls.append(block)
+        if len(calls) == 14:  # the profiler's three, then the fourth layer from the end of the third step
+            if how != "SIGTERM":
+                raise FloatingPointError("in a layer")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return backward(block, *args)
+
+    monkeypatch.setattr(Block, "backward", stopped)
+    keys = argv(dataset, tmp_path, n_layer=4, alpha=0.5, max_iters=1000, save_interval=0)
+    if how == "SIGTERM":
+        assert train.main(keys) == 128 + signal.SIGTERM
+        assert checkpoint.load(tmp_path).iter == 3
+    else:
+        with pytest.raises(FloatingPointError, match="in a layer"):
+            train.main(keys)
+    assert len(opened) == 2 and closed == opened  # the profiler's and the run's
+    assert not [t for t in threading.enumerate() if t.name.startswith("memo ")]
 
 
 def test_accumulation_and_batches_see_the_same_number_of_tokens(dataset, tmp_path):

@@ -1,0 +1,209 @@
+"""From a config to a placement: what is measured, decided, said, and taken."""
+
+import json
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+
+from memo import placement
+from memo.activations import TABLE, Placement, layout
+from memo.alpha import OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
+from memo.config import Config
+from memo.optim import Optimizer
+from memo.profiler import Rates
+from model import GPT
+
+CFG = Config(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
+RATES = Rates(1.0, 2.0, {}, 1e9, 1e9, transient_bytes=0)
+
+
+def tensors(cfg=CFG, dtype=torch.float32):
+    return placement.tensors_of(cfg, dtype)
+
+
+def whole(cfg=CFG):
+    return sum(t.nbytes for t in tensors(cfg).values())
+
+
+def fixed(alpha):
+    return replace(CFG, alpha=alpha)
+
+
+# --- Placement ---
+
+def owners(p):
+    """{tensor: [(buffer's rows in memory as a range, layer)]} by the rule that buffer k starts k shifts on."""
+    return {t.name: [range(i % p.n_buffers * p.shift(t.name), i % p.n_buffers * p.shift(t.name) + p.n_rows)
+                     for i in range(p.n_layer)] for t in TABLE if t.name != "x"}
+
+
+@pytest.mark.parametrize("kept", [0, 128, 256, 512])
+@pytest.mark.parametrize("n_buffers", [1, 2, 3, 5])
+def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(kept, n_buffers):
+    p = Placement(5, n_buffers, 512, {n: kept for n in OTHERS})
+    spans = {name: n // (t.nbytes // 512) for (name, n), t in zip(p.buffer_bytes(tensors()).items(), tensors().values(),
+                                                                  strict=True)}
+    for name, places in owners(p).items():
+        assert max(r.stop for r in places) == spans[name]  # all of the buffer, and nothing beyond it
+        for i, mine in enumerate(places):
+            rows, first = p.first_kept(i, name)
+            survive = set(mine[first:first + rows])
+            missing = p.missing(i).get(name, slice(0, 0))
+            assert set(mine[missing]) == set(mine) - survive
+            for later in places[i + 1:]:  # until the layer's copy is done, or its backward comes
+                if i < p.n_swapped and later == mine:
+                    break
+                assert not survive & set(later)
+
+
+def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_inverse():
+    t = tensors()
+    for alpha in (0.0, 0.25, 0.5, 1.0):
+        p, _ = place(fixed(alpha), placement.problem(CFG, torch.float32, 2**40), 512)
+        taken = sum(p.buffer_bytes(t).values())
+        problem = placement.problem(CFG, torch.float32, 2**40, RATES, 2, taken)
+        assert problem.limits["device"] == pytest.approx(alpha)
+        got = paper(problem)
+        assert got.alpha == pytest.approx(alpha) and got.binds == ("device" if alpha < 1 else None)
+    assert "device" not in placement.problem(CFG, torch.float32, 2**40, RATES).limits
+
+
+def stalls(L, n, f, c):
+    """Seconds that a forward pass of L layers waits: layer i for the copy of layer i - n; copies run one by one."""
+    now, done, waited = 0.0, [], 0.0
+    for i in range(L):
+        if i >= n:
+            waited += max(0.0, done[i - n] - now)
+            now = max(now, done[i - n])
+        now += f
+        if i < L - n:
+            done.append(max(now, done[-1] if done else 0.0) + c)
+    return waited
+
+
+@pytest.mark.parametrize("L,n", [(3, 2), (32, 2), (8, 3), (32, 20), (32, 31)])
+def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
+    nbytes = {name: t.nbytes for name, t in tensors().items()}
+    total = sum(nbytes.values())
+    p = Problem(nbytes, L, 1.0, total / 2.0, 2**50, n)  # a whole layer's copy takes two forwards
+    limit = (p.limits["overlap"] * p.others_bytes + p.always_bytes) / total * 2.0
+    if p.limits["overlap"] < 1:
+        assert stalls(L, n, 1.0, limit * 0.999) == 0 < stalls(L, n, 1.0, limit * 1.001)
+    else:
+        assert stalls(L, n, 1.0, 2.0) == 0
+
+
+# --- decide ---
+
+def decided(cfg):
+    model = GPT(cfg, "cpu", torch.float32)
+    return model, placement.decide(cfg, model)
+
+
+@pytest.mark.parametrize("activation,n_buffers,host", [("keep", 5, 0), ("recompute", 1, 0), ("swap", 2, 3)])
+def test_the_modes(activation, n_buffers, host):
+    model, d = decided(replace(CFG, activation=activation))
+    assert d.placement.n_buffers == n_buffers and model.swap.host_bytes == host * whole()
+    assert d.alpha == (1.0 if activation == "swap" else None)
+    assert (d.rates is not None) == (activation == "swap")
+    assert not model.grads.any()
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["paper", "per_tensor"])
+def test_alpha_from_measured_rates(mode):
+    model, d = decided(replace(CFG, alpha_mode=mode))
+    r = d.rates
+    assert 0 < r.forward_s < r.backward_s and r.offload_bytes_per_s > 1e6 and r.prefetch_bytes_per_s > 1e6
+    assert set(r.recompute_s) == {"ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out"}
+    assert r.recompute_s["fc1_out"] > 0 and sum(r.recompute_s.values()) < 3 * r.forward_s
+    assert 0 <= d.alpha <= 1 and set(d.swap_plan.limits) == {"overlap", "host"}
+    assert not model.grads.any()
+    model.close()
+
+
+@pytest.mark.parametrize("alpha", ["auto", 0.5])
+def test_what_is_said_is_what_was_taken(alpha):
+    cfg = fixed(alpha)
+    model, d = decided(cfg)
+    optimizer = Optimizer(model, cfg)
+    rows = placement.where_it_lives(cfg, d, model, optimizer)
+    device = sum(r[1] for r in rows)
+    assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes  # fp32: no other master weights
+    assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
+    assert sum(r[2] for r in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
+    text = placement.describe(cfg, d, model, optimizer)
+    assert "2 buffers for 5 layers" in text and "others of 3 swapped layers" in text and "in all" in text
+    assert f"alpha       {d.alpha:.3f}: overlap allows" in text and "host allows 1.00" in text
+    plan = json.loads(json.dumps(placement.as_dict(cfg, d, model)))
+    assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
+    assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
+    model.close()
+
+
+def gpu_with(monkeypatch, free):
+    monkeypatch.setattr(placement, "free_bytes", lambda device: (int(free), 0))
+
+
+def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(monkeypatch):
+    model = GPT(CFG, "cpu", torch.float32)
+    x = tensors()["x"].nbytes
+    for free, want in ((100 * whole(), 5), (5 * whole() + x, 5), (4 * whole() + x, 4), (3 * whole() + x, 3)):
+        gpu_with(monkeypatch, free)
+        assert placement.room(CFG, model, RATES) == (want, inf)
+    gpu_with(monkeypatch, 3 * whole() + x - 1)
+    assert placement.room(CFG, model, RATES) == (2, 3 * whole() + x - 1)
+    assert placement.room(fixed(0.5), model, RATES) == (2, inf)
+    assert placement.room(replace(CFG, activation="swap"), model, RATES) == (2, inf)
+    gpu_with(monkeypatch, 1.5 * whole())
+    rates = replace(RATES, recompute_s=dict.fromkeys(placement.GROUPS, 1))
+    monkeypatch.setattr(placement.profiler, "measure", lambda *a: rates)
+    d = placement.decide(CFG, model)
+    assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"
+    assert model.swap.device_bytes <= 1.5 * whole() < model.swap.device_bytes + whole() / 4
+    gpu_with(monkeypatch, 100 * whole())
+    d = placement.decide(CFG, model)
+    assert d.alpha is None and d.placement.n_buffers == 5 and model.swap.host_bytes == 0
+    model.close()
+
+
+# --- too little host memory ---
+
+def with_host(monkeypatch, nbytes):
+    monkeypatch.setattr(placement, "host_bytes", lambda gb: int(nbytes))
+
+
+def test_too_little_host_memory_is_told_before_the_device_is_touched(monkeypatch):
+    with_host(monkeypatch, 1.5 * whole())
+    wanted = (r"^alpha=1 needs .* of host memory for 3 swapped layers, this rank has .*; the largest alpha that fits is "
+              r"0\.42\d, the largest block_size with this alpha 256$")
+    with pytest.raises(OutOfHostMemory, match=wanted):
+        placement.check_host(replace(CFG, activation="swap"), torch.float32)
+    placement.check_host(fixed(0.42), torch.float32)
+    placement.check_host(CFG, torch.float32)
+    with_host(monkeypatch, 3 * tensors()["x"].nbytes - 1)
+    wanted = r"^block_size=512 needs .* of host memory for 3 swapped layers, .*; the largest block_size that fits is 511$"
+    with pytest.raises(OutOfHostMemory, match=wanted):
+        placement.check_host(CFG, torch.float32)
+    for activation in ("keep", "recompute"):
+        placement.check_host(replace(CFG, activation=activation), torch.float32)
+
+
+def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input(monkeypatch):
+    t = tensors()
+    always = sum(t[n].nbytes for n in ("x", "attn_out", "lse"))
+    with_host(monkeypatch, 3 * always - 1)
+    model, d = decided(CFG)
+    assert d.placement.input_only == 1 and d.alpha == 0
+    assert model.swap.host_bytes == 2 * always + t["x"].nbytes
+    assert "1 of 3 swapped layers keep only their input" in placement.describe(CFG, d, model, Optimizer(model, CFG))
+    model.close()
+
+
+def test_the_longest_sequence_with_an_alpha():
+    nbytes = {name: t.nbytes for name, t in layout(1, 4096, 64, 2, 2).items()}
+    p = Problem(nbytes, 10, 1.0, 1.0, 8 * sum(nbytes.values()))
+    assert largest_block_size(p, 4096, alpha=1) == 4096
+    assert largest_block_size(p, 4096, alpha=0) > 4096 * 7
