@@ -54,6 +54,7 @@ def free_memory(device):
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # the pinned blocks of save_on_cpu
         torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -132,7 +133,7 @@ class Counted(torch.autograd.graph.save_on_cpu):
         self.nbytes, self.limit, pack = 0, host_bytes("auto"), self.pack_hook
 
         def counted(t):
-            self.nbytes += t.nbytes
+            self.nbytes += 1 << (t.nbytes - 1).bit_length()  # what torch's pinned cache takes for it
             if self.nbytes > self.limit:
                 raise OutOfHostMemory(f"save_on_cpu needs more than the host's {self.limit / 2**30:.4g} GiB")
             return pack(t)

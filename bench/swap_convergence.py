@@ -56,10 +56,11 @@ def main():
                                 host_bytes=rows[-1]["host_bytes"], alpha=rows[-1]["alpha"])
     keep = curves["keep"]["loss"]
     rows = [dict(run=name, largest_difference=max(abs(a - b) for a, b in zip(c["loss"], keep, strict=True)),
-                 alpha=c["alpha"], host_bytes=c["host_bytes"], last_loss=c["loss"][-1], val_loss=c["val_loss"])
+                 losses_compared=len(c["loss"]), alpha=c["alpha"],
+                 host_bytes=c["host_bytes"], last_loss=c["loss"][-1], val_loss=c["val_loss"])
             for name, c in curves.items()]
     results = Path(__file__).parent / "results"
-    result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows, keep_loss=keep)
+    result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows)
     (results / "swap_convergence.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(curves, results / "swap_convergence.png")
     for r in rows:

@@ -98,7 +98,8 @@ def where_it_lives(cfg, decision, model, optimizer):
     rows = [("parameters", model.params.nbytes, 0), ("gradients", model.grads.nbytes, 0),
             ("optimizer", sum(states.values()), 0),
             (f"{p.n_buffers} buffer{'s' * (p.n_buffers > 1)} for {p.n_layer} layers", sum(buffers.values()), 0),
-            (f"{p.n_inputs} buffers for their inputs", inputs, 0)]
+            (f"{p.n_inputs} buffers for their inputs", inputs, 0),
+            ("positions", model.positions.nbytes + (0 if model.turn is None else model.turn.nbytes), 0)]
     return rows + [(f"{name} of {p.n_swapped} swapped layers", 0, n) for name, n in swapped.items() if n]
 
 

@@ -131,7 +131,8 @@ def test_what_is_said_is_what_was_taken(alpha):
     optimizer = Optimizer(model, cfg)
     rows = placement.where_it_lives(cfg, d, model, optimizer)
     device = sum(r[1] for r in rows)
-    assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes  # fp32: no other master weights
+    positions = model.positions.nbytes + model.turn.nbytes
+    assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions  # fp32: own masters
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
     assert sum(r[2] for r in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
     text = placement.describe(cfg, d, model, optimizer)
