@@ -144,7 +144,7 @@ class Block:
 
     def forward(self, s, turn, out):
         """`s.x` -> `out` (N, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
-        self.recompute(s, turn, EVERY_ROW)
+        self.recompute(s, turn, EVERY_ROW)  # for the first time
         return residual_linear_forward(s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
 
     def recompute(self, s, turn, rows):

@@ -1,5 +1,6 @@
 """Trains a GPT: python train.py [config/x.py] [--key=value ...]"""
 
+import contextlib
 import fcntl
 import math
 import shutil
@@ -107,7 +108,7 @@ def setup(cfg):
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg)
     resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
-    placement.check_host(cfg, dtype)
+    placement.check(cfg, device, dtype)
     locked = lock(out)
     torch.manual_seed(cfg.seed)
     model = GPT(cfg, device, dtype)
@@ -156,12 +157,14 @@ def evaluate(run):
 def forward_backward(run, it):
     """The gradients of step `it`, over all its micro batches -> (loss tensor, where in the data they were)."""
     cfg, parts = run.cfg, run.cfg.gradient_accumulation_steps
-    loss, offsets = 0.0, []
-    for micro in range(parts):
+    loss, offsets, batches = 0.0, [], []
+    for micro in range(parts):  # all of them first: the device is not kept waiting for the host between two
         tokens, targets, where = run.data.batch("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)
-        loss = loss + run.model.forward(tokens.to(run.device), targets.to(run.device), scale=1 / parts) / parts
-        run.model.backward()
+        batches.append((tokens.to(run.device), targets.to(run.device)))
         offsets += where
+    for batch in batches:
+        loss = loss + run.model.forward(*batch, scale=1 / parts) / parts
+        run.model.backward()
     return loss, offsets
 
 
@@ -238,10 +241,15 @@ def main(argv=None):
         print(f"{__doc__}\n\n{help_text()}")
         return 0
     run = setup(load_config(argv))
+    with contextlib.closing(run.model):
+        return go(run)
+
+
+def go(run):
+    """From the startup's lines to the last one; returns main's exit code."""
     cfg = run.cfg
     describe(run)
     if run.first >= cfg.max_iters:
-        run.model.close()
         print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
         return 0
     loggers = [JsonlLogger(run.out / "metrics.jsonl", run.first), ConsoleLogger(cfg.max_iters, run.first)]
@@ -254,7 +262,6 @@ def main(argv=None):
     finally:
         for logger in loggers:
             logger.close()
-        run.model.close()
     picture(loss_curve, run.out / "metrics.jsonl", run.out / "loss.png", title(run), cfg.vocab_size)
     if stop.number:
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
@@ -263,8 +270,8 @@ def main(argv=None):
     val = [r["val_loss"] for r in read_metrics(run.out / "metrics.jsonl") if r.get("val_loss") is not None]
     if val:
         print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
-    print(f"done: {done} steps; {run.out}/ holds ckpt.safetensors, metrics.jsonl, config.json and loss.png\n"
-          f'try: python -m memo.sample {run.out} --prompt="def main("')
+    print(f"done: {done} steps; {run.out}/ holds ckpt.safetensors, metrics.jsonl, config.json, plan.json, loss.png and "
+          f'timeline.png\ntry: python -m memo.sample {run.out} --prompt="def main("')
     return 0
 
 

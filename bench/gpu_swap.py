@@ -1,14 +1,17 @@
 """Every mode of memo beside plain torch, on one CUDA GPU, 7B-shaped layers, bf16: who is fastest, who fits?
 
     python bench/gpu_swap.py [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
+                             [--seconds=0] [--check=true] [--pin_memory=true] [--out=bench/results/gpu_swap.json]
 
 The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain torch with
 torch.utils.checkpoint on every layer, and plain torch with every saved tensor of the layers offloaded by
 save_on_cpu(pin_memory=True). All have bf16 parameters, fp32 master weights and moments, the same loss in chunks of
 tokens and expandable segments. --layers=0 takes at each length the most layers whose states and activations fit beside
-each other (alpha = 0), up to the 7B model's 32. Before anything is timed every mode's gradients are compared with
-autograd's. Floor: the bare matrix products and attention kernels of a step, launched alone. A case that does not fit is
-"oom" (device) or "oohm" (host). Rows are added to those that --out holds; same length, layers and case replace.
+each other (alpha = 0), up to the 7B model's 32. Before anything is timed the gradients of every kind of placement are
+compared with autograd's. Floor: the bare matrix products and attention kernels of a step, launched alone. A case that does
+not fit is "oom" (device) or "oohm" (host). Rows are added to those that --out holds, same length, layers and case replaced;
+no case starts once --seconds are over: so a long run may be had in parts, for example with --lengths=262144 --cases=memo
+--steps=1 --check=false.
 """
 
 import argparse
@@ -29,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
 from memo import placement
-from memo.activations import TABLE
-from memo.alpha import OutOfHostMemory
-from memo.config import Config
+from memo.activations import TABLE, Placement
+from memo.alpha import OTHERS, OutOfHostMemory, place
+from memo.config import Config, ConfigError
 from memo.device import device_name
 from memo.flat import views
 from memo.hardware import peak_flops_per_s
@@ -126,16 +129,16 @@ class Ours:
 
 
 class Counted(torch.autograd.graph.save_on_cpu):
-    """save_on_cpu that raises OutOfHostMemory instead of taking more of the host than there is."""
+    """save_on_cpu that raises OutOfHostMemory instead of taking more of the host than `limit` bytes."""
 
-    def __init__(self, device):
-        super().__init__(pin_memory=device.type == "cuda")
-        self.nbytes, self.limit, pack = 0, host_bytes("auto"), self.pack_hook
+    def __init__(self, pin, limit):
+        super().__init__(pin_memory=pin)
+        self.nbytes, pack = 0, self.pack_hook
 
         def counted(t):
             self.nbytes += 1 << (t.nbytes - 1).bit_length()  # what torch's pinned cache takes for it
-            if self.nbytes > self.limit:
-                raise OutOfHostMemory(f"save_on_cpu needs more than the host's {self.limit / 2**30:.4g} GiB")
+            if self.nbytes > limit:
+                raise OutOfHostMemory(f"save_on_cpu needs more than the host's {limit / 2**30:.4g} GiB")
             return pack(t)
         self.pack_hook = counted
 
@@ -144,7 +147,8 @@ class Plain(Twin):
     """The autograd twin with its layers checkpointed or offloaded, and its head in checkpointed chunks of tokens."""
 
     def set(self, kind, device):
-        self.kind, self.device, self.host = kind, device, 0
+        self.kind, self.pin, self.host = kind, device.type == "cuda", 0
+        self.limit = host_bytes("auto")  # now, before torch's pinned cache holds any of it
         return self
 
     def head(self, x, targets):
@@ -156,7 +160,7 @@ class Plain(Twin):
             for block in self.blocks:
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
         else:
-            hooks = Counted(self.device)
+            hooks = Counted(self.pin, self.limit)
             with hooks:
                 for block in self.blocks:
                     x = block(x, cos, sin)
@@ -204,65 +208,88 @@ def build(case, cfg, device, S):
 
 # --- checking, measuring ---
 
-def check(base, device, cases):
-    """Errors: a mode whose gradients are more than 2e-2 away from autograd's in fp32, or a rival's loss 1e-2."""
+def placements(cfg):
+    """{name: Placement}, of every kind: the modes, alphas, layers that keep only their input, more than two buffers."""
+    L, N = cfg.n_layer, cfg.block_size
+    problem = placement.problem(cfg, torch.bfloat16, 2**60)
+    made = {a: place(replace(cfg, activation=a), problem, N)[0] for a in ("keep", "recompute", "swap")}
+    made |= {f"alpha {a}": place(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
+    half = made["alpha 0.5"].kept
+    finer = {name: N * (i % 4) // 4 if name in OTHERS else N for i, name in enumerate(half)}
+    ln = {f"ln{j}_{what}": finer[f"ln{j}_out"] for j in (1, 2) for what in ("mean", "rstd")}  # one group with their output
+    return made | {"one input only": replace(made["alpha 0.5"], input_only=1), "per tensor": Placement(L, 2, N, finer | ln),
+                   "three buffers": Placement(L, 3, N, half)}
+
+
+def check(base, device):
+    """{placement: error}: how far the gradients, summed over three batches, are from autograd's in fp32; and the rivals'
+    losses from the same. Exits where one is more than 3e-2 (1e-2) away."""
     S = 4096
-    cfg = replace(base, n_layer=4, block_size=S, vocab_size=1000)
+    cfg = replace(base, n_layer=5, block_size=S, vocab_size=1000, activation="memo")
+    batches = torch.randint(0, cfg.vocab_size, (3, 2, 1, S), device=device)
     twin = Twin(cfg).to(device).load((n, w.bfloat16().float()) for n, w in initial_weights(cfg, 0, device))
+    for batch in batches:
+        want = twin(*batch)
+        want.backward()
+    model = GPT(cfg, device, torch.bfloat16)
+    model.load(initial_weights(cfg, 0, device))
     worst = {}
-    for case in cases:
-        run = build(case, cfg, device, S)
-        if isinstance(run, Rival):
-            worst[case] = abs((run.step() - twin(*run.batch)).item())
-            limit = 1e-2
-        else:
-            for p in twin.parameters():
-                p.grad = None
-            twin(*run.batch).backward()
-            for _ in range(2):  # the second pass's copies meet the first's
-                run.model.grads.zero_()
-                run.model.forward(*run.batch, scale=1.0)
-                run.model.backward()
-            grads = views(run.model.layout, run.model.grads)
-            worst[case] = max(((grads[n][:len(p)] - p.grad).norm() / p.grad.norm()).item()
-                              for n, p in twin.memo_names().items())
-            limit = 2e-2
-        if not worst[case] <= limit:
-            sys.exit(f"{case} is {worst[case]:.1e} away from autograd; nothing is timed")
-        run.close()
-        del run
-        free_memory(device)
+    for name, p in placements(cfg).items():
+        model.reserve(1, S, p)
+        model.grads.zero_()
+        for batch in batches:  # the host waits for none of them: each pass meets the copies of the one before
+            model.forward(*batch, scale=1.0)
+            model.backward()
+        grads = views(model.layout, model.grads)
+        worst[name] = max(((grads[n][:len(p)] - p.grad).norm() / p.grad.norm()).item()
+                          for n, p in twin.memo_names().items())
+        if not worst[name] <= 3e-2:
+            sys.exit(f"{name}: a gradient is {worst[name]:.1e} away from autograd's; nothing is timed")
+    model.close()
+    for kind in RIVALS:
+        worst[kind] = abs(Rival(kind, cfg, device, *batches[-1]).step().item() - want.item())
+        if not worst[kind] <= 1e-2:
+            sys.exit(f"{kind}: its loss is {worst[kind]:.1e} away from autograd's; nothing is timed")
     return worst
+
+
+def attempt(call):
+    """call(), or None where memory does not suffice for it: what is only reported must not cost the row."""
+    try:
+        return call()
+    except RuntimeError as e:
+        print(f"warning: {str(e).splitlines()[0]}", file=sys.stderr)
+        return None
 
 
 def measure(case, cfg, device, steps, png):
     """One row. The least seconds of `steps` steps; one before them warms up."""
-    S = cfg.block_size
-    run = None
+    S, run, row = cfg.block_size, None, {}
     try:
         run = build(case, cfg, device, S)
         seconds = []
         for _ in range(steps + 1):
             start = clock(device)
-            loss = run.step()
-            loss = loss.item()
+            loss = run.step().item()
             seconds.append(clock(device) - start)
-        step_s = min(seconds[1:])
-        cuda = device.type == "cuda"
-        row = dict(step_s=step_s, loss=loss, tokens_per_s=tgs(S, 1, step_s),
-                   mfu=mfu(cfg, tgs(S, 1, step_s), peak_flops_per_s(device_name(device))),
-                   device_peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
-                   device_reserved_bytes=torch.cuda.max_memory_reserved(device) if cuda else None, **run.figures(png))
+        rate = tgs(S, 1, min(seconds[1:]))
+        row = dict(step_s=min(seconds[1:]), loss=loss, tokens_per_s=rate,
+                   mfu=mfu(cfg, rate, peak_flops_per_s(device_name(device))),
+                   device_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+                   device_reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+                   **run.figures(png))
         if case == "memo":
-            row["floor_s"] = run.floor_s(device)
-        return row
-    except torch.OutOfMemoryError as e:
-        return dict(failed="oom", why=str(e).split("\n")[0])
+            row["floor_s"] = attempt(lambda: run.floor_s(device))
     except OutOfHostMemory as e:
-        return dict(failed="oohm", why=str(e))
-    finally:
-        if run is not None:
-            run.close()
+        row = dict(failed="oohm", why=str(e))
+    except ConfigError as e:
+        row = dict(failed="oom", why=str(e))
+    except RuntimeError as e:
+        oom = isinstance(e, torch.OutOfMemoryError) or "out of memory" in str(e)
+        row = dict(failed="oom" if oom else "error", why=str(e).splitlines()[0])
+    if run is not None:
+        run.close()
+    return row
 
 
 def show(row):
@@ -270,7 +297,7 @@ def show(row):
         print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['failed']}: {row['why'][:90]}", flush=True)
         return
     alpha = "" if row.get("alpha") is None else f"alpha {row['alpha']:.2f}"
-    floor = "" if "floor_s" not in row else f"{row['floor_s'] / row['step_s']:.1%} of the floor"
+    floor = "" if not row.get("floor_s") else f"{row['floor_s'] / row['step_s']:.1%} of the floor"
     peak, host = ((row[k] or 0) / 2**30 for k in ("device_peak_bytes", "host_bytes"))
     print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['step_s']:8.3f} s {row['tokens_per_s']:9.0f} tok/s  "
           f"MFU {percent(row['mfu'])}  stall {row.get('stall_s') or 0:.3f} s  peak {peak:.1f} GiB  host {host:.1f} GiB  "
@@ -283,27 +310,33 @@ def main():
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--cases", default=",".join([*OURS, *RIVALS]))
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0, help="start no case after so long; 0: no limit")
+    parser.add_argument("--check", default="true", choices=("true", "false"), help="compare gradients first")
+    parser.add_argument("--pin_memory", default="true", choices=("true", "false"))
     parser.add_argument("--n_embd", type=int, default=4096)
     parser.add_argument("--n_head", type=int, default=32)
     parser.add_argument("--device", default="cuda", help="cpu tries the script out, with a small --n_embd")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_swap.json")
     args = parser.parse_args()
-    device, cases = torch.device(args.device), args.cases.split(",")
+    began, device = time.monotonic(), torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("bench/gpu_swap.py needs a CUDA GPU")
-    base = Config(n_embd=args.n_embd, n_head=args.n_head, vocab_size=50257)
-    errors = check(base, device, cases)
-    print("away from autograd:", ", ".join(f"{c} {e:.1e}" for c, e in errors.items()), flush=True)
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    base = Config(n_embd=args.n_embd, n_head=args.n_head, vocab_size=50257, pin_memory=args.pin_memory == "true")
+    result = json.loads(args.out.read_text()) if args.out.exists() else dict(rows=[])
+    result["machine"] = machine()
+    if args.check == "true":
+        result["gradient_errors"] = check(base, device)
+        print("away from autograd:", ", ".join(f"{c} {e:.1e}" for c, e in result["gradient_errors"].items()), flush=True)
     for S in map(int, args.lengths.split(",")):
         L = args.layers or most_layers(base, S, device)
-        for case in cases:
+        for case in args.cases.split(","):
+            if args.seconds and time.monotonic() - began > args.seconds:
+                sys.exit(f"{args.seconds:.0f} s are over: stopped before {case} at {S}")
             free_memory(device)
             png = args.out.with_name(f"gpu_swap_{case}_{S}.png") if case == "memo" else None
             row = dict(S=S, L=L, case=case, **measure(case, replace(base, n_layer=L, block_size=S), device, args.steps, png))
             show(row)
-            rows = [r for r in rows if (r["S"], r["L"], r["case"]) != (S, L, case)] + [row]
-            result = dict(machine=machine(), gradient_errors=errors, rows=rows)
+            result["rows"] = [r for r in result["rows"] if (r["S"], r["L"], r["case"]) != (S, L, case)] + [row]
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -4,7 +4,7 @@
 takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO 4.1; DESIGN section 2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from memo.activations import TABLE, Placement
@@ -56,6 +56,11 @@ class Problem:
         return sum(self.nbytes.values()) - self.others_bytes
 
     @property
+    def least_device_bytes(self):
+        """Of two buffers and three inputs at alpha = 0."""
+        return 2 * self.always_bytes + self.nbytes["x"] + self.others_bytes
+
+    @property
     def limits(self):
         """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone allows. At most 1.
 
@@ -66,8 +71,7 @@ class Problem:
         always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
         device = {}
         if self.device_bytes < inf:
-            least = 2 * always + self.nbytes["x"] + others  # two buffers at alpha = 0
-            device = {"device": min(1.0, (self.device_bytes - least) / others)}
+            device = {"device": min(1.0, (self.device_bytes - self.least_device_bytes) / others)}
         if not layers:
             return {"overlap": 1.0, "host": 1.0} | device
         hidden = self.forward_s * ((self.n_layer - 2) / layers) * self.offload_bytes_per_s
@@ -87,7 +91,7 @@ class SwapPlan:
     fractions: dict  # {"other" tensor: f}: rows [0, f) of it are swapped, f in [0, 1]
     alpha: float  # their mean, weighted by bytes
     limits: dict  # see Problem.limits
-    binds: str | None  # the lowest of the limits; None where all are 1
+    binds: str | None  # the lowest of the limits, which set alpha; None where all are 1, and where alpha was given
     input_only_layers: int  # so many of the swapped layers keep only x: the least that lets the rest fit the host
     layer_offload_bytes: int  # of a layer that keeps more than x, if there is one
     host_bytes: int  # of all layers
@@ -142,7 +146,7 @@ def given(problem, alpha, block_size):
                   f"not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; {shorter}")
         layer = problem.always_bytes + int(alpha * problem.others_bytes)
         raise out_of_host_memory(problem, f"alpha={alpha:g}", layer, remedy)
-    return chosen
+    return replace(chosen, binds=None)
 
 
 def out_of_host_memory(problem, what, layer_bytes, remedy):
@@ -152,10 +156,12 @@ def out_of_host_memory(problem, what, layer_bytes, remedy):
 
 
 def rows(fraction, n_rows, granularity):
-    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down; at 1 all of them."""
+    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down, that leaves at least as
+    many; at 1 all of them."""
     if fraction >= 1:
         return n_rows
-    return int(fraction * n_rows / granularity * (1 + 1e-12)) * granularity  # 0.29 of 100 is 29, not 28
+    most = max(0, n_rows - granularity)
+    return int(min(fraction * n_rows * (1 + 1e-12), most) / granularity) * granularity  # 0.29 of 100 is 29, not 28
 
 
 def largest_block_size(problem, block_size, multiple=1, alpha=None):
@@ -193,5 +199,5 @@ def place(cfg, problem, n_rows, recompute_s=None):
                                  f"the largest block_size that fits is {largest_block_size(problem, cfg.block_size)}")
     granularity = max(1, min(ROWS, N // 16))
     kept = {t.name: rows(chosen.fractions.get(t.name, 1), N, granularity) for t in TABLE}
-    chosen = plan(problem, {name: kept[name] / N for name in OTHERS})
+    chosen = replace(plan(problem, {name: kept[name] / N for name in OTHERS}), binds=chosen.binds)
     return Placement(L, min(L, problem.n_buffers), N, kept, chosen.input_only_layers), chosen

@@ -256,7 +256,10 @@ def load_config(argv):
     given = {**(read_file(path) if path else {}), **values}
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
-    return Config(**{**inherited(given), **given})
+    base = inherited(given)
+    if "activation" in given:
+        base.pop("alpha", None)  # that of another mode
+    return Config(**{**base, **given})
 
 
 def save_json(value, path):

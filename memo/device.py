@@ -42,8 +42,6 @@ def device_peak_bytes(device):
 
 
 def free_bytes(device):
-    """(bytes still free on the device, bytes it has); None on the CPU, where the device is the host."""
-    if device.type != "cuda":
-        return None
+    """(bytes still free on a CUDA device, bytes it has)."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)

@@ -7,6 +7,7 @@ from math import inf
 from memo import profiler
 from memo.activations import Placement, layout
 from memo.alpha import GROUPS, Problem, SwapPlan, place
+from memo.config import ConfigError
 from memo.device import free_bytes
 from memo.slab import host_bytes
 
@@ -34,16 +35,26 @@ def tensors_of(cfg, dtype):
     return layout(cfg.batch_size, cfg.block_size, cfg.n_embd, cfg.n_head, dtype.itemsize)
 
 
+def measures(cfg, device):
+    """Whether what the GPU and its bus turn out to be decides: alpha is found on the device."""
+    return copies(cfg) and cfg.activation == "memo" and cfg.alpha == "auto" and device.type == "cuda"
+
+
 def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=inf):
     """The alpha program's problem; without rates every copy hides."""
     nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype).items()}
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
+    if rates and rates.transient_bytes is not None and not cfg.pin_memory:
+        seconds = 0.0  # on CUDA a copy to pageable memory holds the host up until it is done, and so hides behind nothing
     return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers, device_bytes)
 
 
-def check_host(cfg, dtype):
-    """Before the device is touched. Errors: OutOfHostMemory."""
-    if copies(cfg):
+def check(cfg, device, dtype):
+    """Before the device is touched. Errors: OutOfHostMemory, ConfigError."""
+    if measures(cfg, device) and cfg.deterministic:
+        raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from run to run, and so "
+                          "would the rows that are recomputed); try --alpha=0.5 or --activation=keep")
+    if copies(cfg) and not measures(cfg, device):  # a GPU may have room for all layers: then the host need not
         place(cfg, problem(cfg, dtype, host_bytes(cfg.host_memory_gb)), cfg.batch_size * cfg.block_size,
               dict.fromkeys(GROUPS, 1.0))
 
@@ -52,15 +63,21 @@ def room(cfg, model, rates):
     """(rounding buffers, bytes that the device has for them if they are two), beside one layer's transients.
 
     A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken. Two without a
-    bound where the device is the host, and where the user fixed alpha.
+    bound where the device is the host, and where the user fixed alpha. Errors: ConfigError where not even two fit at
+    alpha = 0.
     """
-    memory = free_bytes(model.device)
-    if memory is None or cfg.activation != "memo" or cfg.alpha != "auto":
+    if not measures(cfg, model.device):
         return 2, inf
-    free, total = memory
-    spare = free - rates.transient_bytes * 5 // 4 - total // 32  # the allocator's blocks have gaps; the head takes some
-    tensors = tensors_of(cfg, model.dtype)
-    fit = (spare - tensors["x"].nbytes) // sum(t.nbytes for t in tensors.values())
+    free, total = free_bytes(model.device)
+    free -= total // 32  # the head takes some, and the allocator's blocks have gaps
+    spare = max(0, free - rates.transient_bytes * 5 // 4)
+    p = problem(cfg, model.dtype, 0)
+    if spare < (least := p.least_device_bytes):
+        longest = cfg.block_size * free // (rates.transient_bytes * 5 // 4 + least)  # all of it grows with the sequence
+        raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for two buffers of "
+                          f"activations, the model's states and a layer's temporaries leave {spare / 2**30:.4g} GiB; "
+                          f"try --block_size={longest}, or --alpha=0 to try all the same")
+    fit = (spare - p.nbytes["x"]) // sum(p.nbytes.values())
     return (min(cfg.n_layer, fit), inf) if fit > 2 else (2, spare)
 
 
@@ -114,7 +131,9 @@ def describe(cfg, decision, model, optimizer):
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if decision.alpha is not None:
         allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
-        lines.append(f"alpha       {plan.alpha:.3f}: {allowed}")
+        given = cfg.activation == "swap" or cfg.alpha != "auto"
+        why = "given" if given else f"set by {plan.binds}" if plan.binds else "all of it"
+        lines.append(f"alpha       {plan.alpha:.3f}, {why}: {allowed}")
         if p.input_only:
             lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]

@@ -37,7 +37,8 @@ def synchronize(device):
 
 
 def seconds(device, call, before=lambda: None):
-    """Seconds of call(): the least of three, or the first where that is long. `before` runs ahead of each, untimed."""
+    """Seconds of call(), which has run before: the least of three, or the first where that is long. `before` runs ahead of
+    each, untimed."""
     best = float("inf")
     for _ in range(3):
         before()
@@ -56,28 +57,27 @@ def layer_rates(block, swap, turn, device):
     s, x, y = swap.layers[0], swap.x[0], swap.x[1]
     generator = torch.Generator(device).manual_seed(0)
 
-    def forward():
-        block.forward(s, turn, y)
-
-    def rows_of(tensors):  # all rows of these, none of the others
-        return {t.name: slice(0 if t.name in tensors else len(x), None) for t in TABLE}
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-    x.normal_(generator=generator)
-    forward_s = seconds(device, forward)
-    launches_s = seconds(device, partial(block.recompute, s, turn, rows_of(())))
-    recompute_s = {name: max(0.0, seconds(device, partial(block.recompute, s, turn, rows_of(tensors))) - launches_s)
-                   for name, tensors in GROUPS.items()}
+    forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)
 
     def refill():
         x.normal_(generator=generator)
         forward()
 
-    backward_s = seconds(device, lambda: block.backward(y, s, turn), before=refill)
+    def recompute_s(tensors):  # of all rows of these, and none of the others
+        rows = {t.name: slice(0 if t.name in tensors else len(x), None) for t in TABLE}
+        return seconds(device, partial(block.recompute, s, turn, rows))
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+    refill()  # untimed: libraries load, attention's kernels are chosen
+    forward_s = seconds(device, forward)
+    launches_s = recompute_s(())
+    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in GROUPS.items()}
+    backward()
+    backward_s = seconds(device, backward, before=refill)
     transient = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None
-    return forward_s, backward_s, recompute_s, transient
+    return forward_s, backward_s, groups_s, transient
 
 
 def copy_rates(swap, device, pin):
@@ -88,13 +88,15 @@ def copy_rates(swap, device, pin):
     slab = HostSlab(2 * nbytes, device, pin)
     to_host, to_device = ([(slab.bytes[:nbytes], buffer[:nbytes])], [(buffer[-nbytes:], slab.bytes[-nbytes:])])
     streams, rounds = swap.streams, 4
-    for _ in range(rounds):
-        streams.offload.launch("measure", copy_bytes, to_host)
-        streams.prefetch.launch("measure", copy_bytes, to_device)
-    streams.offload.synchronize()
-    streams.prefetch.synchronize()
+    try:
+        for _ in range(rounds):
+            streams.offload.launch("measure", copy_bytes, to_host)
+            streams.prefetch.launch("measure", copy_bytes, to_device)
+    finally:
+        streams.offload.synchronize()
+        streams.prefetch.synchronize()
+        slab.close()
     spans = [s for s in streams.timeline.take() if s.label == "measure"]
-    slab.close()
 
     def rate(name):
         mine = [s for s in spans if s.stream == name][1:]  # the first one warms up

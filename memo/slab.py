@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import resource
+import weakref
 from pathlib import Path
 
 import torch
@@ -32,8 +33,10 @@ def read_int(path):
 
 
 def meminfo_available(root="/"):
-    with open(Path(root) / "proc/meminfo") as f:
-        rows = dict(line.split(":") for line in f)
+    try:
+        rows = dict(line.split(":") for line in (Path(root) / "proc/meminfo").read_text().splitlines())
+    except FileNotFoundError:  # not Linux: all there is, at least
+        return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     return int(rows["MemAvailable"].split()[0]) * 1024
 
 
@@ -116,7 +119,7 @@ class HostSlab:
     """
 
     def __init__(self, nbytes, device, pin=True):
-        self.locked = False
+        self.unlock = None
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
@@ -131,22 +134,24 @@ class HostSlab:
             self.numa_node = None
         self.bytes.zero_()  # takes every page now, on all cores
         if pin and device.type == "cuda":
-            self.lock()
+            self.lock(device)
 
-    def lock(self):
-        error = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0))
+    def lock(self, device):
+        cudart, address = torch.cuda.cudart(), self.bytes.data_ptr()
+        error = int(cudart.cudaHostRegister(address, self.bytes.nbytes, 0))
         if error:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)  # the next launch reports the error once more: let it be this one
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
             gib = self.bytes.nbytes / 2**30
             self.close()
             raise OutOfHostMemory(f"page-locking {gib:.4g} GiB of host memory failed (CUDA error {error}, ulimit -l is "
                                   f"{shown}); try `ulimit -l unlimited`, or --pin_memory=false, which copies more slowly")
-        self.locked = True
+        self.unlock = weakref.finalize(self, cudart.cudaHostUnregister, address)  # at the latest when the slab is forgotten
 
     def close(self):
         """Gives the memory back, whoever still holds a view of it. No copy may be under way."""
-        if self.locked:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self.locked = False
+        if self.unlock is not None:
+            self.unlock()
         self.map.madvise(mmap.MADV_DONTNEED)

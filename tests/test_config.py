@@ -125,6 +125,13 @@ def test_resume_starts_from_the_saved_config_but_keeps_the_model(tmp_path):
             load_config(["--init_from=resume", f"--out_dir={tmp_path}", key])
 
 
+def test_another_mode_drops_the_alpha_of_the_saved_one(tmp_path):
+    save_header(tmp_path, Config(vocab_size=99, alpha=0.5))
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}"]
+    assert load_config(resume).alpha == 0.5
+    assert load_config([*resume, "--activation=keep"]).alpha == "auto"
+
+
 def test_rotary_models_may_resume_at_a_longer_context(tmp_path):
     save_header(tmp_path, Config(vocab_size=99))
     assert load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--block_size=8192"]).block_size == 8192

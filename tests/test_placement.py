@@ -10,11 +10,12 @@ import torch
 from memo import placement
 from memo.activations import TABLE, Placement, layout
 from memo.alpha import OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
-from memo.config import Config
+from memo.config import Config, ConfigError
 from memo.optim import Optimizer
 from memo.profiler import Rates
 from model import GPT
 
+CPU = torch.device("cpu")
 CFG = Config(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
 RATES = Rates(1.0, 2.0, {}, 1e9, 1e9, transient_bytes=0)
 
@@ -118,7 +119,7 @@ def test_alpha_from_measured_rates(mode):
     r = d.rates
     assert 0 < r.forward_s < r.backward_s and r.offload_bytes_per_s > 1e6 and r.prefetch_bytes_per_s > 1e6
     assert set(r.recompute_s) == {"ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out"}
-    assert r.recompute_s["fc1_out"] > 0 and sum(r.recompute_s.values()) < 3 * r.forward_s
+    assert r.recompute_s["fc1_out"] > 0
     assert 0 <= d.alpha <= 1 and set(d.swap_plan.limits) == {"overlap", "host"}
     assert not model.grads.any()
     model.close()
@@ -137,7 +138,8 @@ def test_what_is_said_is_what_was_taken(alpha):
     assert sum(r[2] for r in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
     text = placement.describe(cfg, d, model, optimizer)
     assert "2 buffers for 5 layers" in text and "others of 3 swapped layers" in text and "in all" in text
-    assert f"alpha       {d.alpha:.3f}: overlap allows" in text and "host allows 1.00" in text
+    assert f"alpha       {d.alpha:.3f}, " in text and (", given: overlap allows" in text) == (alpha != "auto")
+    assert "overlap allows" in text and "host allows 1.00" in text
     plan = json.loads(json.dumps(placement.as_dict(cfg, d, model)))
     assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
     assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
@@ -145,7 +147,9 @@ def test_what_is_said_is_what_was_taken(alpha):
 
 
 def gpu_with(monkeypatch, free):
+    """Makes the CPU pass for a GPU with so many free bytes."""
     monkeypatch.setattr(placement, "free_bytes", lambda device: (int(free), 0))
+    monkeypatch.setattr(placement, "measures", lambda cfg, device: cfg.activation == "memo" and cfg.alpha == "auto")
 
 
 def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(monkeypatch):
@@ -164,6 +168,14 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     d = placement.decide(CFG, model)
     assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"
     assert model.swap.device_bytes <= 1.5 * whole() < model.swap.device_bytes + whole() / 4
+    least = 2 * whole() + x - (whole() - 2 * x - tensors()["lse"].nbytes)
+    gpu_with(monkeypatch, least)
+    assert placement.decide(CFG, model).alpha == 0 and model.swap.device_bytes == least
+    gpu_with(monkeypatch, least - 1)
+    wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; try --block_size=511, or "
+              r"--alpha=0 to try all the same$")
+    with pytest.raises(ConfigError, match=wanted):
+        placement.decide(CFG, model)
     gpu_with(monkeypatch, 100 * whole())
     d = placement.decide(CFG, model)
     assert d.alpha is None and d.placement.n_buffers == 5 and model.swap.host_bytes == 0
@@ -181,15 +193,34 @@ def test_too_little_host_memory_is_told_before_the_device_is_touched(monkeypatch
     wanted = (r"^alpha=1 needs .* of host memory for 3 swapped layers, this rank has .*; the largest alpha that fits is "
               r"0\.42\d, the largest block_size with this alpha 256$")
     with pytest.raises(OutOfHostMemory, match=wanted):
-        placement.check_host(replace(CFG, activation="swap"), torch.float32)
-    placement.check_host(fixed(0.42), torch.float32)
-    placement.check_host(CFG, torch.float32)
+        placement.check(replace(CFG, activation="swap"), CPU, torch.float32)
+    placement.check(fixed(0.42), CPU, torch.float32)
+    placement.check(CFG, CPU, torch.float32)
     with_host(monkeypatch, 3 * tensors()["x"].nbytes - 1)
     wanted = r"^block_size=512 needs .* of host memory for 3 swapped layers, .*; the largest block_size that fits is 511$"
     with pytest.raises(OutOfHostMemory, match=wanted):
-        placement.check_host(CFG, torch.float32)
+        placement.check(CFG, CPU, torch.float32)
+    placement.check(CFG, torch.device("cuda"), torch.float32)  # it may have room for all layers
     for activation in ("keep", "recompute"):
-        placement.check_host(replace(CFG, activation=activation), torch.float32)
+        placement.check(replace(CFG, activation=activation), CPU, torch.float32)
+
+
+def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
+    cuda = torch.device("cuda")
+    cfg = replace(CFG, deterministic=True)
+    with pytest.raises(ConfigError, match=r"^deterministic=True needs alpha by hand on a GPU .*; try --alpha=0.5 or"):
+        placement.check(cfg, cuda, torch.float32)
+    for allowed in (replace(cfg, alpha=0.5), replace(cfg, activation="keep"), replace(cfg, n_layer=2)):
+        placement.check(allowed, cuda, torch.float32)
+    placement.check(cfg, CPU, torch.float32)
+
+
+def test_copies_to_pageable_memory_of_a_gpu_hide_behind_nothing():
+    on_gpu, on_cpu = RATES, replace(RATES, transient_bytes=None)
+    cfg = replace(CFG, pin_memory=False)
+    assert placement.problem(cfg, torch.float32, 2**40, on_gpu).limits["overlap"] < 0
+    assert placement.problem(cfg, torch.float32, 2**40, on_cpu).limits["overlap"] == 1
+    assert placement.problem(CFG, torch.float32, 2**40, on_gpu).limits["overlap"] == 1
 
 
 def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input(monkeypatch):
