@@ -1,6 +1,6 @@
 """Do the copies hide behind compute, and is the alpha that is chosen the best one? On the CPU, with artificial copy rates.
 
-    python bench/swap_overlap.py [--rounds=4] [--steps=1]
+    python bench/swap_overlap.py [--rounds=2] [--steps=1]
 
 The copies run on the CPU's streams, each slowed down to a given rate; everything else is real. Three rates: at them a
 layer's whole skeletal activations take 1.5, 2.5 and 5 times as long to copy as the layer's forward takes to compute.
@@ -147,7 +147,7 @@ def plot(results, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1)
     args = parser.parse_args()
     bench = Bench(args.steps)
