@@ -36,7 +36,7 @@ def tensors_of(cfg, dtype):
 
 
 def measures(cfg, device):
-    """Whether what the GPU and its bus turn out to be decides: alpha is found on the device."""
+    """Whether alpha and the number of buffers are left to what is measured on a GPU."""
     return copies(cfg) and cfg.activation == "memo" and cfg.alpha == "auto" and device.type == "cuda"
 
 

@@ -58,7 +58,10 @@ def test_a_wait_is_for_the_record_before_it_and_one_never_recorded_is_none(worke
     a.launch("slow", gate.wait)
     a.record(event)
     b.synchronize()
+    assert not gate.is_set() and not event.mark.reached.is_set()
     gate.set()
+    a.synchronize()
+    assert event.mark.reached.is_set()
 
 
 def test_an_error_reaches_whoever_waits_and_ends_the_streams_work(workers):
