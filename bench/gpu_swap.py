@@ -32,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
 from memo import placement
-from memo.activations import TABLE, Placement
+from memo.activations import Placement
 from memo.alpha import OTHERS, OutOfHostMemory, place
 from memo.config import Config, ConfigError
 from memo.device import device_name
-from memo.flat import views
 from memo.hardware import peak_flops_per_s
 from memo.metrics import mfu, percent, tgs
 from memo.optim import Optimizer
 from memo.plots import timeline
+from memo.profiler import synchronize
 from memo.slab import host_bytes
 from memo.streams import stall_s
 from model import GPT, HEAD_ROWS, initial_weights
@@ -62,8 +62,7 @@ def free_memory(device):
 
 
 def clock(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()
 
 
@@ -71,9 +70,9 @@ def most_layers(base, S, device):
     """The layers, up to 32, whose states leave room for the buffers at alpha = 0."""
     if device.type != "cuda":
         return 4
-    N_C = S * base.n_embd * 2
-    units = 3 + 2 + sum(t.units for t in TABLE if t.other) + TRANSIENT_UNITS
-    room = torch.cuda.mem_get_info(device)[1] * 0.97 - 2**31 - units * N_C
+    p = placement.problem(replace(base, block_size=S), torch.bfloat16, 0)
+    activations = p.least_device_bytes + TRANSIENT_UNITS * p.nbytes["x"]
+    room = torch.cuda.mem_get_info(device)[1] * 0.97 - 2**31 - activations
     layers = (room - STATE_BYTES * base.vocab_size * base.n_embd) / (STATE_BYTES * 12 * base.n_embd**2)
     return max(1, min(32, int(layers)))
 
@@ -240,9 +239,7 @@ def check(base, device):
         for batch in batches:  # the host waits for none of them: each pass meets the copies of the one before
             model.forward(*batch, scale=1.0)
             model.backward()
-        grads = views(model.layout, model.grads)
-        worst[name] = max(((grads[n][:len(p)] - p.grad).norm() / p.grad.norm()).item()
-                          for n, p in twin.memo_names().items())
+        worst[name], _ = twin.worst_gradient(model)
         if not worst[name] <= 3e-2:
             sys.exit(f"{name}: a gradient is {worst[name]:.1e} away from autograd's; nothing is timed")
     model.close()

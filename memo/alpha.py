@@ -189,11 +189,12 @@ def place(cfg, problem, n_rows, recompute_s=None):
     only_input = {t.name: N if t.name == "x" else 0 for t in TABLE}
     if cfg.activation == "recompute":
         return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
-    if cfg.activation == "swap" or cfg.alpha != "auto":
+    if not cfg.finds_alpha:
         chosen = given(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size)
+    elif cfg.alpha_mode == "per_tensor" and problem.swapped_layers:
+        chosen = per_tensor(problem, recompute_s)
     else:
-        finer = cfg.alpha_mode == "per_tensor" and problem.swapped_layers
-        chosen = per_tensor(problem, recompute_s) if finer else paper(problem)
+        chosen = paper(problem)
     if not chosen.fits:
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes["x"],
                                  f"the largest block_size that fits is {largest_block_size(problem, cfg.block_size)}")

@@ -98,6 +98,11 @@ class Config:
         return -(-self.vocab_size // 128) * 128
 
     @property
+    def finds_alpha(self):
+        """Whether the alpha program chooses; otherwise alpha is given, or the mode has none."""
+        return self.activation == "memo" and self.alpha == "auto"
+
+    @property
     def decay_iters(self):
         return self.lr_decay_iters or self.max_iters
 

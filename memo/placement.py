@@ -35,9 +35,9 @@ def tensors_of(cfg, dtype):
     return layout(cfg.batch_size, cfg.block_size, cfg.n_embd, cfg.n_head, dtype.itemsize)
 
 
-def measures(cfg, device):
+def gpu_decides(cfg, device):
     """Whether alpha and the number of buffers are left to what is measured on a GPU."""
-    return copies(cfg) and cfg.activation == "memo" and cfg.alpha == "auto" and device.type == "cuda"
+    return copies(cfg) and cfg.finds_alpha and device.type == "cuda"
 
 
 def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=inf):
@@ -51,10 +51,10 @@ def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=
 
 def check(cfg, device, dtype):
     """Before the device is touched. Errors: OutOfHostMemory, ConfigError."""
-    if measures(cfg, device) and cfg.deterministic:
+    if gpu_decides(cfg, device) and cfg.deterministic:
         raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from run to run, and so "
                           "would the rows that are recomputed); try --alpha=0.5 or --activation=keep")
-    if copies(cfg) and not measures(cfg, device):  # a GPU may have room for all layers: then the host need not
+    if copies(cfg) and not gpu_decides(cfg, device):  # a GPU may have room for all layers: then the host need not
         place(cfg, problem(cfg, dtype, host_bytes(cfg.host_memory_gb)), cfg.batch_size * cfg.block_size,
               dict.fromkeys(GROUPS, 1.0))
 
@@ -66,7 +66,7 @@ def room(cfg, model, rates):
     bound where the device is the host, and where the user fixed alpha. Errors: ConfigError where not even two fit at
     alpha = 0.
     """
-    if not measures(cfg, model.device):
+    if not gpu_decides(cfg, model.device):
         return 2, inf
     free, total = free_bytes(model.device)
     free -= total // 32  # the head takes some, and the allocator's blocks have gaps
@@ -131,8 +131,7 @@ def describe(cfg, decision, model, optimizer):
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if decision.alpha is not None:
         allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
-        given = cfg.activation == "swap" or cfg.alpha != "auto"
-        why = "given" if given else f"set by {plan.binds}" if plan.binds else "all of it"
+        why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
         lines.append(f"alpha       {plan.alpha:.3f}, {why}: {allowed}")
         if p.input_only:
             lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")

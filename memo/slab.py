@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import resource
+import sys
 import weakref
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def numa_node(device):
 def prefer_node(address, nbytes, node):
     """Asks the kernel to take the pages of a range that nobody has touched yet from `node`. True where it agreed."""
     number = MBIND.get(platform.machine())
-    if number is None or not hasattr(os, "sched_getaffinity"):  # not Linux
+    if number is None or sys.platform != "linux":
         return False
     mask = (ctypes.c_ulong * 16)()  # 1,024 nodes
     mask[node // 64] = 1 << node % 64
@@ -129,9 +130,8 @@ class HostSlab:
             with contextlib.suppress(OSError):  # a kernel without them
                 self.map.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to take and to lock
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.numa_node = numa_node(device)
-        if self.numa_node is not None and not prefer_node(self.bytes.data_ptr(), nbytes, self.numa_node):
-            self.numa_node = None
+        if (node := numa_node(device)) is not None:
+            prefer_node(self.bytes.data_ptr(), nbytes, node)
         self.bytes.zero_()  # takes every page now, on all cores
         if pin and device.type == "cuda":
             self.lock(device)

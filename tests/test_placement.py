@@ -149,7 +149,7 @@ def test_what_is_said_is_what_was_taken(alpha):
 def gpu_with(monkeypatch, free):
     """Makes the CPU pass for a GPU with so many free bytes."""
     monkeypatch.setattr(placement, "free_bytes", lambda device: (int(free), 0))
-    monkeypatch.setattr(placement, "measures", lambda cfg, device: cfg.activation == "memo" and cfg.alpha == "auto")
+    monkeypatch.setattr(placement, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
 
 
 def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(monkeypatch):

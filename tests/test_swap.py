@@ -2,7 +2,6 @@
 
 import gc
 import random
-import resource
 import threading
 import time
 
@@ -19,6 +18,7 @@ from memo.streams import CpuStream, Streams, Timeline, stall_s
 from memo.swap import Swap
 from model import EVERY_ROW, GPT
 from tests.test_model import error, perturbed_weights, random_batch
+from tests.test_slab import resident_bytes
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64)
@@ -370,11 +370,6 @@ def test_there_is_no_wait_that_the_race_test_does_not_know():
 
 
 # --- leaks, and stopping in the middle ---
-
-def resident_bytes():
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * resource.getpagesize()
-
 
 def test_three_hundred_steps_leak_nothing():
     cfg, model, optimizer = build(1, 512, torch.float32, activation="memo", alpha=0.5)

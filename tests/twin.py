@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memo.flat import views
+
 
 class TwinBlock(nn.Module):
     def __init__(self, cfg):
@@ -71,6 +73,11 @@ class Twin(nn.Module):
             for part in ("ln1", "qkv", "proj", "ln2", "fc1", "fc2"):
                 names[f"h.{i}.{part}_w"], names[f"h.{i}.{part}_b"] = getattr(b, part).weight, getattr(b, part).bias
         return {k: v for k, v in names.items() if v is not None}
+
+    def worst_gradient(self, model):
+        """(largest relative error of a gradient of memo's `model` against this one's, the parameter's name)."""
+        grads = views(model.layout, model.grads)
+        return max((((grads[n][:len(p)] - p.grad).norm() / p.grad.norm()).item(), n) for n, p in self.memo_names().items())
 
     def load(self, named_tensors):
         """Copies memo's (name, tensor) pairs; memo's vocabulary padding is cut off."""
