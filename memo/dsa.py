@@ -1,0 +1,283 @@
+"""Offline dynamic storage allocation: an address for each buffer of known size and lifespan, at the least peak.
+
+`solve` hands one Problem to a solver and believes only what `validate`, which shares nothing with the solvers, lets pass.
+Before any solver sees it a problem is reduced without loss: time is cut where nothing is alive, and kept only where a
+greatest set of buffers is alive together; bytes become multiples of the sizes' common unit. Source: MEMO 4.2.
+
+    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o plan.csv
+"""
+
+import argparse
+import csv
+import sys
+import time
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+from memo import dsa_solvers
+
+COLUMNS = ("id", "lower", "upper", "size")
+OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}  # how the public benchmark's first edition names them
+SOLVERS = ("auto", "greedy", "mip", "cpsat")
+
+
+class DsaError(ValueError):
+    """The user's mistake, in one line. `buffer` is the index of the buffer that breaks the rule, where it is one."""
+
+    def __init__(self, message, buffer=None):
+        super().__init__(message)
+        self.buffer = buffer
+
+
+class NoPlacement(RuntimeError):
+    """No placement under the capacity. `proven`: there is none; otherwise none was found in the time limit."""
+
+    def __init__(self, message, proven):
+        super().__init__(message)
+        self.proven = proven
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """`size` bytes that are alive in the half-open lifespan [lower, upper)."""
+
+    id: str
+    lower: int
+    upper: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Buffers (a tuple of Buffer, may be empty), the bytes there are or None, and what every offset is a multiple of.
+
+    A buffer takes up its size rounded up to the alignment, so that loads and peaks are multiples of it too. Refuses empty
+    lifespans, sizes below 1 (an empty buffer needs no address: leave it out), equal ids and a capacity under the largest
+    buffer with a DsaError.
+    """
+
+    buffers: tuple
+    capacity: int | None = None
+    alignment: int = 1
+
+    def __post_init__(self):
+        if self.alignment < 1:
+            raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
+        first = {}
+        for i, b in enumerate(self.buffers):
+            if b.lower >= b.upper:
+                raise DsaError(f"lower={b.lower} must be below upper={b.upper} (upper is exclusive); buffer {b.id!r} is "
+                               "never alive, leave it out", i)
+            if b.size < 1:
+                raise DsaError(f"size={b.size} of buffer {b.id!r} must be at least 1 byte; leave empty buffers out", i)
+            if first.setdefault(b.id, i) != i:
+                raise DsaError(f"id={b.id!r} must be unique; it is also buffer number {first[b.id] + 1}, rename one", i)
+        largest = max(range(len(self.buffers)), key=lambda i: self.buffers[i].size, default=None)
+        if self.capacity is not None and largest is not None and self.capacity < self.rounded(largest):
+            raise DsaError(f"size={self.rounded(largest)} of buffer {self.buffers[largest].id!r} must be at most "
+                           f"capacity={self.capacity}; raise the capacity", largest)
+
+    def rounded(self, i):
+        """Bytes that buffer i takes up."""
+        return -(-self.buffers[i].size // self.alignment) * self.alignment
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An offset for every buffer, in their order; the bytes up to the end of the highest; what no placement can be below."""
+
+    offsets: tuple
+    peak: int
+    lower_bound: int
+    solver: str  # which one found it
+    seconds: float
+
+    @property
+    def proven(self):
+        """The peak is the least there is."""
+        return self.peak == self.lower_bound
+
+    @property
+    def gap(self):
+        """How far the peak may be above the least there is, as a fraction of the bound."""
+        return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def lower_bound(problem):
+    """The greatest number of bytes alive at one time: no placement has a lower peak."""
+    return max((part.load for part, _ in _parts(problem)), default=0) * _unit(problem)
+
+
+def validate(problem, solution):
+    """Raises ValueError with the rule that `solution` breaks and the buffers that break it. Knows nothing of the solvers."""
+    a, ends = problem.alignment, []
+    if len(solution.offsets) != len(problem.buffers):
+        raise ValueError(f"{len(solution.offsets)} offsets for {len(problem.buffers)} buffers")
+    for b, offset in zip(problem.buffers, solution.offsets, strict=True):
+        if type(offset) is not int or offset < 0:
+            raise ValueError(f"buffer {b.id!r}: offset {offset!r} is not a whole number >= 0")
+        if offset % a:
+            raise ValueError(f"buffer {b.id!r}: offset {offset} is not a multiple of alignment={a}")
+        ends.append(offset + b.size + -b.size % a)
+        if ends[-1] > solution.peak:
+            raise ValueError(f"buffer {b.id!r}: its end {ends[-1]} is above peak={solution.peak}")
+    if problem.capacity is not None and solution.peak > problem.capacity:
+        raise ValueError(f"peak={solution.peak} is above capacity={problem.capacity}")
+    if solution.peak < solution.lower_bound:
+        raise ValueError(f"peak={solution.peak} is below lower_bound={solution.lower_bound}")
+    if solution.peak != max(ends, default=0):
+        raise ValueError(f"peak={solution.peak} is not where the highest buffer ends, {max(ends, default=0)}")
+    alive = {}
+    for i in sorted(range(len(ends)), key=lambda i: problem.buffers[i].lower):
+        b, start = problem.buffers[i], solution.offsets[i]
+        alive = {j: upper for j, upper in alive.items() if upper > b.lower}
+        for j in alive:
+            if start < ends[j] and solution.offsets[j] < ends[i]:
+                raise ValueError(f"buffers {problem.buffers[j].id!r} at [{solution.offsets[j]}, {ends[j]}) and {b.id!r} at "
+                                 f"[{start}, {ends[i]}) overlap while both are alive")
+        alive[i] = b.upper
+
+
+def solve(problem, solver="auto", time_limit=60.0):
+    """The best Solution that `solver` finds within `time_limit` seconds; never worse than greedy's, always validated.
+
+    Without a capacity it looks for the least peak; with one it stops at the first placement that fits, and raises
+    NoPlacement where it found none. `auto` runs greedy and, where that leaves a gap, CP-SAT: on coarser problems first.
+    """
+    if solver not in SOLVERS:
+        raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
+    if not time_limit >= 0:
+        raise DsaError(f"time_limit={time_limit} must be a number of seconds >= 0")
+    start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None
+    parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
+    bound = max((part.load for part, _ in parts), default=0)
+    stop = problem.capacity // unit if decide else bound  # what the whole needs anyway: no part gains by needing less
+    offsets, peak, found_by = [0] * len(problem.buffers), 0, ["greedy"]
+    for part, members in parts:
+        placed, part_bound, name = _solve_part(part, solver, stop, decide, start + time_limit)
+        for i, offset in zip(members, placed, strict=True):
+            offsets[i] = offset * unit
+        bound, peak = max(bound, part_bound), max(peak, part.peak(placed))
+        found_by.append(name)
+        if decide and peak > stop:
+            why = "exists (proven" if bound > stop else f"was found in {time_limit:g} s (raise the time limit"
+            raise NoPlacement(f"no placement under capacity={problem.capacity} {why}; lower bound {bound * unit}, lowest "
+                              f"peak found {peak * unit})", bound > stop)
+        stop = max(stop, peak)
+    solution = Solution(tuple(offsets), peak * unit, bound * unit, "+".join(dict.fromkeys(found_by)),
+                        time.monotonic() - start)
+    validate(problem, solution)
+    return solution
+
+
+def _solve_part(part, solver, stop, decide, deadline):
+    """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below `stop`."""
+    best, bound, name = dsa_solvers.greedy(part, stop), part.load, "greedy"
+    for method in dsa_solvers.METHODS[solver]:
+        peak, seconds = part.peak(best), deadline - time.monotonic()
+        if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
+            break
+        offsets, proven = method(part, best, stop, stop if decide else peak - 1, seconds)
+        if offsets is not None and part.peak(offsets) < peak:
+            best, name = offsets, "mip" if method is dsa_solvers.mip else "cpsat"
+        if proven > stop:  # the solvers look for nothing below `stop`: up to there their bound says nothing
+            bound = max(bound, proven)
+    return best, bound, name
+
+
+def _unit(problem):
+    """Bytes that all rounded sizes are multiples of; so are the offsets of some best placement: each is a sum of sizes."""
+    return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
+
+
+def _parts(problem):
+    """[(Part, indices of its buffers)]: cut where nothing lives on, since what is never alive together never conflicts."""
+    groups, end, unit, buffers = [], None, _unit(problem), problem.buffers
+    for i in sorted(range(len(buffers)), key=lambda i: buffers[i].lower):
+        if end is None or buffers[i].lower >= end:
+            groups.append([])
+        groups[-1].append(i)
+        end = buffers[i].upper if end is None else max(end, buffers[i].upper)
+    return [(dsa_solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],
+                   [problem.rounded(i) // unit for i in group]), group) for group in groups]
+
+
+# ---- files and the command line --------------------------------------------------------------------------------------
+
+
+def read_csv(path, capacity=None, alignment=1):
+    """The Problem in a file of id,lower,upper,size (minimalloc's format; further columns are ignored).
+
+    Raises DsaError with the file, the line, the field and its rule.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DsaError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a CSV file") from None
+    names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")] if lines else []
+    missing = [column for column in COLUMNS if column not in names]
+    if missing:
+        what = f"column {missing[0]!r} is missing" if any(names) else "is empty"
+        raise DsaError(f"{path} line 1: {what}; the first line must name {','.join(COLUMNS)}")
+    buffers, numbers = [], []
+    for number, row in enumerate(csv.reader(lines[1:]), 2):
+        if not row:
+            continue
+        if len(row) != len(names):
+            raise DsaError(f"{path} line {number}: {len(row)} fields must be {len(names)}, as in the first line")
+        row = dict(zip(names, map(str.strip, row), strict=True))
+        for field in COLUMNS[1:]:
+            try:
+                row[field] = int(row[field])
+            except ValueError:
+                raise DsaError(f"{path} line {number}: {field}={row[field]!r} must be a whole number") from None
+        buffers.append(Buffer(*(row[column] for column in COLUMNS)))
+        numbers.append(number)
+    if not buffers:
+        raise DsaError(f"{path} line 2: there must be at least one buffer below the first line")
+    try:
+        return Problem(tuple(buffers), capacity, alignment)
+    except DsaError as error:
+        where = str(path) if error.buffer is None else f"{path} line {numbers[error.buffer]}"
+        raise DsaError(f"{where}: {error}", error.buffer) from None
+
+
+def write_csv(path, problem, solution):
+    """The buffers with a column `offset`."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*COLUMNS, "offset"])
+        writer.writerows((b.id, b.lower, b.upper, b.size, offset)
+                         for b, offset in zip(problem.buffers, solution.offsets, strict=True))
+
+
+def main(argv=None):
+    """The command line: 0 solved, 2 bad input, 3 no placement under the capacity."""
+    parser = argparse.ArgumentParser(prog="python -m memo.dsa", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requests", help="CSV of id,lower,upper,size; upper is exclusive")
+    parser.add_argument("-o", "--output", help="the same with a column offset", required=True)
+    parser.add_argument("--capacity", type=int, help="bytes; stop at the first placement that fits (default: least peak)")
+    parser.add_argument("--solver", choices=SOLVERS, default="auto")
+    parser.add_argument("--time_limit", type=float, default=60.0, help="seconds (default 60)")
+    parser.add_argument("--alignment", type=int, default=1, help="every offset is a multiple of it (default 1)")
+    args = parser.parse_args(argv)
+    try:
+        problem = read_csv(args.requests, args.capacity, args.alignment)
+        solution = solve(problem, args.solver, args.time_limit)
+        write_csv(args.output, problem, solution)
+    except (DsaError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except NoPlacement as error:
+        print(error, file=sys.stderr)
+        return 3
+    quality = "proven optimal" if solution.proven else f"gap {solution.gap:.2%}"
+    print(f"peak {solution.peak}, lower bound {solution.lower_bound}, {quality}, {solution.seconds:.2f} s, "
+          f"found by {solution.solver}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The solvers of one placement problem: greedy, the paper's mixed-integer program, CP-SAT, and CP-SAT on blocks.
+
+All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of the part, the
+placement to beat, the peak at which to stop, the highest peak that is still of use and its seconds; it returns
+(offsets or None, what it proved no peak is below: says nothing up to `stop`, since it looks for nothing lower). What it
+returns is validated elsewhere. Source: MEMO 4.2.
+"""
+
+import importlib.util
+import os
+import sys
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from math import ceil, inf, isfinite
+
+import numpy as np
+from scipy.sparse import csr_matrix
+
+# To how many blocks buffers are joined, as a fraction of their number, and what each joint may waste of the joined area.
+TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
+FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more joining them takes longer than it gains
+WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+MOST_PAIRS = 200_000  # of conflicting buffers that are handed to a MIP solver: two rows of the matrix for each
+TOLERANCE = 1e-9  # of the MIP solvers, the least they take: a binary this far from 0 lets two buffers overlap by M times it
+
+
+@dataclass(frozen=True)
+class Part:
+    """Buffers of one stretch of time: tuples of half-open lifespans [lower, upper) in ranks, and of sizes in units.
+
+    Rank t is the t-th of the greatest sets of buffers that are alive together: buffers conflict where they share a rank.
+    """
+
+    lower: tuple
+    upper: tuple
+    size: tuple
+
+    @property
+    def load(self):
+        steps = [0] * (max(self.upper) + 1)
+        for lower, upper, size in zip(self.lower, self.upper, self.size, strict=True):
+            steps[lower] += size
+            steps[upper] -= size
+        return max(accumulate(steps))
+
+    def peak(self, offsets):
+        return max(map(sum, zip(offsets, self.size, strict=True)))
+
+    def pairs(self):
+        """(i, j): arrays of the conflicting buffers, i < j."""
+        lower, upper = np.array(self.lower), np.array(self.upper)
+        later = [i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i])) for i in range(len(lower))]
+        return np.repeat(np.arange(len(lower)), [len(j) for j in later]), np.concatenate(later)
+
+
+def part_of(lower, upper, size):
+    """A Part of lifespans in any unit of time."""
+    born, died, greatest, last = set(lower), set(upper), [], None
+    for t in sorted(born | died):  # a set is a greatest one when the next thing that happens is a death
+        if t in died and last is not None:
+            greatest.append(last)
+            last = None
+        if t in born:
+            last = t
+    return Part(*(tuple(bisect_left(greatest, t) for t in times) for times in (lower, upper)), tuple(size))
+
+
+def greedy(part, stop):
+    """The best of several orderings of best fit: each buffer into the lowest of the tightest gaps that take it."""
+    size, lower, upper = (np.array(v, dtype=np.int64) for v in (part.size, part.lower, part.upper))
+    span, best = upper - lower, None
+    keys = [(-size,), (-size * span,), (-span, -size), (lower, -size), (upper, -size), (-upper, -size)]
+    for key in keys:
+        order = np.lexsort((lower, *reversed(key)))
+        offsets = _best_fit(lower, upper, size, order)
+        if best is None or part.peak(offsets) < part.peak(best):
+            best = offsets
+        if part.peak(best) <= stop:
+            break
+    return best
+
+
+def _best_fit(lower, upper, size, order):
+    sky, offsets = np.iinfo(np.int64).max, [0] * len(order)
+    table = np.empty((4, len(order)), dtype=np.int64)  # what is placed, the lowest first: lifespan, offset, end
+    for k, i in enumerate(order):
+        born, died, bottom, top = table[:, :k]
+        near = (born < upper[i]) & (died > lower[i])
+        floor = np.maximum.accumulate(np.append(0, top[near]))  # below each of the near ones, and above them all
+        gap = np.append(bottom[near], sky) - floor
+        gap[gap < size[i]] = sky
+        at = int(floor[gap.argmin()])
+        place = np.searchsorted(bottom, at)
+        table[:, place + 1:k + 1] = table[:, place:k].copy()
+        table[:, place] = lower[i], upper[i], at, at + size[i]
+        offsets[i] = at
+    return offsets
+
+
+def cpsat(part, best, stop, highest, seconds):
+    """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    offsets = [model.new_int_var(0, highest - size, "") for size in part.size]
+    columns = [model.new_fixed_size_interval_var(lower, upper - lower, "")
+               for lower, upper in zip(part.lower, part.upper, strict=True)]
+    rows = [model.new_fixed_size_interval_var(*row, "") for row in zip(offsets, part.size, strict=True)]
+    model.add_no_overlap_2d(columns, rows)
+    floor, twins = 0, {}
+    for offset, kind in zip(offsets, zip(part.lower, part.upper, part.size, strict=True), strict=True):
+        if kind[:2] == (0, max(part.upper)):  # alive all the time: may as well lie at the bottom
+            model.add(offset == floor)
+            floor += kind[2]
+        elif kind in twins:  # of two alike either may lie above
+            model.add(offset >= twins[kind] + kind[2])
+        twins[kind] = offset
+    if stop < highest:
+        peak = model.new_int_var(max(stop, part.load), highest, "")
+        for offset, size in zip(offsets, part.size, strict=True):
+            model.add(offset + size <= peak)
+        model.minimize(peak)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = WORKERS
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return None, highest + 1
+    found = [solver.value(o) for o in offsets] if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return found, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0
+
+
+def briefly(part, best, stop, highest, seconds):
+    """What CP-SAT finds at all it often finds at once; a small gap it closes."""
+    return cpsat(part, best, stop, highest, seconds / 20)
+
+
+def coarse(part, best, stop, highest, seconds):
+    """CP-SAT on coarser problems, of blocks of buffers, in turns and then again with other blocks for longer.
+
+    A network's requests come in stacks and rows. Most good placements keep some of that, and the blocks are few.
+    """
+    end, n, offsets = time.monotonic() + 0.7 * seconds, len(part.size), None
+    for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
+        fraction, waste = TURNS[turn % len(TURNS)]
+        blocks = _blocks(part, stop, int(n * fraction), waste, turn)
+        slot = min(end - time.monotonic(), seconds / 20 * 1.25**turn)
+        if slot <= 0 or highest < stop:
+            break
+        found, _ = cpsat(part_of(*list(zip(*blocks, strict=True))[:3]), None, stop, highest, slot)
+        if found is not None:
+            offsets = [0] * n
+            for at, (*_, members) in zip(found, blocks, strict=True):
+                for i, shift in members:
+                    offsets[i] = at + shift
+            highest = part.peak(offsets) - 1
+    return offsets, 0
+
+
+def _blocks(part, ceiling, count, most_waste, seed):
+    """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within the ceiling.
+
+    Of all pairs the one is joined first that wastes the least of its own area: one upon the other where their lives meet,
+    else one after the other at the same address. Seed 0 is exact, others disturb the order.
+    """
+    n, noise = len(part.size), np.random.default_rng(seed)
+    lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
+    there, load, members = np.ones(n, bool), np.zeros(upper.max(), int), [[(i, 0)] for i in range(n)]
+    for i in range(n):
+        load[lower[i]:upper[i]] += size[i]
+
+    def joined(i, j):
+        meet = (lower[i] < upper[j]) & (lower[j] < upper[i])
+        return (np.minimum(lower[i], lower[j]), np.maximum(upper[i], upper[j]),
+                np.where(meet, size[i] + size[j], np.maximum(size[i], size[j])), meet)
+
+    def waste(i):
+        start, end, height, meet = joined(i, slice(None))
+        area = (upper - lower) * size + (upper[i] - lower[i]) * size[i]
+        cost = ((end - start) * height / area - 1) * np.exp(noise.normal(0, 0.5 * bool(seed), n)) + np.where(meet, 0, 1e-3)
+        return np.where(there & (np.arange(n) != i), cost, inf)
+
+    cost, failed = np.stack([waste(i) for i in range(n)]), 0
+    while there.sum() > count and failed < 10 * n:
+        i, j = divmod(int(cost.argmin()), n)
+        if cost[i, j] > most_waste or cost[i, j] == inf:
+            break
+        start, end, height, meet = joined(i, j)
+        trial = load.copy()
+        trial[lower[i]:upper[i]] -= size[i]
+        trial[lower[j]:upper[j]] -= size[j]
+        trial[start:end] += height
+        if trial.max() > ceiling:  # and so it will be later: loads only rise
+            cost[i, j] = cost[j, i] = inf
+            failed += 1
+            continue
+        load, there[j] = trial, False
+        members[i] += [(k, shift + meet * size[i]) for k, shift in members[j]]
+        lower[i], upper[i], size[i] = start, end, height
+        cost[j], cost[:, j] = inf, inf
+        cost[i] = cost[:, i] = waste(i)
+    return [(int(lower[i]), int(upper[i]), int(size[i]), [(k, int(shift)) for k, shift in members[i]])
+            for i in np.flatnonzero(there)]
+
+
+def mip(part, best, stop, highest, seconds):
+    """The paper's program. z_ij says that i lies above j, of a conflicting pair; M is the peak of the placement to beat.
+
+    A_i + S_i <= A_j + z_ij*M,  A_j + S_j <= A_i + (1 - z_ij)*M,  A_i + S_i <= peak <= M.  Source: MEMO 4.2.
+    """
+    start, (i, j) = time.monotonic(), part.pairs()
+    n, pairs, M, size = len(part.size), len(i), part.peak(best), np.array(part.size)
+    if pairs > MOST_PAIRS:
+        return None, 0
+    k, a, one = np.arange(pairs), np.arange(n), np.ones(pairs)
+    z = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
+    rows = np.concatenate((k, k, k, pairs + k, pairs + k, pairs + k, 2 * pairs + a, 2 * pairs + a))
+    columns = np.concatenate((i, j, z, j, i, z, a, np.full(n, n)))
+    values = np.concatenate((one, -one, -M * one, one, -one, M * one, np.ones(n), -np.ones(n)))
+    program = dict(matrix=csr_matrix((values, (rows, columns))), most=np.concatenate((-size[i], M - size[j], -size)),
+                   lower=np.concatenate((np.zeros(n), [max(stop, part.load)], 0 * one)),
+                   upper=np.concatenate((M - size, [M], one)),
+                   first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))))
+    program = {name: array.astype(float) for name, array in program.items()}
+    seconds = max(0.1, seconds - (time.monotonic() - start))
+    values, bound = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
+    trusted = M * TOLERANCE < 1e-3 and isfinite(bound)  # infinite: nothing proven yet, or "infeasible", which is not true
+    return None if values is None else _dropped(part, i, j, values), min(M, ceil(bound - 1e-3)) if trusted else 0
+
+
+def _dropped(part, i, j, values):
+    """Whole offsets in the order of the solver's, each as low as that order lets it: no rounding can make two overlap."""
+    below = [[] for _ in part.size]
+    for a, b in zip(i.tolist(), j.tolist(), strict=True):
+        low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)
+        below[high].append(low)
+    offsets = [0] * len(part.size)
+    for a in sorted(range(len(offsets)), key=lambda a: (values[a], a)):
+        offsets[a] = max((offsets[b] + part.size[b] for b in below[a]), default=0)
+    return offsets
+
+
+def _highs(n, stop, seconds, matrix, most, lower, upper, first):
+    """(values or None, bound): the least column n, where matrix @ values <= most and the columns after n are 0 or 1."""
+    import highspy
+
+    lp, solver, start, columns = highspy.HighsLp(), highspy.Highs(), highspy.HighsSolution(), np.arange(len(lower))
+    lp.num_row_, lp.num_col_, lp.col_cost_ = len(most), len(lower), (columns == n).astype(float)
+    lp.col_lower_, lp.col_upper_, lp.row_lower_, lp.row_upper_ = lower, upper, np.full(len(most), -highspy.kHighsInf), most
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+    lp.integrality_ = [highspy.HighsVarType.kInteger if c > n else highspy.HighsVarType.kContinuous for c in columns]
+    for option, value in dict(output_flag=False, time_limit=seconds, objective_target=float(stop), mip_rel_gap=0.0,
+                              mip_feasibility_tolerance=TOLERANCE, primal_feasibility_tolerance=TOLERANCE).items():
+        solver.setOptionValue(option, value)
+    solver.passModel(lp)
+    start.col_value = first.tolist()
+    solver.setSolution(start)
+    solver.run()
+    info = solver.getInfo()
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return solver.getSolution().col_value if found else None, info.mip_dual_bound
+
+
+def _gurobi(n, stop, seconds, matrix, most, lower, upper, first):
+    """As _highs, on Gurobi; None where it is not installed or its licence does not let it."""
+    if importlib.util.find_spec("gurobipy") is None:
+        return None
+    import gurobipy
+
+    settings = dict(TimeLimit=seconds, BestObjStop=float(stop), MIPGap=0.0, IntFeasTol=TOLERANCE, FeasibilityTol=TOLERANCE)
+    try:
+        with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
+            columns = np.arange(len(lower))
+            x = model.addMVar(len(lower), lower, upper, (columns == n).astype(float), np.where(columns > n, "B", "C"))
+            model.addMConstr(matrix, x, "<", most)
+            x.Start = first
+            for name, value in settings.items():
+                model.setParam(name, value)
+            model.optimize()
+            return x.X if model.SolCount else None, model.ObjBound
+    except gurobipy.GurobiError as error:
+        _say(f"gurobi: {error}; going on with HiGHS")
+        return None
+
+
+@cache
+def _say(line):
+    """A line on stderr, once a process."""
+    print(line, file=sys.stderr)
+
+
+METHODS = {"greedy": (), "mip": (mip,), "cpsat": (cpsat,), "auto": (briefly, coarse, cpsat)}  # in turns, after greedy
+
+

@@ -1,0 +1,268 @@
+"""Placements are the best there are (brute force), the validator catches every broken rule, and mistakes are one line."""
+
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import cache
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from bench.dsa_hard import FAMILIES, hard
+from memo import dsa, dsa_solvers
+from memo.dsa import Buffer, DsaError, NoPlacement, Problem, Solution, lower_bound, read_csv, solve, validate, write_csv
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+
+
+def problem_of(rows, **kwargs):
+    return Problem(tuple(Buffer(f"b{i}", *row) for i, row in enumerate(rows)), **kwargs)
+
+
+def random_problem(rng):
+    horizon, largest = rng.randint(2, 12), rng.choice([3, 9, 40])
+    lowers = [rng.randrange(horizon) for _ in range(rng.randint(1, 8))]
+    rows = [(lower, rng.randint(lower + 1, horizon), rng.randint(1, largest)) for lower in lowers]
+    return problem_of(rows, alignment=rng.choice([1, 1, 1, 4]))
+
+
+@cache
+def least_peak(problem):
+    """Brute force: every order from the bottom up, each buffer right above those that it meets."""
+    buffers = {b: b.size + -b.size % problem.alignment for b in problem.buffers}
+    load = max(sum(size for b, size in buffers.items() if b.lower <= t < b.upper) for t in {b.lower for b in buffers})
+    best = sum(buffers.values())
+
+    def place(left, placed, peak):
+        nonlocal best
+        best = best if left else min(best, peak)
+        for b in left:
+            at = max((top for other, top in placed if other.lower < b.upper and b.lower < other.upper), default=0)
+            top = at + buffers[b]
+            if max(peak, top) < best > load:
+                place([other for other in left if other is not b], placed + [(b, top)], max(peak, top))
+
+    place(list(buffers), [], 0)
+    return best
+
+
+def towers(part, stop):
+    """Instead of greedy: every buffer above all others."""
+    return [sum(part.size[:i]) for i in range(len(part.size))]
+
+
+# Small problems whose least peak is above their load, 6, found at random: what the load cannot prove, a solver must.
+GAPS = [
+    [(0, 1, 2), (0, 2, 4), (1, 3, 1), (2, 4, 2), (3, 4, 1), (4, 5, 3), (1, 6, 1), (2, 6, 2), (5, 7, 3), (6, 7, 3)],
+    [(0, 1, 4), (1, 2, 3), (0, 3, 1), (2, 3, 2), (0, 3, 1), (3, 4, 4), (1, 4, 1), (2, 5, 1), (4, 6, 5), (5, 6, 1)],
+    [(0, 1, 5), (1, 2, 3), (2, 3, 1), (0, 3, 1), (2, 4, 1), (1, 5, 2), (3, 5, 2), (2, 5, 1), (4, 6, 1), (5, 6, 5)],
+]
+
+
+@pytest.mark.parametrize("solver,instances,helped", [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 1000, False)])
+def test_the_proven_optimum_is_that_of_brute_force(solver, instances, helped, monkeypatch):
+    monkeypatch.setattr(dsa_solvers, "_gurobi", lambda *args, **kwargs: None)
+    if not helped:
+        monkeypatch.setattr(dsa_solvers, "greedy", towers)  # greedy would leave the solver little to do
+    rng, found_by = random.Random(0), []
+    for _ in range(instances):
+        problem = random_problem(rng)
+        solution, least = solve(problem, solver), least_peak(problem)
+        validate(problem, solution)
+        assert (solution.peak, solution.proven) == (least, True), problem
+        found_by.append(solution.solver)
+    assert helped or sum(solver in name for name in found_by) > instances / 3
+
+
+@pytest.mark.parametrize("rows", GAPS)
+@pytest.mark.parametrize("solver", ["auto", "cpsat", "mip"])
+def test_a_least_peak_above_the_load_is_proven(rows, solver):
+    problem = problem_of(rows)
+    solution = solve(problem, solver)
+    assert (lower_bound(problem), least_peak(problem)) == (6, 7)
+    assert (solution.peak, solution.lower_bound, solution.proven, solution.gap) == (7, 7, True, 0.0)
+    greedy = solve(problem, "greedy")
+    assert greedy.lower_bound == 6 and not greedy.proven and greedy.gap == greedy.peak / 6 - 1
+    with pytest.raises(NoPlacement, match="capacity=6 exists") as e:
+        solve(replace(problem, capacity=6), solver)
+    assert e.value.proven
+
+
+@pytest.mark.parametrize("solver", ["mip", "cpsat", "auto"])
+@pytest.mark.parametrize("gurobi", [False, True])
+def test_80_gib_in_bytes(solver, gurobi, monkeypatch):
+    """A binary that is 1e-6 away from 0 lets two buffers overlap by 1e-6 * M, here 80 KiB."""
+    if not gurobi:
+        monkeypatch.setattr(dsa_solvers, "_gurobi", lambda *args, **kwargs: None)
+    for unit in (8 * GIB, 512 * 1024, 8 * GIB - 513):
+        problem = problem_of([(lower, upper, size * unit) for lower, upper, size in GAPS[0]])
+        solution = solve(problem, solver)
+        assert (solution.peak, solution.lower_bound) == (7 * unit, 7 * unit)
+    odd = [(lower, upper, size * 8 * GIB + i) for i, (lower, upper, size) in enumerate(GAPS[0])]  # no common unit
+    assert dsa._unit(problem_of(odd)) == 1
+    solution, least = solve(problem_of(odd), solver), solve(problem_of(odd), "cpsat")
+    assert least.proven and least.peak <= solution.peak <= least.peak * 1.001
+    assert solution.proven or (solver == "mip" and solution.lower_bound == lower_bound(problem_of(odd)))  # claims no proof
+
+
+@pytest.mark.parametrize("answer", [(None, -inf), (None, inf), ([0.0] * 10, 3.0), ([1e-7, -1e-7] * 5, 6.0)])
+def test_what_a_mip_solver_says_is_not_believed(answer, monkeypatch):
+    monkeypatch.setattr(dsa_solvers, "_gurobi", lambda *args, **kwargs: answer)
+    solution = solve(problem_of(GAPS[0]), "mip")
+    assert solution.lower_bound == 6 and solution.peak >= 7
+
+
+def test_a_part_gains_nothing_below_the_peak_of_another():
+    problem = problem_of(GAPS[0] + [(lower + 10, upper + 10, size) for lower, upper, size in GAPS[1]] + [(20, 30, 3)])
+    solution = solve(problem)
+    assert (solution.peak, solution.proven) == (7, True)
+    empty = solve(Problem(()))
+    assert (empty.offsets, empty.peak, empty.lower_bound, empty.gap) == ((), 0, 0, 0.0)
+
+
+def test_alignment():
+    problem = problem_of([(0, 2, 5), (1, 3, 3), (2, 4, 9)], alignment=4)
+    solution = solve(problem)
+    assert (solution.peak, solution.proven, lower_bound(problem)) == (16, True, 16)
+    assert all(offset % 4 == 0 for offset in solution.offsets)
+    with pytest.raises(NoPlacement) as e:
+        solve(replace(problem, capacity=15))
+    assert e.value.proven
+
+
+def test_greedy_is_quick():
+    rng = random.Random(0)
+    rows = [(t, t + rng.choice([1, 3, 10, 100, 3000]), rng.randint(1, 10**9)) for t in range(5000)]
+    start = time.perf_counter()
+    solution = solve(problem_of(rows), "greedy")
+    assert time.perf_counter() - start < 8  # 1 to 2 s on a quiet core
+    assert solution.gap < 1
+
+
+def test_hard_instances_fit_where_greedy_does_not():
+    for name in ("network_1", "network_4"):
+        problem = hard(name, **FAMILIES[name])
+        assert lower_bound(problem) == problem.capacity
+        with pytest.raises(NoPlacement) as e:
+            solve(problem, "greedy")
+        assert not e.value.proven
+        assert solve(problem, "auto", 60).peak == problem.capacity
+
+
+def test_the_time_limit_returns_the_best_so_far_with_its_gap():
+    problem = replace(hard("network_4", **FAMILIES["network_4"]), capacity=None)
+    for solver in ("cpsat", "mip"):
+        start = time.perf_counter()
+        solution = solve(problem, solver, time_limit=1.0)
+        assert time.perf_counter() - start < 8
+        assert solution.peak <= solve(problem, "greedy").peak and solution.lower_bound == lower_bound(problem)
+        assert solution.gap > 0 and not solution.proven
+
+
+def test_gurobi_says_once_that_its_licence_is_too_small(capfd):
+    pytest.importorskip("gurobipy")
+    dsa_solvers._say.cache_clear()
+    problem = replace(hard("network_1", **FAMILIES["network_1"]), capacity=None)
+    for _ in range(2):
+        solve(problem, "mip", time_limit=0.5)
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("gurobi: ")]
+    assert len(lines) == 1 and lines[0].endswith("going on with HiGHS") and out == ""
+
+
+GOOD = Problem((Buffer("a", 0, 2, 4), Buffer("b", 1, 3, 4), Buffer("c", 2, 4, 4)), capacity=12, alignment=4)
+
+
+@pytest.mark.parametrize("change,message", [
+    (dict(offsets=(0, 4)), "2 offsets for 3 buffers"),
+    (dict(offsets=(-4, 4, 0)), "buffer 'a': offset -4 is not"),
+    (dict(offsets=(0.0, 4, 0)), "buffer 'a': offset 0.0 is not"),
+    (dict(offsets=(0, 6, 0)), "buffer 'b': offset 6 is not a multiple of alignment=4"),
+    (dict(offsets=(0, 0, 4)), r"buffers 'a' at \[0, 4\) and 'b' at \[0, 4\) overlap"),
+    (dict(offsets=(0, 4, 4)), "buffers 'b' at .* and 'c' at .* overlap"),
+    (dict(offsets=(0, 8, 0)), "buffer 'b': its end 12 is above peak=8"),
+    (dict(offsets=(0, 12, 0), peak=16), "peak=16 is above capacity=12"),
+    (dict(lower_bound=12), "peak=8 is below lower_bound=12"),
+    (dict(peak=12), "peak=12 is not where the highest buffer ends, 8"),
+])
+def test_the_validator_names_what_is_broken(change, message):
+    good = Solution((0, 4, 0), 8, 8, "test", 0.0)
+    validate(GOOD, good)
+    with pytest.raises(ValueError, match=message):
+        validate(GOOD, replace(good, **change))
+
+
+def test_no_placement_is_believed_that_breaks_a_rule(monkeypatch):
+    monkeypatch.setattr(dsa_solvers, "greedy", lambda part, stop: [0, 0, 1][-len(part.size):])
+    with pytest.raises(ValueError, match="overlap"):
+        solve(GOOD, "greedy")
+
+
+def test_csv_there_and_back(tmp_path):
+    solution = solve(GOOD)
+    write_csv(tmp_path / "plan.csv", GOOD, solution)
+    text = (tmp_path / "plan.csv").read_text()
+    assert text.splitlines()[:2] == ["id,lower,upper,size,offset", f"a,0,2,4,{solution.offsets[0]}"]
+    assert read_csv(tmp_path / "plan.csv", capacity=12, alignment=4) == GOOD
+    (tmp_path / "old.csv").write_text("buffer,start,end,size\r\na,0,2,4\r\n\r\nb,1,3,4\r\nc, 2, 4, 4\r\n")
+    assert read_csv(tmp_path / "old.csv").buffers == GOOD.buffers
+
+
+def run(tmp_path, text, *args):
+    (tmp_path / "r.csv").write_text(text)
+    command = [sys.executable, "-m", "memo.dsa", str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"), *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+HEAD = "id,lower,upper,size\n"
+
+
+@pytest.mark.parametrize("text,args,message", [
+    (HEAD + "a,0,2,4\nb,3,3,4\n", [], "r.csv line 3: lower=3 must be below upper=3"),
+    (HEAD + "a,5,2,4\n", [], "r.csv line 2: lower=5 must be below upper=2"),
+    (HEAD + "a,0,2,-4\n", [], "r.csv line 2: size=-4 of buffer 'a' must be at least 1"),
+    (HEAD + "a,0,2,0\n", [], "r.csv line 2: size=0 of buffer 'a' must be at least 1"),
+    (HEAD + "a,0,2,4\nb,0,2,9\n", ["--capacity=8"], "r.csv line 3: size=9 of buffer 'b' must be at most capacity=8"),
+    (HEAD + "a,0,two,4\n", [], "r.csv line 2: upper='two' must be a whole number"),
+    (HEAD + "a,0,2,4.5\n", [], "r.csv line 2: size='4.5' must be a whole number"),
+    (HEAD + "a,0,2\n", [], "r.csv line 2: 3 fields must be 4"),
+    ("id,lower,size\na,0,4\n", [], "r.csv line 1: column 'upper' is missing"),
+    (HEAD + "a,0,2,4\nb,0,2,4\na,3,4,4\n", [], "r.csv line 4: id='a' must be unique"),
+    ("", [], "r.csv line 1: is empty"),
+    (HEAD, [], "r.csv line 2: there must be at least one buffer"),
+    (None, [], "r.csv: cannot be read (No such file or directory)"),
+    (b"\xff\xfe\x00", [], "r.csv: cannot be read"),
+    (HEAD + "a,0,2,4\n", ["--alignment=0"], "alignment=0 must be at least 1"),
+    (HEAD + "a,0,2,4\n", ["--time_limit=nan"], "time_limit=nan must be"),
+])
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, text, args, message):
+    if text is not None:
+        (tmp_path / "r.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    code = dsa.main([str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"), *args])
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and err.count("\n") == 1 and message in err
+    assert not (tmp_path / "plan.csv").exists()
+
+
+def test_the_command_line(tmp_path):
+    assert (bad := run(tmp_path, HEAD + "a,0,2,-1\n")).returncode == 2 and bad.stderr.count("\n") == 1
+    full = HEAD + "a,0,2,4\nb,1,3,4\n"
+    none = run(tmp_path, full, "--capacity=7")
+    assert none.returncode == 3 and not none.stdout
+    assert none.stderr.startswith("no placement under capacity=7 exists (proven")
+    done = run(tmp_path, full, "--capacity=9", "--solver=greedy", "--time_limit=5", "--alignment=1")
+    assert done.returncode == 0 and done.stdout.startswith("peak 8, lower bound 8, proven optimal, 0.")
+    plan = read_csv(tmp_path / "plan.csv")
+    assert len(plan.buffers) == 2
+    assert run(tmp_path, full, "--solver=best").returncode == 2
+
+
+def test_mistakes_in_calls():
+    with pytest.raises(DsaError, match="solver='best' must be one of auto, greedy, mip, cpsat"):
+        solve(GOOD, "best")
+    with pytest.raises(DsaError, match="time_limit=-1 must be a number of seconds >= 0"):
+        solve(GOOD, time_limit=-1)
