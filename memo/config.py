@@ -44,6 +44,10 @@ class Config:
                           choices=("paper", "per_tensor"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to swap to; auto takes what is free", least=0.0)
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")
+    memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves them to torch",
+                           choices=("bilevel", "off"))
+    memory_plan_check: bool = key(False, "on every request, check that no two live tensors overlap; slow")
+    solver: str = key("auto", "the memory plan's solver", choices=("auto", "greedy", "mip", "cpsat"))
     # optimizer
     max_iters: int = key(1000, "steps in the whole run", least=1)
     learning_rate: float = key(1e-3, "highest learning rate", least=0.0)
@@ -89,6 +93,9 @@ class Config:
         if self.alpha != "auto" and self.activation != "memo":
             raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not activation={self.activation}; "
                               "leave one of them out")
+        if self.memory_plan == "off" and (self.memory_plan_check or self.solver != "auto"):
+            name = "memory_plan_check" if self.memory_plan_check else "solver"
+            raise ConfigError(f"{name}={getattr(self, name)} goes with memory_plan=bilevel only; leave one of them out")
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 
@@ -262,15 +269,27 @@ def load_config(argv):
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
     base = inherited(given)
-    if "activation" in given:
-        base.pop("alpha", None)  # that of another mode
+    for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
+        for name in its if mode in given else ():
+            base.pop(name, None)  # that of another mode
     return Config(**{**base, **given})
+
+
+def readable_json(value, pad=""):
+    """`value` as JSON for people: an item a line, but a list of plain values on one."""
+    if isinstance(value, dict) and value:
+        items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
+    elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, tuple, dict)) for v in value):
+        items, ends = [readable_json(v, pad + " ") for v in value], "[]"
+    else:
+        return json.dumps(value)
+    return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
 def save_json(value, path):
     """Writes `value` as JSON under another name first: a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.write_text(readable_json(value) + "\n")
     os.replace(temporary, path)
 
 

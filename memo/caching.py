@@ -1,0 +1,263 @@
+"""What torch's caching allocator would do with a step's requests: a simulation, without torch and without a GPU.
+
+It follows the rules of c10/cuda/CUDACachingAllocator.cpp (the sizes, in torch 2.13: c10/core/AllocatorConfig.h) as they
+are by default: no expandable segments, no limit to splitting, no rounding up to powers of two. All is on one stream.
+
+    rounding     a request is rounded up to 512 bytes
+    pools        rounded requests up to 1 MiB share segments of 2 MiB; those below 10 MiB make segments of 20 MiB; greater
+                 ones get a segment of their own, rounded up to 2 MiB. The first are the small pool, the others the large
+    best fit     the smallest free block of the pool that is large enough, the lowest address among equals
+    splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB (large pool)
+    merging      a freed block merges with its free neighbours of the same segment; the segment stays reserved
+    full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc tried again. That is
+                 a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device stands still. If it fails too: OOM
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import namedtuple
+from dataclasses import dataclass
+
+MiB = 2**20
+MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
+MIN_LARGE, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
+
+Tensor = namedtuple("Tensor", "start stop bytes segment k planned")
+Rectangle = namedtuple("Rectangle", "start stop offset bytes kind")  # of the picture: request numbers and bytes
+
+
+class OutOfMemory(RuntimeError):
+    """The device is full, with every free segment returned."""
+
+
+class Block:
+    """A piece of a segment, in use or free; `before` and `after` are its neighbours in the segment."""
+
+    __slots__ = ("address", "bytes", "small", "before", "after", "free")
+
+    def __init__(self, address, nbytes, small, before=None, after=None):
+        self.address, self.bytes, self.small, self.free = address, nbytes, small, True
+        self.before, self.after = before, after
+
+
+def round_up(nbytes, unit):
+    return -(-nbytes // unit) * unit
+
+
+def segment_bytes(nbytes):
+    """What cudaMalloc is asked for, where a block of nbytes (rounded to 512) is not to be had."""
+    return SMALL_SEGMENT if nbytes <= SMALL else LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
+
+
+class CachingAllocator:
+    """One device of `capacity` bytes. `malloc` returns addresses, `free` takes them. Counters: `allocated_bytes` (rounded)
+    and `reserved_bytes` now, `peak_allocated_bytes`, `peak_reserved_bytes`; `cuda_mallocs`, `reorganisations`.
+
+    `time` is the caller's clock; `history` lists the segments, [address, bytes, reserved at, returned at (None: never)].
+    """
+
+    def __init__(self, capacity=None):
+        self.capacity_bytes = math.inf if capacity is None else capacity
+        self.pools = {True: [], False: []}  # small or not: its free blocks, sorted: (bytes, address)
+        self.blocks = {}  # address: Block
+        self.segments = []  # the rows of history that are reserved now, sorted by address
+        self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.cuda_mallocs = self.reorganisations = self.time = 0
+        self.history = []
+
+    def malloc(self, nbytes):
+        """The address of nbytes. Errors: OutOfMemory."""
+        nbytes = max(round_up(nbytes, MIN_BLOCK), MIN_BLOCK)
+        small = nbytes <= SMALL
+        pool = self.pools[small]
+        if (i := bisect_left(pool, (nbytes, 0))) < len(pool):
+            block = self.blocks[pool.pop(i)[1]]
+        else:
+            block = self.reserve(segment_bytes(nbytes), small)
+        rest = block.bytes - nbytes
+        if rest >= MIN_BLOCK if small else rest > SMALL:
+            self.split(block, nbytes)
+        block.free = False
+        self.allocated_bytes += block.bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block.address
+
+    def free(self, address):
+        """Errors: KeyError where nothing lies at the address."""
+        block = self.blocks[address]
+        assert not block.free, address
+        self.allocated_bytes -= block.bytes
+        before, after = block.before, block.after
+        if after and after.free:
+            self.take(after)
+            self.merge(block, after)
+        if before and before.free:
+            self.take(before)
+            block = self.merge(before, block)
+        self.put(block)
+
+    def put(self, block):
+        block.free = True
+        insort(self.pools[block.small], (block.bytes, block.address))
+
+    def take(self, block):
+        pool = self.pools[block.small]
+        pool.pop(bisect_left(pool, (block.bytes, block.address)))
+
+    def split(self, block, nbytes):
+        """Cuts a block that is in no pool down to nbytes; the rest is free."""
+        rest = Block(block.address + nbytes, block.bytes - nbytes, block.small, block, block.after)
+        if block.after:
+            block.after.before = rest
+        block.after, block.bytes = rest, nbytes
+        self.blocks[rest.address] = rest
+        self.put(rest)
+
+    def merge(self, first, second):
+        first.bytes, first.after = first.bytes + second.bytes, second.after
+        if second.after:
+            second.after.before = first
+        del self.blocks[second.address]
+        return first
+
+    def reserve(self, nbytes, small):
+        """A new segment, as one block. Errors: OutOfMemory."""
+        if self.reserved_bytes + nbytes > self.capacity_bytes:
+            self.reorganisations += 1
+            self.release()
+            if self.reserved_bytes + nbytes > self.capacity_bytes:
+                raise OutOfMemory(f"{nbytes} bytes must be <= capacity={self.capacity_bytes} - reserved="
+                                  f"{self.reserved_bytes} (in use: {self.allocated_bytes}); give more or request less")
+        address = self.place(nbytes)
+        row = [address, nbytes, self.time, None]
+        self.history.append(row)
+        insort(self.segments, row)
+        self.cuda_mallocs += 1
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        block = self.blocks[address] = Block(address, nbytes, small)
+        return block
+
+    def place(self, nbytes):
+        """The address of a new segment: the lowest that is free. The device maps pages, so that holes cost it nothing."""
+        address = 0
+        for start, taken, *_ in self.segments:
+            if address + nbytes <= start:
+                break
+            address = start + taken
+        return address
+
+    def release(self):
+        """Returns all segments that are wholly free (torch.cuda.empty_cache)."""
+        for pool in self.pools.values():
+            for nbytes, address in tuple(pool):
+                block = self.blocks[address]
+                if not block.before and not block.after:
+                    self.take(block)
+                    del self.blocks[address]
+                    self.segments.pop(bisect_left(self.segments, [address]))[3] = self.time
+                    self.reserved_bytes -= nbytes
+
+
+# --- steps ---
+
+def tensors(trace):
+    """The tensors of a Trace in the order of their mallocs: Tensor(start, stop, bytes, segment, k, planned).
+
+    start and stop are request numbers; mallocs and frees count, marks do not. k is the number of the malloc in its segment.
+    What is never freed, and what outlives the step (`keep`), is freed at the end. A plan may have what a segment requests
+    and does not keep.
+    """
+    out, live, segment, k, time = [], {}, "", 0, 0
+    for verb, name, nbytes in trace.events:
+        if verb in ("begin", "end"):
+            segment, k = (name, 0) if verb == "begin" else ("", 0)
+            continue
+        if verb == "free":
+            i = live.pop(name)
+            out[i] = out[i]._replace(stop=time)
+        else:
+            live[name if verb == "malloc" else time] = len(out)  # a kept tensor is never asked for by its name
+            out.append(Tensor(time, None, nbytes, segment, k, segment != "" and verb == "malloc"))
+            k += 1
+        time += 1
+    for late, i in enumerate(live.values()):
+        out[i] = out[i]._replace(stop=time + late)
+    return out
+
+
+def pieces(trace):
+    """[(segment, request number at which it begins)] of a Trace, and a last one, "", at its end; "" also stands for what
+    lies between segments."""
+    out, time = [("", 0)], 0
+    for verb, name, _ in trace.events:
+        if verb in ("begin", "end"):
+            out.append((name if verb == "begin" else "", time))
+        else:
+            time += 1
+    out.append(("", time))
+    return [a for a, b in zip(out, out[1:], strict=False) if b[1] > a[1]] + out[-1:]  # without empty ones
+
+
+def kind(segment):
+    """What a segment is, without which layer and of which shape: `1x4096/forward 3` is forward."""
+    return " ".join(word for word in segment.rpartition("/")[2].split() if not any(c.isdigit() for c in word)) or "other"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The caching allocator over some steps: the most bytes allocated (rounded to 512) and reserved, the reorganisations and
+    cudaMallocs. `steps` has the Rectangles of each step's tensors and `segments` those reserved, all on one clock;
+    `starts` the request number at which each step starts, and the end of the last."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    reorganisations: int
+    cuda_mallocs: int
+    steps: tuple
+    segments: tuple
+    starts: tuple
+
+    @property
+    def fragmentation(self):
+        """The share of the reserved bytes that never held a tensor at one time, 0 to 1."""
+        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+
+def simulate(traces, capacity=None, resident_bytes=0, planned_only=False):
+    """The Simulation of one Trace after the other, the cache kept between them: several steps, several lengths.
+
+    capacity: bytes of the device; None for no limit. resident_bytes of it are taken by what is not in the traces and never
+    moves (model states); they are in none of the results. planned_only: without the tensors that a plan leaves to torch.
+    Errors: OutOfMemory.
+    """
+    allocator = CachingAllocator(None if capacity is None else capacity - resident_bytes)
+    steps, starts = [], [0]
+    for trace in traces:
+        everything = tensors(trace)
+        lives = [t for t in everything if t.planned or not planned_only]
+        addresses, start = {}, starts[-1]
+        for time, i in sorted([(t.start, i) for i, t in enumerate(lives)] + [(t.stop, i) for i, t in enumerate(lives)]):
+            allocator.time = start + time
+            if i in addresses:
+                allocator.free(addresses[i])
+            else:
+                addresses[i] = allocator.malloc(lives[i].bytes)
+        steps.append(tuple(Rectangle(start + t.start, start + t.stop, addresses[i], t.bytes, kind(t.segment))
+                           for i, t in enumerate(lives)))
+        starts.append(start + 2 * len(everything))
+    segments = tuple(Rectangle(since, starts[-1] if until is None else until, address, nbytes, "reserved")
+                     for address, nbytes, since, until in allocator.history)
+    return Simulation(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.reorganisations,
+                      allocator.cuda_mallocs, tuple(steps), segments, tuple(starts))
+
+
+def planned(trace, plan):
+    """The Rectangles of a Plan: where the tensors of the Trace lie in the arena, without what it leaves to torch."""
+    out = []
+    for t in tensors(trace):
+        requests = plan.segments.get(t.segment, ())
+        nbytes, offset = requests[t.k] if t.planned and t.k < len(requests) else (0, None)
+        if offset is not None and nbytes == t.bytes:
+            out.append(Rectangle(t.start, t.stop, offset, t.bytes, kind(t.segment)))
+    return out
