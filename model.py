@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from memo.activations import TABLE, Placement
+from memo.allocator import NoArena
 from memo.attention import resolve_attention
 from memo.flat import flat_layout, numel, views
 from memo.swap import Swap
@@ -56,7 +57,7 @@ def accumulate_product(dw, a, b):
     """dw += a b, where dw is fp32 whatever a and b are."""
     if a.dtype == dw.dtype:
         dw.addmm_(a, b)
-    elif a.is_cuda:
+    elif not a.is_cpu:
         aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
     else:
         dw += a @ b
@@ -66,7 +67,7 @@ def accumulate_product(dw, a, b):
 
 def layernorm_operands(*tensors):
     """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000 rows)."""
-    return [t if t is None or t.is_cuda else t.float() for t in tensors]
+    return [t if t is None or not t.is_cpu else t.float() for t in tensors]
 
 
 def layernorm_forward(x, w, b, out, mean, rstd):  # (N, C), (C,), (C,) -> (N, C), (N,), (N,)
@@ -262,6 +263,7 @@ class GPT:
                              SimpleNamespace(**self.named(self.grads, f"h.{i}.")) if grads else None, self.attention)
                        for i in range(cfg.n_layer)]
         self.shape = self.swap = None
+        self.arena = NoArena()  # where the transient tensors live: memo/allocator.py
 
     def named(self, flat, prefix):
         """Views of `flat` by the names behind `prefix`; biases that the model lacks are None."""
@@ -300,29 +302,33 @@ class GPT:
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
         self.tokens, swap = tokens.reshape(-1), self.swap
-        compute = swap.streams.compute
         loss = torch.zeros((), device=self.device)
-        compute.launch("embedding", self.embed, self.tokens, self.positions, swap.x[0])
+        self.launch("embedding", self.embed, self.tokens, self.positions, swap.x[0])
         for i, block in enumerate(self.blocks):
             swap.before_forward(i)
-            compute.launch(f"forward {i}", block.forward, swap.layers[i], self.turn, swap.x[i + 1])
+            self.launch(f"forward {i}", block.forward, swap.layers[i], self.turn, swap.x[i + 1])
             if scale is not None:
                 swap.after_forward(i)
-        compute.launch("head", self.head, swap.x[-1], targets.reshape(-1), scale, loss)
+        head = "head" if scale is not None else "evaluation head"
+        self.launch(head, self.head, swap.x[-1], targets.reshape(-1), scale, loss)
         return loss
 
     def backward(self):
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's input (N, C)."""
         swap = self.swap
-        compute = swap.streams.compute
         for i, block in reversed(list(enumerate(self.blocks))):
             swap.before_backward(i)
             if swap.missing[i]:
-                compute.launch(f"recompute {i}", block.recompute, swap.layers[i], self.turn, swap.missing[i])
-            compute.launch(f"backward {i}", block.backward, swap.x[i + 1], swap.layers[i], self.turn)
+                self.launch(f"recompute {i}", block.recompute, swap.layers[i], self.turn, swap.missing[i])
+            self.launch(f"backward {i}", block.backward, swap.x[i + 1], swap.layers[i], self.turn)
             swap.after_backward(i)
-        compute.launch("embedding backward", self.embed_backward, self.tokens, swap.x[0])
+        self.launch("embedding backward", self.embed_backward, self.tokens, swap.x[0])
         return swap.x[0]
+
+    def launch(self, label, work, *args):
+        """Queues work(*args) on the compute stream, as a segment of the memory plan."""
+        B, T = self.shape
+        self.swap.streams.compute.launch(label, self.arena.run, f"{B}x{T}/{label}", work, *args)
 
     def embed_backward(self, tokens, dx):  # (N,), (N, C)
         for dx_, tokens_, positions in chunks(dx, tokens, self.positions):
@@ -334,7 +340,8 @@ class GPT:
     def embed(self, tokens, positions, out):  # (N,), (N,) -> (N, C)
         torch.index_select(self.w.wte, 0, tokens, out=out)
         if self.w.wpe is not None:
-            out += self.w.wpe[positions]
+            for out_, positions_ in chunks(out, positions):
+                out_ += self.w.wpe[positions_]
         return out
 
     def logits(self, x):
@@ -351,14 +358,18 @@ class GPT:
 
         Token chunk by token chunk: more than HEAD_ROWS rows of logits never exist, forward or backward.
         """
-        w, dw, N = self.w, self.dw, len(x)
         for x_, target in zip(x.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
-            h, mean, rstd, logits = self.logits(x_)
-            p = torch.softmax(logits, 1, dtype=torch.float32)
-            p_target = p.gather(1, target[:, None])
-            loss -= p_target.clamp_min(TINY).log().sum() / N
-            if scale is not None:
-                dlogits = p.scatter_(1, target[:, None], p_target - 1).to(logits.dtype)  # times N / scale
-                accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
-                dh = (dlogits @ w.wte).mul_(scale / N)
-                x_.copy_(layernorm_backward(dh, x_, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
+            loss += self.head_chunk(x_, target, scale, len(x))
+
+    def head_chunk(self, x, target, scale, N):
+        """The part of a chunk's n rows in the mean loss of N; see head."""
+        w, dw = self.w, self.dw
+        h, mean, rstd, logits = self.logits(x)
+        p = torch.softmax(logits, 1, dtype=torch.float32)
+        p_target = p.gather(1, target[:, None])
+        if scale is not None:
+            dlogits = p.scatter_(1, target[:, None], p_target - 1).to(logits.dtype)  # times N / scale
+            accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
+            dh = (dlogits @ w.wte).mul_(scale / N)
+            x.copy_(layernorm_backward(dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
+        return p_target.clamp_min(TINY).log().sum() / -N

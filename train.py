@@ -31,7 +31,7 @@ from memo.metrics import (
     tgs,
 )
 from memo.optim import Optimizer
-from memo.plots import loss_curve, timeline
+from memo.plots import loss_curve, memory_plan, timeline
 from memo.streams import stall_s
 from memo.tokens import load_tokenizer
 from model import GPT, initial_weights
@@ -121,13 +121,15 @@ def setup(cfg):
         optimizer.load(initial_weights(cfg, cfg.seed, device))
     first = ckpt.iter if ckpt is not None else 0
     decision = placement.decide(cfg, model)
-    save_config(cfg, out / "config.json")
-    save_json(placement.as_dict(cfg, decision, model), out / "plan.json")
+    placement.plan_memory(cfg, model)
     if (data.folder / "tokenizer.json").exists():
         shutil.copyfile(data.folder / "tokenizer.json", out / "tokenizer.json")
     peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
-    return SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out,
-                           peak=peak, lock=locked, decision=decision)
+    run = SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out,
+                          peak=peak, lock=locked, decision=decision)
+    save_config(cfg, out / "config.json")
+    save_plan(run)
+    return run
 
 
 def describe(run):
@@ -191,7 +193,7 @@ def not_finite(run, it, loss, grad_norm, offsets):
 
 def train(run, loggers, stop):
     """The loop, from step run.first on; returns the number of steps done in the whole run."""
-    cfg, swap = run.cfg, run.model.swap
+    cfg, swap, arena = run.cfg, run.model.swap, run.model.arena
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     for it in range(run.first, cfg.max_iters):
         last = it == cfg.max_iters - 1
@@ -199,19 +201,24 @@ def train(run, loggers, stop):
         swap.streams.timeline.clear()
         start, lr = time.perf_counter(), learning_rate(cfg, it)
         loss, offsets = forward_backward(run, it)
-        grad_norm = run.optimizer.clip(cfg.grad_clip)
+        grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
         loss, grad_norm = torch.stack((loss, grad_norm)).tolist()  # the one place where the host waits for the device
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, it, loss, grad_norm, offsets)
-        run.optimizer.step(lr)
+        arena.run("optimizer", run.optimizer.step, lr)
         step_s = time.perf_counter() - start
         rate = tgs(tokens, 1, step_s)
         spans = swap.streams.timeline.take()
         stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak), alpha=run.decision.alpha,
                           offload_bytes=swap.host_bytes * cfg.gradient_accumulation_steps, stall_s=stall_s(spans),
+                          transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes, val_loss=val_loss)
+        if arena.settle():
+            save_plan(run)
         if it == min(run.first + 2, cfg.max_iters - 1):
             picture(timeline, spans, run.out / "timeline.json", run.out / "timeline.png", f"step {it}, {title(run)}")
+            if arena.plans:
+                picture(memory_plan, *arena.plans[0], run.out / "memory_plan.png", title(run))
         if it % cfg.log_interval == 0 or val_loss is not None or last:
             for logger in loggers:
                 logger.log(stats)
@@ -220,6 +227,10 @@ def train(run, loggers, stop):
         if cfg.save_interval and (it + 1) % cfg.save_interval == 0:
             save(run, it + 1)
     raise AssertionError("main() starts no run without steps")
+
+
+def save_plan(run):
+    save_json(placement.as_dict(run.cfg, run.decision, run.model), run.out / "plan.json")
 
 
 def title(run):
@@ -241,7 +252,7 @@ def main(argv=None):
         print(f"{__doc__}\n\n{help_text()}")
         return 0
     run = setup(load_config(argv))
-    with contextlib.closing(run.model):
+    with contextlib.closing(run.model.arena), contextlib.closing(run.model):
         return go(run)
 
 
@@ -270,8 +281,9 @@ def go(run):
     val = [r["val_loss"] for r in read_metrics(run.out / "metrics.jsonl") if r.get("val_loss") is not None]
     if val:
         print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
-    print(f"done: {done} steps; {run.out}/ holds ckpt.safetensors, metrics.jsonl, config.json, plan.json, loss.png and "
-          f'timeline.png\ntry: python -m memo.sample {run.out} --prompt="def main("')
+    files = ("ckpt.safetensors", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
+    print(f"done: {done} steps; {run.out}/ holds {', '.join(f for f in files if (run.out / f).exists())}\n"
+          f'try: python -m memo.sample {run.out} --prompt="def main("')
     return 0
 
 

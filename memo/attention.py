@@ -126,6 +126,8 @@ def missing(name, device, dtype, head_dim):
     """Why backend `name` cannot serve here; empty where it can."""
     if name == "math":
         return ""
+    if device.type == "meta":  # where nothing is computed, in the shapes of torch's own kernels
+        return "" if name in ("cudnn", "flash", "cpu") else "it has no meta kernel"
     if name == "cpu":
         return "" if device.type == "cpu" else "it runs on the CPU only"
     if device.type != "cuda":

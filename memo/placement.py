@@ -1,11 +1,13 @@
 """From a config and the machine it runs on to where the activations live: the measured rates, the alpha program's answer,
-and what the startup and plan.json say of it."""
+the plan of the temporary tensors, and what the startup and plan.json say of it."""
 
+import sys
 from dataclasses import asdict, dataclass
 from math import inf
 
 from memo import profiler
 from memo.activations import Placement, layout
+from memo.allocator import Arena, Unavailable
 from memo.alpha import GROUPS, Problem, SwapPlan, place
 from memo.config import ConfigError
 from memo.device import free_bytes
@@ -101,6 +103,19 @@ def decide(cfg, model, streams=None):
     return Decision(placement, swap_plan, rates, limit)
 
 
+def plan_memory(cfg, model):
+    """Records the memory requests of a step in a rehearsal and plans their addresses: model.arena. Where that cannot be done
+    the run goes on without, and says so."""
+    if cfg.memory_plan == "off":
+        return
+    try:
+        arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
+        arena.replay(profiler.rehearse(model, arena))
+        model.arena = arena
+    except Unavailable as e:
+        print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {e}; training goes on without it", file=sys.stderr)
+
+
 def where_it_lives(cfg, decision, model, optimizer):
     """[(what, device bytes, host bytes)], which add up to all that is held from step to step."""
     p, tensors = decision.placement, tensors_of(cfg, model.dtype)
@@ -116,6 +131,7 @@ def where_it_lives(cfg, decision, model, optimizer):
             ("optimizer", sum(states.values()), 0),
             (f"{p.n_buffers} buffer{'s' * (p.n_buffers > 1)} for {p.n_layer} layers", sum(buffers.values()), 0),
             (f"{p.n_inputs} buffers for their inputs", inputs, 0),
+            ("arena of temporary tensors", model.arena.stats().arena_bytes, 0),
             ("positions", model.positions.nbytes + (0 if model.turn is None else model.turn.nbytes), 0)]
     return rows + [(f"{name} of {p.n_swapped} swapped layers", 0, n) for name, n in swapped.items() if n]
 
@@ -147,4 +163,5 @@ def as_dict(cfg, decision, model):
     return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
                 placement=asdict(decision.placement), device_bytes=model.swap.device_bytes, host_bytes=model.swap.host_bytes,
-                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates))
+                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
+                memory_plans=[asdict(plan) for _, plan in model.arena.plans])

@@ -1,13 +1,18 @@
 """Pictures of a run."""
 
+import itertools
 import json
 import math
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.collections import PolyCollection
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
+from memo.caching import Rectangle, kind, pieces, planned, simulate
 from memo.metrics import read_metrics
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
@@ -77,5 +82,92 @@ def timeline(spans, json_path, png_path, title):
     ax.set(yticks=[-i for i in range(len(ROWS))], yticklabels=ROWS, xlim=(0, length), xlabel="seconds",
            title=title.replace("$", r"\$"))
     ax.spines[["top", "right"]].set_visible(False)
+    fig.savefig(png_path)
+    plt.close(fig)
+
+
+# --- the memory plan ---
+
+MEMORY = {"embedding": "#8e6bb0", "forward": PALE, "head": GREEN, "recompute": ORANGE, "backward": BLUE,
+          "embedding backward": "#5d3a82", "optimizer": "#b8860b", "evaluation head": "#8cc7a5"}
+TICKS = ("forward", "head", "backward")  # of the first of each
+HOLE = "#d9dbdf"  # reserved, unused
+SPARE = ("#c26a8d", "#4f9d9d", "#a0793d", "#6b7a3a")  # for kinds with a name of their own
+
+
+def scale(nbytes):
+    """The unit to print that many bytes in: (its bytes, its name)."""
+    return next(((2**p, name) for p, name in ((30, "GiB"), (20, "MiB")) if nbytes >= 2**p), (2**10, "KiB"))
+
+
+def printed(nbytes):
+    unit, name = scale(nbytes)
+    return f"{nbytes / unit:.4g} {name}"
+
+
+def fill(ax, rectangles, colour, unit, linewidth, edge):
+    """Rectangles (memo/caching.py) as one collection: a step has thousands."""
+    corners = [[(r.start, low), (r.stop, low), (r.stop, high), (r.start, high)] for r, low, high in
+               ((r, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles)]
+    thin, low = ax.get_xlim()[1] / 400, ax.get_ylim()[1] / 100  # an edge would hide it
+    edges = [edge if c[1][0] - c[0][0] > thin and c[2][1] - c[0][1] > low else colour for c in corners]
+    ax.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edges, linewidths=linewidth))
+
+
+def memory_plan(trace, plan, png_path, title, before=()):
+    """The tensors of a step, address against time: where the Plan puts them and, on the same scale (while that is up to 4
+    times as much), where torch's caching allocator would: simulated from an empty cache, or from what the Traces `before`
+    left. Every segment of the step is as wide as the others. Grey is reserved and holds nothing. What the plan leaves to
+    torch is in neither. A PNG.
+
+    Errors: ValueError where the plan has no place for any tensor of the trace.
+    """
+    tensors = planned(trace, plan)
+    if not tensors:
+        raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this trace")
+    cache = simulate([*before, trace], planned_only=True)
+    start, stop = cache.starts[-2:]
+    labels, begins = zip(*pieces(trace), strict=True)
+
+    def on_the_axis(rectangles, start):  # request numbers -> segments
+        at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
+                  for end in ("start", "stop"))
+        return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
+    tensors, cached, segments = (on_the_axis(*r) for r in ((tensors, 0), (cache.steps[-1], start), (cache.segments, start)))
+    arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
+    unit, name = scale(plan.arena_bytes)
+    tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]
+    heights = max(tops[0], tops[1] / 4), tops[1]  # one scale for both, unless nothing were seen of the plan
+    spare = itertools.cycle(SPARE)
+    colours = {k: MEMORY.get(k.removeprefix("layer ")) or next(spare) for k in dict.fromkeys(r.kind for r in tensors)}
+    lines = [dict(color=RED, lw=1.5, label=f"planned, {printed(plan.arena_bytes)}")]
+    if plan.proven:
+        lines[0]["label"] += ", the lower bound"
+    else:
+        lines += [dict(color="black", lw=1.2, ls=(0, (4, 3)), label=f"lower bound, {printed(plan.lower_bound)}")]
+
+    fig, axes = plt.subplots(2, 1, figsize=(12, 7.7), dpi=130, sharex=True, height_ratios=heights, layout="constrained")
+    for ax, rectangles, reserved, top in zip(axes, (tensors, cached), (arena, segments), tops, strict=True):
+        ax.set(ylabel=f"address ({name})", xlim=(0, len(begins) - 1), ylim=(0, top))
+        fill(ax, reserved, HOLE, unit, 0.4, GREY)
+        for k, colour in colours.items():
+            fill(ax, [r for r in rectangles if r.kind == k], colour, unit, min(0.4, 20 / len(begins)), "white")
+        for at, line in zip((plan.arena_bytes, plan.lower_bound), lines, strict=False):
+            ax.axhline(at / unit, **line)
+        if heights[0] == tops[0]:
+            ax.yaxis.set_major_locator(FixedLocator(MaxNLocator(8).tick_values(0, max(tops))))
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_title(f"planned: {printed(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
+    axes[1].set_title(f"torch's caching allocator (simulated): reserves {printed(cache.reserved_bytes)}, "
+                      f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
+    firsts = {kind(label): i for i, label in reversed(list(enumerate(labels))) if kind(label) in TICKS}
+    axes[1].set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
+                xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
+    for tick in axes[1].get_xticklabels():
+        tick.set_ha("left")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=k) for k, c in {**colours, "reserved, unused": HOLE}.items()]
+    fig.legend(handles=handles + [plt.Line2D([], [], **line) for line in lines], ncols=5, frameon=False, fontsize=9,
+               loc="outside lower center")
+    fig.suptitle(title.replace("$", r"\$"))
     fig.savefig(png_path)
     plt.close(fig)

@@ -1,18 +1,26 @@
-"""The rates the alpha program needs, measured before the first step at the run's own shape: seconds of a layer's forward,
-backward and recompute, bytes per second of the copies between device and host.
+"""What is found out before the first step, at the run's own shape. The rates that the alpha program needs: seconds of a
+layer's forward, backward and recompute, bytes per second of the copies between device and host. And the memory requests
+of a step, recorded from a rehearsal, or traced with torch's fake tensors, without memory or GPU.
 
-The block and its buffers are handed in; what they hold is overwritten, the block's gradients too.
+The model or the block and its buffers are handed in; what they hold is overwritten, the gradients too.
 """
 
 import time
+import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from memo import planner
 from memo.activations import TABLE
 from memo.alpha import GROUPS
 from memo.slab import HostSlab
+from memo.streams import open_streams
 from memo.swap import copy_bytes
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
@@ -110,3 +118,89 @@ def measure(block, swap, turn, device, pin=True):
     swap.streams.timeline.take()
     forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device)
     return Rates(forward_s, backward_s, recompute_s, *copy_rates(swap, device, pin), transient)
+
+
+# --- the memory requests of a step ---
+
+class Rehearsal:
+    """In the place of a model's arena while it goes through a step and an evaluation: of the segments that make the same
+    requests (the layers are identical) only the first does anything. `order`: [(label, that of its first like)]."""
+
+    def __init__(self, arena):
+        self.arena, self.first, self.order = arena, {}, []
+
+    def run(self, label, work, *args):
+        name, _, number = label.rpartition(" ")
+        kind = name if number.isdigit() else label
+        if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
+            kind += str([r.stop - r.start for r in args[-1].values()])
+        if kind not in self.first:
+            self.first[kind] = label
+            self.arena.run(label, work, *args)
+        if label not in dict(self.order):
+            self.order.append((label, self.first[kind]))
+
+
+def rehearse(model, arena):
+    """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of one layer of
+    each kind. Copies nothing; the model's gradients are zero afterwards."""
+    swap, B, T = model.swap, *model.shape
+    tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
+    pairs, before, model.arena = swap.pairs, model.arena, Rehearsal(arena)
+    swap.pairs = [[] for _ in pairs]
+    try:
+        model.forward(tokens, tokens, scale=1.0)
+        model.backward()
+        model.forward(tokens, tokens)
+        return arena.recorded().repeated(model.arena.order)
+    finally:
+        swap.pairs, model.arena = pairs, before
+        swap.streams.timeline.clear()
+        model.grads.zero_()
+
+
+def traced(make, B, T, missing, device="meta"):
+    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as it is on a
+    GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing."""
+    with FakeTensorMode() if device == "cpu" else nullcontext():
+        model = make(torch.device(device))
+        model.reserve(B, T, streams=open_streams(torch.device("cpu")))
+        model.swap.missing = missing
+        return rehearse(model, FakeArena())
+
+
+class FakeArena(TorchDispatchMode):
+    """Records the requests of segments that run on fake tensors: those of each operation's results, but not of what
+    its kernel takes for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.log, self.known, self.ids = [], weakref.WeakKeyDictionary(), 0
+
+    def run(self, label, work, *args):
+        self.log.append(("begin", label, 0))
+        with self:
+            result = work(*args)
+        self.log.append(("end", label, 0))
+        return result
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **kwargs)
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
+                self.note(t.untyped_storage())
+        return result
+
+    def note(self, storage):
+        if storage.nbytes() and storage not in self.known:
+            self.ids += 1
+            event = (str(self.ids), storage.nbytes())
+            self.known[storage] = event
+            self.log.append(("malloc", *event))
+            weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
+
+    def recorded(self):
+        """The Trace so far."""
+        return planner.check(self.log).settled()

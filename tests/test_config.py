@@ -21,7 +21,7 @@ def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size bias gelu position rope_theta
         dataset batch_size gradient_accumulation_steps
-        activation alpha alpha_mode host_memory_gb pin_memory
+        activation alpha alpha_mode host_memory_gb pin_memory memory_plan memory_plan_check solver
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
         out_dir init_from eval_interval eval_iters log_interval save_interval wandb_log wandb_project wandb_run_name
         device dtype attention deterministic seed""".split()
@@ -176,7 +176,8 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
     assert gpt.params.numel() == P + norms + padding
 
 
-TORCH_FREE = {"config", "activations", "alpha", "tokens", "hardware", "metrics"}  # DESIGN section 4
+TORCH_FREE = {"config", "activations", "alpha", "dsa", "dsa_solvers", "planner", "caching", "tokens", "hardware",
+              "metrics"}  # DESIGN section 4
 
 
 def imports(path):

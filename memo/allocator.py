@@ -1,0 +1,195 @@
+"""Record and replay of memory requests inside torch's allocator interface: the Python side of memo/allocator.cpp.
+
+The requests of a segment (a layer's forward, say) that has no plan are served by torch and recorded, once. Those of a
+segment that has one get their planned addresses in the arena. A request that the plan does not have, or whose place
+is still taken, is a miss: torch serves it, it is counted and reported once for each segment. What is requested outside the
+segments never comes near the plan. Source: MEMO 4.3.3.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import namedtuple
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from memo import planner
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
+Planned = namedtuple("Planned", "trace plan")
+Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks log_chars")
+
+
+class Unavailable(RuntimeError):
+    """Memory requests cannot be recorded or replayed here: no compiler, say. Training can go on without."""
+
+
+def cache_folder():
+    """Where compiled code and plans are kept from run to run."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memo"
+    except RuntimeError:  # nobody's home
+        return Path(tempfile.gettempdir()) / f"memo-{os.getuid()}"
+
+
+def compiled(folder, *flags):
+    """The path of the compiled library in `folder`; g++ builds it in a few seconds the first time. Errors: Unavailable,
+    OSError where the folder cannot be used."""
+    where = Path(torch.__file__).parent
+    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}", f"-L{where / 'lib'}",
+               "-lc10", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
+    made_from = SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode()
+    library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # two runs may start at once
+            made = Path(scratch) / library.name
+            try:
+                done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+            except OSError as e:
+                raise Unavailable(f"there is no C++ compiler, g++ ({e.strerror})") from None
+            if done.returncode or not made.exists():
+                raise Unavailable(f"g++ failed: {next(iter(done.stderr.splitlines()), f'exit code {done.returncode}')}")
+            os.replace(made, library)
+    return library
+
+
+@cache
+def load(*flags):
+    """The compiled library. Errors: Unavailable."""
+    try:
+        try:
+            library = compiled(cache_folder(), *flags)
+        except OSError:  # a folder that cannot be written costs some seconds at every start
+            library = compiled(tempfile.mkdtemp(prefix="memo-"), *flags)
+        try:
+            lib = ctypes.CDLL(str(library))
+        except OSError:  # broken: once more
+            library.unlink()
+            lib = ctypes.CDLL(str(compiled(library.parent, *flags)))
+    except OSError as e:
+        raise Unavailable(f"its library cannot be built or loaded ({e})") from None
+    handle, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+    numbers = ctypes.POINTER(ctypes.c_int64)
+    for name, result, arguments in (("install", text, [number]), ("open", handle, [number, number]),
+                                    ("close", None, [handle]), ("begin", number, [handle, text]), ("end", None, [number]),
+                                    ("log", text, [handle]), ("misses", text, [handle]),
+                                    ("reserve", text, [handle, ctypes.c_int64]),
+                                    ("plan", None, [handle, text, ctypes.c_int64, numbers, numbers]),
+                                    ("stats", None, [handle, number, numbers])):
+        function = getattr(lib, f"memo_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+class NoArena:
+    """memory_plan=off: every request goes to torch, as if there were no segments."""
+
+    plans = ()
+
+    def run(self, label, work, *args):
+        return work(*args)
+
+    def settle(self):
+        return False
+
+    close = settle
+
+    def stats(self, reset_peak=False):
+        return Stats(0, 0, None, 0, 0, 0)
+
+
+class Arena:
+    """The temporary tensors of one model: `run(label, work, *args)` is a segment, settle() the boundary of a step, `plans`
+    all that was planned so far, [(trace, plan)].
+
+    What a segment does with its tensors must stay on one stream, and on the device that was current when the plan came: a
+    place that is free may be given away at once. `guard`: on every request check all live blocks against each other, and on
+    the CPU fill what is freed with NaN. Errors: Unavailable.
+    """
+
+    def __init__(self, device, solver="auto", guard=False, flags=()):
+        self.device, self.solver, self.plans, self.lib = device, solver, [], load(*flags)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.init()
+        if why := self.lib.memo_install(cuda):
+            raise Unavailable(why.decode())
+        self.handle = self.lib.memo_open(cuda, guard)
+        self.close = weakref.finalize(self, self.lib.memo_close, self.handle)  # its memory goes with its last tensor
+        self.run("probe", partial(torch.empty, 1, device=device))
+        self.recorded()
+        if self.stats().requests != 1:
+            raise Unavailable("this torch's allocator has another interface")
+
+    def run(self, label, work, *args):
+        """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do not nest. A
+        closed arena leaves them to torch."""
+        if not self.close.alive:
+            return work(*args)
+        if " ".join(label.split()) != label or not label or "#" in label:
+            raise ValueError(f"label={label!r} must be words with single spaces between, without #")
+        if not self.lib.memo_begin(self.handle, label.encode()):
+            raise RuntimeError(f"segment {label!r} may not begin inside another one")
+        failed = True
+        try:
+            result = work(*args)
+            failed = False
+            return result
+        finally:
+            self.lib.memo_end(failed)
+
+    def stats(self, reset_peak=False):
+        """Stats since the start; peak_bytes since it was last reset: the highest byte used of the arena, and in a segment
+        that is being recorded the most bytes in use."""
+        out = (ctypes.c_int64 * len(Stats._fields))()
+        if self.close.alive:
+            self.lib.memo_stats(self.handle, reset_peak, out)
+        return Stats(*out)
+
+    def recorded(self):
+        """The Trace of all segments recorded since the last call; what is not freed by now outlives the step."""
+        return planner.parse(self.lib.memo_log(self.handle).decode(), "recorded").settled()
+
+    def settle(self):
+        """To be called between two steps: plans what was recorded in the last one, warns of what missed its plan. -> whether
+        there is a new plan."""
+        for line in self.lib.memo_misses(self.handle).decode().splitlines():
+            print(f"warning: memory plan: {line}; torch serves what the plan does not have", file=sys.stderr)
+        if not self.stats().log_chars:
+            return False
+        try:
+            self.replay(self.recorded())
+        except (planner.LogError, Unavailable) as e:
+            print(f"warning: memory plan: {e}; torch serves these segments", file=sys.stderr)
+            return False
+        return True
+
+    def replay(self, trace):
+        """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
+        plan = planner.cached(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type])
+        self.install(plan)
+        self.plans.append(Planned(trace, plan))
+
+    def install(self, plan):
+        """From now on the segments of `plan` get its addresses. Errors: Unavailable: no memory for the arena."""
+        if plan.arena_bytes > (before := self.stats().arena_bytes):
+            self.lib.memo_reserve(self.handle, 0)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the old arena, and of what the recorded step left behind
+            if why := self.lib.memo_reserve(self.handle, plan.arena_bytes):
+                why = why.decode().splitlines()[0]
+                self.lib.memo_reserve(self.handle, before)
+                raise Unavailable(f"no memory for an arena of {plan.arena_bytes / 2**30:.4g} GiB ({why})")
+        for label, requests in plan.segments.items():
+            columns = [n for n, _ in requests], [-1 if offset is None else offset for _, offset in requests]
+            array = ctypes.c_int64 * len(requests)
+            self.lib.memo_plan(self.handle, label.encode(), len(requests), *(array(*c) for c in columns))
