@@ -219,27 +219,27 @@ def read_csv(path, capacity=None, alignment=1):
     missing = [column for column in COLUMNS if column not in names]
     if missing:
         what = f"column {missing[0]!r} is missing" if any(names) else "is empty"
-        raise DsaError(f"{path} line 1: {what}; the first line must name {','.join(COLUMNS)}")
+        raise DsaError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
     buffers, numbers = [], []
     for number, row in enumerate(csv.reader(lines[1:]), 2):
         if not row:
             continue
         if len(row) != len(names):
-            raise DsaError(f"{path} line {number}: {len(row)} fields must be {len(names)}, as in the first line")
+            raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first line")
         row = dict(zip(names, map(str.strip, row), strict=True))
         for field in COLUMNS[1:]:
             try:
                 row[field] = int(row[field])
             except ValueError:
-                raise DsaError(f"{path} line {number}: {field}={row[field]!r} must be a whole number") from None
+                raise DsaError(f"{path}:{number}: {field}={row[field]!r} must be a whole number") from None
         buffers.append(Buffer(*(row[column] for column in COLUMNS)))
         numbers.append(number)
     if not buffers:
-        raise DsaError(f"{path} line 2: there must be at least one buffer below the first line")
+        raise DsaError(f"{path}:2: there must be at least one buffer below the first line")
     try:
         return Problem(tuple(buffers), capacity, alignment)
     except DsaError as error:
-        where = str(path) if error.buffer is None else f"{path} line {numbers[error.buffer]}"
+        where = str(path) if error.buffer is None else f"{path}:{numbers[error.buffer]}"
         raise DsaError(f"{where}: {error}", error.buffer) from None
 
 
@@ -267,12 +267,15 @@ def main(argv=None):
         problem = read_csv(args.requests, args.capacity, args.alignment)
         solution = solve(problem, args.solver, args.time_limit)
         write_csv(args.output, problem, solution)
-    except (DsaError, OSError) as error:
-        print(error, file=sys.stderr)
+    except DsaError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except NoPlacement as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 3
+    except OSError as error:
+        print(f"error: {args.output} cannot be written ({error.strerror}); choose another -o", file=sys.stderr)
+        return 2
     quality = "proven optimal" if solution.proven else f"gap {solution.gap:.2%}"
     print(f"peak {solution.peak}, lower bound {solution.lower_bound}, {quality}, {solution.seconds:.2f} s, "
           f"found by {solution.solver}")

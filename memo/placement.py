@@ -2,8 +2,10 @@
 the plan of the temporary tensors, and what the startup and plan.json say of it."""
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
+
+import torch
 
 from memo import profiler
 from memo.activations import Placement, layout
@@ -103,14 +105,26 @@ def decide(cfg, model, streams=None):
     return Decision(placement, swap_plan, rates, limit)
 
 
+def requests_of_a_step(model, arena):
+    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for one."""
+    try:
+        return profiler.rehearse(model, arena)
+    except torch.OutOfMemoryError:
+        print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its requests are traced, "
+              "not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
+        arena.recorded()  # half a rehearsal, of no use
+        cfg, like = replace(model.cfg, attention="auto"), "cpu" if model.device.type == "cpu" else "meta"
+        return profiler.traced(lambda device: type(model)(cfg, device, model.dtype), *model.shape, model.swap.missing, like)
+
+
 def plan_memory(cfg, model):
-    """Records the memory requests of a step in a rehearsal and plans their addresses: model.arena. Where that cannot be done
-    the run goes on without, and says so."""
+    """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done the run goes on
+    without, and says so."""
     if cfg.memory_plan == "off":
         return
     try:
         arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
-        arena.replay(profiler.rehearse(model, arena))
+        arena.replay(requests_of_a_step(model, arena))
         model.arena = arena
     except Unavailable as e:
         print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {e}; training goes on without it", file=sys.stderr)

@@ -248,6 +248,7 @@ class Levels:
 
 
 def compose(trace, solver, alignment, time_limit, by_segment):
+    """The validated Plan of a trace, in two levels or in one."""
     start = time.perf_counter()
     requests, sizes, spans = requests_of(marked(trace))
     levels, inside, blocks = Levels(alignment, solver, time_limit), {}, []
@@ -290,8 +291,8 @@ def marked(trace):
 
 
 def bilevel(trace, solver="auto", alignment=1, time_limit=60.0):
-    """The Plan of a trace in two levels: equal segments are solved once, then the step with a pseudo block for each. Every
-    plan is validated as a whole. Source: MEMO 4.2."""
+    """The Plan of a trace in two levels: equal segments are solved once, then the step with a pseudo block for each.
+    Source: MEMO 4.2."""
     return compose(trace, solver, alignment, time_limit, by_segment=True)
 
 

@@ -408,6 +408,26 @@ def test_fifty_steps_are_bitwise_those_without_the_plan(tmp_path, capsys):
     assert (tmp_path / "plan" / "memory_plan.png").stat().st_size > 10_000
 
 
+def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(tmp_path, monkeypatch, capsys):
+    assert main(tmp_path / "recorded", "--max_iters=3") == 0
+    assert "warning" not in capsys.readouterr().err
+
+    def no_room(model, arena):
+        if isinstance(arena, Arena):
+            arena.run("half", empty, 100)
+            raise torch.OutOfMemoryError("no room")
+        return rehearse(model, arena)
+    rehearse = profiler.rehearse
+    monkeypatch.setattr(profiler, "rehearse", no_room)
+    assert main(tmp_path / "traced", "--max_iters=3") == 0
+    err = capsys.readouterr().err
+    assert "its requests are traced, not recorded" in err and "1x1024/forward 0:" in err  # attention's workspace
+    assert [r["loss"] for r in metrics(tmp_path / "recorded")] == [r["loss"] for r in metrics(tmp_path / "traced")]
+    recorded, traced = (json.loads((tmp_path / name / "plan.json").read_text())["memory_plans"][0]
+                        for name in ("recorded", "traced"))
+    assert list(recorded["segments"]) == list(traced["segments"]) and traced["arena_bytes"] <= recorded["arena_bytes"]
+
+
 def test_a_stop_by_signal_and_a_resume_change_nothing(tmp_path, monkeypatch):
     assert main(tmp_path / "whole", "--max_iters=8") == 0
     step = train.Optimizer.step

@@ -222,18 +222,18 @@ HEAD = "id,lower,upper,size\n"
 
 
 @pytest.mark.parametrize("text,args,message", [
-    (HEAD + "a,0,2,4\nb,3,3,4\n", [], "r.csv line 3: lower=3 must be below upper=3"),
-    (HEAD + "a,5,2,4\n", [], "r.csv line 2: lower=5 must be below upper=2"),
-    (HEAD + "a,0,2,-4\n", [], "r.csv line 2: size=-4 of buffer 'a' must be at least 1"),
-    (HEAD + "a,0,2,0\n", [], "r.csv line 2: size=0 of buffer 'a' must be at least 1"),
-    (HEAD + "a,0,2,4\nb,0,2,9\n", ["--capacity=8"], "r.csv line 3: size=9 of buffer 'b' must be at most capacity=8"),
-    (HEAD + "a,0,two,4\n", [], "r.csv line 2: upper='two' must be a whole number"),
-    (HEAD + "a,0,2,4.5\n", [], "r.csv line 2: size='4.5' must be a whole number"),
-    (HEAD + "a,0,2\n", [], "r.csv line 2: 3 fields must be 4"),
-    ("id,lower,size\na,0,4\n", [], "r.csv line 1: column 'upper' is missing"),
-    (HEAD + "a,0,2,4\nb,0,2,4\na,3,4,4\n", [], "r.csv line 4: id='a' must be unique"),
-    ("", [], "r.csv line 1: is empty"),
-    (HEAD, [], "r.csv line 2: there must be at least one buffer"),
+    (HEAD + "a,0,2,4\nb,3,3,4\n", [], "r.csv:3: lower=3 must be below upper=3"),
+    (HEAD + "a,5,2,4\n", [], "r.csv:2: lower=5 must be below upper=2"),
+    (HEAD + "a,0,2,-4\n", [], "r.csv:2: size=-4 of buffer 'a' must be at least 1"),
+    (HEAD + "a,0,2,0\n", [], "r.csv:2: size=0 of buffer 'a' must be at least 1"),
+    (HEAD + "a,0,2,4\nb,0,2,9\n", ["--capacity=8"], "r.csv:3: size=9 of buffer 'b' must be at most capacity=8"),
+    (HEAD + "a,0,two,4\n", [], "r.csv:2: upper='two' must be a whole number"),
+    (HEAD + "a,0,2,4.5\n", [], "r.csv:2: size='4.5' must be a whole number"),
+    (HEAD + "a,0,2\n", [], "r.csv:2: 3 fields must be 4"),
+    ("id,lower,size\na,0,4\n", [], "r.csv:1: column 'upper' is missing"),
+    (HEAD + "a,0,2,4\nb,0,2,4\na,3,4,4\n", [], "r.csv:4: id='a' must be unique"),
+    ("", [], "r.csv:1: is empty"),
+    (HEAD, [], "r.csv:2: there must be at least one buffer"),
     (None, [], "r.csv: cannot be read (No such file or directory)"),
     (b"\xff\xfe\x00", [], "r.csv: cannot be read"),
     (HEAD + "a,0,2,4\n", ["--alignment=0"], "alignment=0 must be at least 1"),
@@ -253,7 +253,7 @@ def test_the_command_line(tmp_path):
     full = HEAD + "a,0,2,4\nb,1,3,4\n"
     none = run(tmp_path, full, "--capacity=7")
     assert none.returncode == 3 and not none.stdout
-    assert none.stderr.startswith("no placement under capacity=7 exists (proven")
+    assert none.stderr.startswith("error: no placement under capacity=7 exists (proven")
     done = run(tmp_path, full, "--capacity=9", "--solver=greedy", "--time_limit=5", "--alignment=1")
     assert done.returncode == 0 and done.stdout.startswith("peak 8, lower bound 8, proven optimal, 0.")
     plan = read_csv(tmp_path / "plan.csv")
