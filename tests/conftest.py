@@ -1,10 +1,33 @@
-"""Every session has a cache of its own: no test finds a plan that another run made, none leaves one behind."""
+"""What several tests begin with."""
 
+import json
+
+import numpy as np
 import pytest
+
+VOCAB = 50
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
+    """No test finds a plan that another run made, none leaves one behind."""
     with pytest.MonkeyPatch.context() as m:
         m.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """A dataset folder of a language with structure: each token follows from the one before, mostly."""
+    folder = tmp_path_factory.mktemp("dataset")
+    rng = np.random.default_rng(0)
+    follow = rng.permutation(VOCAB)
+    counts = {}
+    for split, n in (("train", 20000), ("val", 2000)):
+        ids = [0]
+        for noise in rng.random(n - 1):
+            ids.append(int(rng.integers(VOCAB)) if noise < 0.1 else int(follow[ids[-1]]))
+        np.array(ids, dtype=np.uint16).tofile(folder / f"{split}.bin")
+        counts[split] = dict(tokens=n)
+    (folder / "meta.json").write_text(json.dumps(dict(dtype="uint16", vocab_size=VOCAB, counts=counts)))
+    return folder

@@ -326,13 +326,13 @@ def test_a_closed_arenas_memory_goes_with_its_last_tensor():
     assert resident() < before - n // 2
 
 
-def test_without_a_compiler_training_goes_on_without_the_plan(tmp_path, monkeypatch, capsys):
+def test_without_a_compiler_training_goes_on_without_the_plan(dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     allocator.load.cache_clear()
     with pytest.raises(Unavailable, match=r"there is no C\+\+ compiler"):
         Arena(CPU)
-    assert main(tmp_path / "out", "--max_iters=2") == 0
+    assert main(dataset, tmp_path / "out", "--max_iters=2") == 0
     out = capsys.readouterr()
     assert ("warning: memory_plan=bilevel is not to be had: there is no C++ compiler, g++ (No such file or directory); "
             "training goes on without it") in out.err and "memory_plan.png" not in out.out
@@ -386,18 +386,19 @@ def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
     model.close()
 
 
-def main(out, *argv):
-    return train.main(["config/stdlib.py", f"--out_dir={out}", "--n_layer=4", "--n_embd=64", "--alpha=0.5",
-                       "--block_size=1024", "--warmup_iters=2", "--eval_interval=0", "--memory_plan_check=true", *argv])
+def main(dataset, out, *argv):
+    return train.main([f"--dataset={dataset}", f"--out_dir={out}", "--n_layer=4", "--n_head=2", "--n_embd=64", "--alpha=0.5",
+                       "--block_size=1024", "--warmup_iters=2", "--device=cpu", "--eval_interval=0",
+                       "--memory_plan_check=true", *argv])
 
 
 def metrics(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_fifty_steps_are_bitwise_those_without_the_plan(tmp_path, capsys):
-    assert main(tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false", "--max_iters=50") == 0
-    assert main(tmp_path / "plan", "--max_iters=50", "--eval_interval=10", "--eval_iters=1") == 0
+def test_fifty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsys):
+    assert main(dataset, tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false", "--max_iters=50") == 0
+    assert main(dataset, tmp_path / "plan", "--max_iters=50", "--eval_interval=10", "--eval_iters=1") == 0
     assert "memory plan" not in capsys.readouterr().err  # no miss
     off, planned = metrics(tmp_path / "off"), metrics(tmp_path / "plan")
     assert [(r["loss"], r["grad_norm"]) for r in off] == [(r["loss"], r["grad_norm"]) for r in planned]
@@ -408,8 +409,8 @@ def test_fifty_steps_are_bitwise_those_without_the_plan(tmp_path, capsys):
     assert (tmp_path / "plan" / "memory_plan.png").stat().st_size > 10_000
 
 
-def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(tmp_path, monkeypatch, capsys):
-    assert main(tmp_path / "recorded", "--max_iters=3") == 0
+def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_path, monkeypatch, capsys):
+    assert main(dataset, tmp_path / "recorded", "--max_iters=3") == 0
     assert "warning" not in capsys.readouterr().err
 
     def no_room(model, arena):
@@ -419,7 +420,7 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(tmp_path, monke
         return rehearse(model, arena)
     rehearse = profiler.rehearse
     monkeypatch.setattr(profiler, "rehearse", no_room)
-    assert main(tmp_path / "traced", "--max_iters=3") == 0
+    assert main(dataset, tmp_path / "traced", "--max_iters=3") == 0
     err = capsys.readouterr().err
     assert "its requests are traced, not recorded" in err and "1x1024/forward 0:" in err  # attention's workspace
     assert [r["loss"] for r in metrics(tmp_path / "recorded")] == [r["loss"] for r in metrics(tmp_path / "traced")]
@@ -428,8 +429,8 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(tmp_path, monke
     assert list(recorded["segments"]) == list(traced["segments"]) and traced["arena_bytes"] <= recorded["arena_bytes"]
 
 
-def test_a_stop_by_signal_and_a_resume_change_nothing(tmp_path, monkeypatch):
-    assert main(tmp_path / "whole", "--max_iters=8") == 0
+def test_a_stop_by_signal_and_a_resume_change_nothing(dataset, tmp_path, monkeypatch):
+    assert main(dataset, tmp_path / "whole", "--max_iters=8") == 0
     step = train.Optimizer.step
 
     def step_and_signal(self, lr):
@@ -437,8 +438,8 @@ def test_a_stop_by_signal_and_a_resume_change_nothing(tmp_path, monkeypatch):
         if self.steps == 3:
             os.kill(os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(train.Optimizer, "step", step_and_signal)
-    assert main(tmp_path / "parts", "--max_iters=8") == 128 + signal.SIGTERM
-    assert main(tmp_path / "parts", "--max_iters=8", "--init_from=resume") == 0
+    assert main(dataset, tmp_path / "parts", "--max_iters=8") == 128 + signal.SIGTERM
+    assert main(dataset, tmp_path / "parts", "--max_iters=8", "--init_from=resume") == 0
     assert [r["loss"] for r in metrics(tmp_path / "whole")] == [r["loss"] for r in metrics(tmp_path / "parts")]
 
 

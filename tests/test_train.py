@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -22,27 +21,10 @@ from memo.config import ConfigError
 from memo.metrics import read_metrics
 from memo.slab import HostSlab
 from model import Block
+from tests.conftest import VOCAB
 from train import TrainingError, learning_rate
 
 ROOT = Path(__file__).parents[1]
-VOCAB = 50
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    """A dataset folder of a language with structure: each token follows from the one before, mostly."""
-    folder = tmp_path_factory.mktemp("dataset")
-    rng = np.random.default_rng(0)
-    follow = rng.permutation(VOCAB)
-    counts = {}
-    for split, n in (("train", 20000), ("val", 2000)):
-        ids = [0]
-        for noise in rng.random(n - 1):
-            ids.append(int(rng.integers(VOCAB)) if noise < 0.1 else int(follow[ids[-1]]))
-        np.array(ids, dtype=np.uint16).tofile(folder / f"{split}.bin")
-        counts[split] = dict(tokens=n)
-    (folder / "meta.json").write_text(json.dumps(dict(dtype="uint16", vocab_size=VOCAB, counts=counts)))
-    return folder
 
 
 def argv(folder, out, **keys):
