@@ -213,6 +213,12 @@ const char* install() {
 using Handle = std::shared_ptr<Arena>;
 Arena& get(void* handle) { return **static_cast<Handle*>(handle); }
 
+const char* take(std::string& from) {
+  static thread_local std::string text;
+  text = std::exchange(from, {});
+  return text.c_str();
+}
+
 }  // namespace
 
 extern "C" {
@@ -263,25 +269,19 @@ void memo_end(int failed) {
   }
 }
 
-// What was recorded since the last call, as text; it is the caller's until the next call of this function.
+// What was recorded since the last call, as text; it is the caller's until the next call of this or of memo_misses.
 const char* memo_log(void* handle) {
-  static thread_local std::string text;
   Arena& arena = get(handle);
   std::lock_guard<std::mutex> lock(arena.mutex);
-  text.swap(arena.log);
-  arena.log.clear();
   ++arena.generation;
-  return text.c_str();
+  return take(arena.log);
 }
 
 // The first request of each segment that missed its plan since the last call.
 const char* memo_misses(void* handle) {
-  static thread_local std::string text;
   Arena& arena = get(handle);
   std::lock_guard<std::mutex> lock(arena.mutex);
-  text.swap(arena.misses_text);
-  arena.misses_text.clear();
-  return text.c_str();
+  return take(arena.misses_text);
 }
 
 void memo_plan(void* handle, const char* label, int64_t n, const int64_t* bytes, const int64_t* offsets) {
