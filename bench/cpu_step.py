@@ -1,9 +1,10 @@
-"""Tokens/s of a whole training step on the CPU, fp32: memo, an autograd twin, transformers' GPT-2, and the floor.
+"""Tokens/s of a whole training step on the CPU, fp32: memo with its memory plan and without, an autograd twin,
+transformers' GPT-2, and the floor.
 
     python bench/cpu_step.py [--threads=2] [--rounds=7]
 
-Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process; figures are medians over the
-rounds. Writes bench/results/cpu_step.json.
+Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process, there and back; figures are medians
+over the rounds. Writes bench/results/cpu_step.json.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
+from memo import placement
 from memo.config import Config
 from memo.optim import Optimizer
 from model import GPT, initial_weights
@@ -54,20 +57,28 @@ def gpt2_of_transformers(cfg):
 def rivals(cfg, B, name):
     """{name: step} for one case; the floor is recorded from a step of memo."""
     tokens, targets = torch.randint(0, cfg.vocab_size, (2, B, cfg.block_size))
-    model = GPT(cfg, "cpu", torch.float32)
-    optimizer = Optimizer(model, cfg)
-    optimizer.load(initial_weights(cfg, 0, "cpu"))
 
-    def memo_step():
-        model.forward(tokens, targets, scale=1.0)
-        model.backward()
-        optimizer.clip(1.0)
-        optimizer.step(1e-4)
+    def memo(cfg):
+        model = GPT(cfg, "cpu", torch.float32)
+        optimizer = Optimizer(model, cfg)
+        optimizer.load(initial_weights(cfg, 0, "cpu"))
+        model.reserve(B, cfg.block_size)
+        placement.plan_memory(cfg, model)
 
+        def step():
+            model.forward(tokens, targets, scale=1.0)
+            model.backward()
+            model.arena.run("clip", optimizer.clip, 1.0)
+            model.arena.run("optimizer", optimizer.step, 1e-4)
+            model.arena.settle()
+        return step
+
+    unplanned = memo(replace(cfg, memory_plan="off"))
     with Kernels() as kernels:
-        memo_step()
+        unplanned()
     twin = Twin(cfg).load(initial_weights(cfg, 0, "cpu"))
-    steps = {"memo": memo_step, "twin": autograd_step(twin, lambda: twin(tokens, targets)), "floor": kernels.run}
+    steps = {"memo": memo(cfg), "unplanned": unplanned, "floor": kernels.run,
+             "twin": autograd_step(twin, lambda: twin(tokens, targets))}
     if name == "gpt2":
         hf = gpt2_of_transformers(cfg)
         steps["transformers"] = autograd_step(hf, lambda: hf(input_ids=tokens, labels=tokens).loss)
@@ -81,15 +92,16 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []
-    print(f"{'model':8} {'S':>6} {'B':>2}  " + "".join(f"{n + ' tok/s':>20}" for n in ("memo", "twin", "transformers"))
+    shown = ("memo", "unplanned", "twin", "transformers")
+    print(f"{'model':8} {'S':>6} {'B':>2}  " + "".join(f"{n + ' tok/s':>20}" for n in shown)
           + f"{'memo/twin':>11}{'memo/tf':>9}{'memo over floor':>17}{'twin over floor':>17}")
     for name, keys in MODELS.items():
         for S, B in SHAPES:
-            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, vocab_size=VOCAB, **keys)
+            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B, vocab_size=VOCAB, **keys)
             steps = rivals(cfg, B, name)
             times = {n: [] for n in steps}
-            for _ in range(args.rounds + 1):
-                for n, step in steps.items():
+            for r in range(args.rounds + 1):
+                for n, step in list(steps.items())[::-1 if r % 2 else 1]:  # who comes first finds other caches
                     start = time.perf_counter()
                     step()
                     times[n].append(time.perf_counter() - start)
@@ -98,9 +110,10 @@ def main():
             row = dict(model=name, S=S, B=B, L=4, C=256, H=4, V=VOCAB, seconds=s,
                        tokens_per_s={n: B * S / t for n, t in s.items()},
                        memo_over_twin=s["twin"] / s["memo"], memo_over_floor=s["memo"] / s["floor"],
+                       memo_over_unplanned=s["unplanned"] / s["memo"],
                        memo_over_transformers=tf / s["memo"] if tf == tf else None)
             rows.append(row)
-            print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / t:20.0f}" for t in (s["memo"], s["twin"], tf))
+            print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / s.get(n, tf):20.0f}" for n in shown)
                   + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}"
                   f"{s['twin'] / s['floor']:17.2f}", flush=True)
     out = Path(__file__).parent / "results" / "cpu_step.json"
