@@ -191,16 +191,24 @@ def _unit(problem):
     return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
 
 
-def _parts(problem):
-    """[(Part, indices of its buffers)]: cut where nothing lives on, since what is never alive together never conflicts."""
-    groups, end, unit, buffers = [], None, _unit(problem), problem.buffers
-    for i in sorted(range(len(buffers)), key=lambda i: buffers[i].lower):
-        if end is None or buffers[i].lower >= end:
+def components(lifespans):
+    """Indices of half-open (lower, upper), in groups that no moment joins: what is never alive together never conflicts."""
+    groups, end = [], None
+    for i, (lower, upper) in sorted(enumerate(lifespans), key=lambda entry: entry[1][0]):
+        if end is None or lower >= end:
             groups.append([])
+            end = upper
         groups[-1].append(i)
-        end = buffers[i].upper if end is None else max(end, buffers[i].upper)
+        end = max(end, upper)
+    return groups
+
+
+def _parts(problem):
+    """[(Part, indices of its buffers)]: the problem, cut where nothing lives on."""
+    unit, buffers = _unit(problem), problem.buffers
     return [(dsa_solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],
-                   [problem.rounded(i) // unit for i in group]), group) for group in groups]
+                                 [problem.rounded(i) // unit for i in group]), group)
+            for group in components((b.lower, b.upper) for b in buffers)]
 
 
 # ---- files and the command line --------------------------------------------------------------------------------------

@@ -11,15 +11,13 @@ solves the whole step. Source: MEMO 4.2 and 4.3.2.
 import argparse
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memo import dsa, dsa_solvers
-from memo.config import readable_json
+from memo.config import readable_json, save_json
 
 OUTSIDE = ""  # the segment of what is requested between the segments
 WHOLE = "step"  # the one segment of a log that marks none
@@ -205,18 +203,6 @@ def requests_of(trace):
     return requests, sizes, spans
 
 
-def components(lives):
-    """The indices of [(lower, upper, bytes)], parted into groups that no moment joins."""
-    groups, end = [], None
-    for i in sorted(range(len(lives)), key=lambda i: lives[i][0]):
-        if end is None or lives[i][0] >= end:
-            groups.append([])
-            end = lives[i][1]
-        groups[-1].append(i)
-        end = max(end, lives[i][1])
-    return groups
-
-
 class Levels:
     """Solves what it is given, equal problems once (a layer's, or a chunk's of the head), and remembers what it took."""
 
@@ -232,7 +218,7 @@ class Levels:
     def solve(self, name, lives):
         """(offsets, peak)."""
         offsets, peak = [0] * len(lives), 0
-        for group in components(lives):
+        for group in dsa.components((lower, upper) for lower, upper, _ in lives):
             solution = self.solution(name, self.problem([lives[i] for i in group]))
             peak = max(peak, solution.peak)
             for i, offset in zip(group, solution.offsets, strict=True):
@@ -313,16 +299,11 @@ def cached(trace, folder, solver="auto", alignment=1, time_limit=60.0):
         return plan
     except Exception:  # not there, or not what was written: whatever it is, it is made again
         plan = bilevel(trace, solver, alignment, time_limit)
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-            temporary = Path(f.name)
-            f.write(readable_json(asdict(plan)))
-        os.replace(temporary, path)
+        save_json(asdict(plan), path)
     except OSError:
-        if temporary:
-            temporary.unlink(missing_ok=True)
+        pass
     return plan
 
 

@@ -124,10 +124,10 @@ def measure(block, swap, turn, device, pin=True):
 
 class Rehearsal:
     """In the place of a model's arena while it goes through a step and an evaluation: of the segments that make the same
-    requests (the layers are identical) only the first does anything. `order`: [(label, that of its first like)]."""
+    requests (the layers are identical) only the first does anything. `order`: {label: that of its first like}."""
 
     def __init__(self, arena):
-        self.arena, self.first, self.order = arena, {}, []
+        self.arena, self.first, self.order = arena, {}, {}
 
     def run(self, label, work, *args):
         name, _, number = label.rpartition(" ")
@@ -137,8 +137,7 @@ class Rehearsal:
         if kind not in self.first:
             self.first[kind] = label
             self.arena.run(label, work, *args)
-        if label not in dict(self.order):
-            self.order.append((label, self.first[kind]))
+        self.order[label] = self.first[kind]
 
 
 def rehearse(model, arena):
@@ -152,7 +151,7 @@ def rehearse(model, arena):
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
-        return arena.recorded().repeated(model.arena.order)
+        return arena.recorded().repeated(model.arena.order.items())
     finally:
         swap.pairs, model.arena = pairs, before
         swap.streams.timeline.clear()
