@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: train test lint
 train: $(VENV)/.installed data/stdlib/meta.json
-	$(BIN)/python train.py config/stdlib.py $(if $(wildcard out/stdlib/ckpt.safetensors),--init_from=resume)
+	$(BIN)/python train.py config/stdlib.py $(if $(wildcard out/stdlib/ckpt/*[0-9]),--init_from=resume)
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q tests

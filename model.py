@@ -1,6 +1,8 @@
 """A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here.
 
-    B, T, N   sequences, tokens in each, and their rows N = B*T: row b*T + t is token t of sequence b
+    B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t is the t-th
+              token of sequence b
+    n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N rows, in order
     C, H, D   hidden size, heads, head dimension C/H
     V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
     s         the skeletal activations of one layer: named views of one buffer, see memo/activations.py
@@ -8,6 +10,7 @@
 
 Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
 skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer.
+With one rank tp = cp = 1, and gather and scatter_sum (memo/tp.py) are views.
 Source: the layer of MEMO section 3.1 (pre-norm GPT).
 """
 
@@ -19,48 +22,43 @@ import torch
 from memo.activations import TABLE, Placement
 from memo.allocator import NoArena
 from memo.attention import resolve_attention
-from memo.flat import flat_layout, numel, views
+from memo.cp import across, held
+from memo.flat import flat_layout, views
+from memo.mesh import ALONE
 from memo.swap import Swap
+from memo.tp import (
+    CHUNK_ROWS,
+    accumulate_product,
+    bias_backward,
+    column_linear_backward,
+    column_linear_forward,
+    embedding_backward,
+    embedding_forward,
+    local,
+    local_shape,
+    own_ids,
+    row_linear_backward,
+    row_linear_forward,
+    softmax,
+)
 
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 HEAD_ROWS = 1024  # tokens whose logits exist at once
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
-CHUNK_ROWS = 2**16  # of what is done row by row: bounds its temporaries, and its indices stay below 2^31
 EVERY_ROW = {t.name: slice(None) for t in TABLE}
+LAYER_BIASES = ("q_b", "k_b", "v_b", "fc1_b", "proj_b", "fc2_b", "ln1_b", "ln2_b")
+
+
+def span(n, *slices):
+    """(first, end) of the rows that slices of n rows hold, which lie next to each other; empty ones do not count."""
+    bounds = [s.indices(n)[:2] for s in slices if len(range(n)[s])]
+    return (min(first for first, _ in bounds), max(end for _, end in bounds)) if bounds else (0, 0)
 
 
 def chunks(*tensors):
     """The tensors, cut into the same ranges of rows."""
     return zip(*(t.split(CHUNK_ROWS) for t in tensors), strict=True)
-
-
-# --- linear: y = x w^T + b ---
-
-def linear_forward(x, w, b, out):  # (N, I), (O, I), (O,) or None -> (N, O)
-    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
-
-
-def residual_linear_forward(residual, x, w, b, out):  # residual + x w^T + b
-    torch.addmm(residual, x, w.t(), out=out)
-    return out if b is None else out.add_(b)
-
-
-def linear_backward(dy, x, w, dw, db, out, beta=0):  # dx = dy w, onto beta * out; `out` may be x itself
-    accumulate_product(dw, dy.t(), x)
-    if db is not None:
-        db += dy.sum(0, dtype=torch.float32)
-    return torch.addmm(out, dy, w, beta=beta, out=out)
-
-
-def accumulate_product(dw, a, b):
-    """dw += a b, where dw is fp32 whatever a and b are."""
-    if a.dtype == dw.dtype:
-        dw.addmm_(a, b)
-    elif not a.is_cpu:
-        aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
-    else:
-        dw += a @ b
 
 
 # --- layer norm: y = (x - mean) rstd w + b ---
@@ -117,10 +115,10 @@ def rotations(positions, D, theta):
     return table
 
 
-def rotary_forward(x, turn):  # (N, C) in place, (N, D/2)
+def rotary_forward(x, turn):  # (..., heads * D) in place, (..., D/2)
     for x_, turn_ in chunks(x, turn):
-        pairs = x_.view(len(x_), x.shape[1] // (2 * turn.shape[1]), turn.shape[1], 2)
-        turned = torch.view_as_complex(pairs.float()).mul_(turn_[:, None])  # fp32's float() is the tensor itself
+        pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
+        turned = torch.view_as_complex(pairs.float()).mul_(turn_[..., None, :])  # fp32's float() is the tensor itself
         if x.dtype != torch.float32:
             pairs.copy_(torch.view_as_real(turned))
     return x
@@ -133,20 +131,19 @@ def rotary_backward(dx, turn):
 # --- one layer ---
 
 class Block:
-    """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: its parameters and their gradients, by name.
-
-    `rows`: {skeletal tensor: the slice of its rows to compute}.
+    """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: this rank's parameters and their gradients, by name; `tp`:
+    the Axis of the ranks that have the others. `rows`: {skeletal tensor: the slice of its rows to compute}.
     """
 
-    def __init__(self, cfg, w, dw, attention):
-        self.w, self.dw, self.attention = w, dw, attention
+    def __init__(self, cfg, w, dw, attention, tp):
+        self.w, self.dw, self.attention, self.tp = w, dw, attention, tp
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
 
     def forward(self, s, turn, out):
-        """`s.x` -> `out` (N, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
+        """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
         self.recompute(s, turn, EVERY_ROW)  # for the first time
-        return residual_linear_forward(s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
+        return row_linear_forward(self.tp, s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
 
     def recompute(self, s, turn, rows):
         """`rows` of the skeletal tensors from x: token by token, but for attention, which is run whole if any of
@@ -162,9 +159,13 @@ class Block:
         """ln1_out, q, k, v from x."""
         w, r = self.w, rows["ln1_out"]
         layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
-        for name, w_, b in zip("qkv", *self.thirds(w), strict=True):
+        first, end = span(len(s.x), *(rows[name] for name in "qkv"))
+        x = self.tp.gather(s.ln1_out[first:end])
+        for name, w_, b in zip("qkv", *self.qkv(w), strict=True):
             r = rows[name]
-            y = linear_forward(s.ln1_out[r], w_, b, out=getattr(s, name)[r])
+            start, stop = span(len(s.x), r)
+            y = getattr(s, name)[r]
+            column_linear_forward(x[:, start - first:stop - first], w_, b, out=y)
             if turn is not None and name != "v":
                 rotary_forward(y, turn[r])
 
@@ -172,42 +173,41 @@ class Block:
         """mid, ln2_out, fc1_out, gelu_out from x and attn_out."""
         w = self.w
         r = rows["mid"]
-        residual_linear_forward(s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])
+        row_linear_forward(self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])
         r = rows["ln2_out"]
         layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
         r = rows["fc1_out"]
-        linear_forward(s.ln2_out[r], w.fc1_w, w.fc1_b, out=s.fc1_out[r])
+        column_linear_forward(self.tp.gather(s.ln2_out[r]), w.fc1_w, w.fc1_b, out=s.fc1_out[r])
         r = rows["gelu_out"]
         gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
 
     def backward(self, dy, s, turn):
-        """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (N, C) and the rest of `s`."""
-        w, dw = self.w, self.dw
+        """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of `s`."""
+        w, dw, tp = self.w, self.dw, self.tp
         # mlp: y = mid + gelu(ln2(mid) fc1) fc2
-        d = linear_backward(dy, s.gelu_out, w.fc2_w, dw.fc2_w, dw.fc2_b, out=s.gelu_out)
+        bias_backward(dy, dw.fc2_b)
+        d = row_linear_backward(tp.gather(dy), s.gelu_out, w.fc2_w, dw.fc2_w, out=s.gelu_out)
         d = gelu_backward(d, s.fc1_out, self.gelu, out=d)
-        d = linear_backward(d, s.ln2_out, w.fc1_w, dw.fc1_w, dw.fc1_b, out=s.ln2_out)
+        d = column_linear_backward(tp, [d], tp.gather(s.ln2_out), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
         residual_layernorm_backward(dy, d, s.mid, s.ln2_mean, s.ln2_rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         # attention: mid = x + attention(ln1(x) qkv) proj
-        d = linear_backward(dy, s.attn_out, w.proj_w, dw.proj_w, dw.proj_b, out=s.ln2_out)
-        dq, dk, dv = self.attention.backward(*self.heads(d, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
-                                             self.scale)
-        dq, dk, dv = (g.reshape(s.x.shape) for g in (dq, dk, dv))
-        if turn is not None:
-            rotary_backward(dq, turn)
-            rotary_backward(dk, turn)
-        for i, (g, w_, dw_, db) in enumerate(zip((dq, dk, dv), self.thirds(w)[0], *self.thirds(dw), strict=True)):
-            d = linear_backward(g, s.ln1_out, w_, dw_, db, out=s.q, beta=min(i, 1))
+        bias_backward(dy, dw.proj_b)
+        d = row_linear_backward(tp.gather(dy), s.attn_out, w.proj_w, dw.proj_w, out=s.ln2_out.view(s.attn_out.shape))
+        dqkv = self.attention.backward(*self.heads(d, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True, self.scale)
+        dqkv = [g.reshape(s.q.shape) for g in dqkv]
+        for g in dqkv[:2] if turn is not None else ():
+            rotary_backward(g, turn)
+        d = column_linear_backward(tp, dqkv, tp.gather(s.ln1_out), self.qkv(w)[0], *self.qkv(dw))
         return residual_layernorm_backward(dy, d, s.x, s.ln1_mean, s.ln1_rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
 
     @staticmethod
-    def thirds(w):
-        """The q, k and v parts of the qkv matrix (3C, C) and of its bias."""
-        return w.qkv_w.chunk(3), (None,) * 3 if w.qkv_b is None else w.qkv_b.chunk(3)
+    def qkv(w):
+        """The matrices of q, k and v, and their biases."""
+        return [w.q_w, w.k_w, w.v_w], [w.q_b, w.k_b, w.v_b]
 
     @staticmethod
     def heads(*rows, like):
-        """(N, C) -> (B, T, H, D), as views; `like` is the (B, H, T) logsumexp."""
+        """(n, tp, C/tp) -> (B, T, H/tp, D), as views; `like` is the (B, H/tp, T) logsumexp."""
         B, H, T = like.shape
         return [x.view(B, T, H, -1) for x in rows]
 
@@ -215,22 +215,23 @@ class Block:
 # --- the model ---
 
 def parameter_shapes(cfg):
-    """{name: shape}: embeddings, then layer by layer its matrices and its vectors, then the final norm."""
+    """{name: shape}, whole: embeddings, then layer by layer its matrices and its vectors, then the final norm. In each of
+    these what all tp ranks hold stands last."""
     C, V = cfg.n_embd, cfg.padded_vocab_size
     shapes = {"wte": (V, C)}
     if cfg.position == "learned":
         shapes["wpe"] = (cfg.block_size, C)
     for i in range(cfg.n_layer):
-        layer = {"qkv_w": (3 * C, C), "proj_w": (C, C), "fc1_w": (4 * C, C), "fc2_w": (C, 4 * C)}
-        layer |= {"ln1_w": (C,), "ln2_w": (C,)}
+        layer = dict.fromkeys(("q_w", "k_w", "v_w", "proj_w"), (C, C)) | {"fc1_w": (4 * C, C), "fc2_w": (C, 4 * C)}
         if cfg.bias:
-            layer |= {"qkv_b": (3 * C,), "proj_b": (C,), "fc1_b": (4 * C,), "fc2_b": (C,), "ln1_b": (C,), "ln2_b": (C,)}
+            layer |= dict.fromkeys(LAYER_BIASES, (C,)) | {"fc1_b": (4 * C,)}
+        layer |= {"ln1_w": (C,), "ln2_w": (C,)}
         shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
     return shapes | {"lnf_w": (C,)} | ({"lnf_b": (C,)} if cfg.bias else {})
 
 
 def initial_weights(cfg, seed, device):
-    """Yields (name, fp32 tensor). GPT-2's: normal 0.02, projections into the residual stream over sqrt(2L)."""
+    """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over sqrt(2L)."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in parameter_shapes(cfg).items():
         w = torch.zeros(shape, device=device)
@@ -245,54 +246,63 @@ def initial_weights(cfg, seed, device):
 
 
 class GPT:
-    """Parameters in one flat buffer, gradients in one flat fp32 buffer, and the pass over both.
+    """This rank's parameters in one flat buffer, their gradients in one flat fp32 buffer, and the pass over both.
 
-    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated.
+    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)] in the flat
+    buffers of the embeddings, of each layer, of the final norm; each can be shared out equally among mesh.data.
     """
 
-    def __init__(self, cfg, device, dtype, grads=True):
+    def __init__(self, cfg, device, dtype, grads=True, mesh=ALONE):
         device = torch.device(device)
-        self.cfg, self.device, self.dtype = cfg, device, dtype
-        self.attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
-        self.layout = flat_layout(parameter_shapes(cfg))
-        self.params = torch.zeros(numel(self.layout), dtype=dtype, device=device)
-        self.grads = torch.zeros(numel(self.layout) if grads else 0, dtype=torch.float32, device=device)
-        self.w = SimpleNamespace(**self.named(self.params, ""))
-        self.dw = SimpleNamespace(**self.named(self.grads, "")) if grads else None
-        self.blocks = [Block(cfg, SimpleNamespace(**self.named(self.params, f"h.{i}.")),
-                             SimpleNamespace(**self.named(self.grads, f"h.{i}.")) if grads else None, self.attention)
-                       for i in range(cfg.n_layer)]
+        self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
+        attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+        self.attention = across(attention, mesh.cp, cfg.context_parallel)
+        self.full_shapes = parameter_shapes(cfg)
+        shapes = {name: local_shape(name, shape, mesh.tp.size) for name, shape in self.full_shapes.items()}
+        self.layout, self.buckets = flat_layout(shapes, mesh.data.size)
+        numel = self.buckets[-1][1]
+        self.params = torch.zeros(numel, dtype=dtype, device=device)
+        self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)
+        self.w, self.dw = (SimpleNamespace(**self.named(flat, "")) for flat in (self.params, self.grads))
+        self.blocks = []
+        for i in range(cfg.n_layer):
+            w, dw = (SimpleNamespace(**self.named(flat, f"h.{i}.")) for flat in (self.params, self.grads))
+            self.blocks.append(Block(cfg, w, dw, self.attention, mesh.tp))
         self.shape = self.swap = None
+        self.arriving = {}  # {bucket: Works that bring its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/allocator.py
 
     def named(self, flat, prefix):
         """Views of `flat` by the names behind `prefix`; biases that the model lacks are None."""
-        absent = dict.fromkeys(("qkv_b", "proj_b", "fc1_b", "fc2_b", "ln1_b", "ln2_b") if prefix else ("wpe", "lnf_b"))
+        absent = dict.fromkeys(LAYER_BIASES if prefix else ("wpe", "lnf_b"))
         depth = prefix.count(".")
-        return absent | {n.removeprefix(prefix): v for n, v in views(self.layout, flat).items()
-                         if n.startswith(prefix) and n.count(".") == depth}
+        layout = {n: p for n, p in self.layout.items() if n.startswith(prefix) and n.count(".") == depth and len(flat)}
+        return absent | {n.removeprefix(prefix): v for n, v in views(layout, flat).items()}
 
     def load(self, named_tensors):
-        """Copies (name, tensor) pairs into the parameters."""
+        """Copies this rank's parts of (name, whole tensor) pairs into the parameters."""
         mine = views(self.layout, self.params)
         for name, tensor in named_tensors:
-            mine[name].copy_(tensor)
+            mine[name].copy_(local(name, tensor, self.mesh.tp))
 
     def reserve(self, B, T, placement=None, **kw):
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one, every layer
         keeps its own on the device. `kw`: see Swap."""
-        cfg = self.cfg
+        cfg, tp, cp = self.cfg, self.mesh.tp, self.mesh.cp
         self.close()  # free the old before taking the new
-        self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T), B, T, cfg.n_embd, cfg.n_head,
-                         self.dtype, self.device, **kw)
+        self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size), B, T, cfg.n_embd, cfg.n_head,
+                         self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
-        self.positions = torch.arange(T, device=self.device).repeat(B)
+        ranges = held(T * cp.size, cp, cfg.context_parallel)
+        self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
         self.turn = None
         if cfg.position == "rope":
-            self.turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta)
+            self.turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta).unflatten(0, (-1, tp.size))
 
     def close(self):
-        """Gives the activations' memory back, on device and host, when the copies under way are done."""
+        """Gives the activations' memory back, on device and host, when the copies and messages under way are done."""
+        for bucket in list(self.arriving):
+            self.arrive(bucket)
         if self.swap is not None:
             self.swap.close()
         self.shape = self.swap = None
@@ -303,73 +313,92 @@ class GPT:
             self.reserve(*tokens.shape)
         self.tokens, swap = tokens.reshape(-1), self.swap
         loss = torch.zeros((), device=self.device)
+        self.arrive(0)
         self.launch("embedding", self.embed, self.tokens, self.positions, swap.x[0])
         for i, block in enumerate(self.blocks):
             swap.before_forward(i)
+            self.arrive(i + 1)
             self.launch(f"forward {i}", block.forward, swap.layers[i], self.turn, swap.x[i + 1])
             if scale is not None:
                 swap.after_forward(i)
+        self.arrive(len(self.blocks) + 1)
         head = "head" if scale is not None else "evaluation head"
         self.launch(head, self.head, swap.x[-1], targets.reshape(-1), scale, loss)
         return loss
 
-    def backward(self):
-        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's input (N, C)."""
+    def backward(self, done=lambda bucket: None):
+        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own input (n, C).
+        done(bucket) is called when those of a bucket are complete."""
         swap = self.swap
+        done(len(self.blocks) + 1)
         for i, block in reversed(list(enumerate(self.blocks))):
             swap.before_backward(i)
             if swap.missing[i]:
                 self.launch(f"recompute {i}", block.recompute, swap.layers[i], self.turn, swap.missing[i])
             self.launch(f"backward {i}", block.backward, swap.x[i + 1], swap.layers[i], self.turn)
             swap.after_backward(i)
+            done(i + 1)
         self.launch("embedding backward", self.embed_backward, self.tokens, swap.x[0])
+        done(0)
         return swap.x[0]
+
+    def arrive(self, bucket):
+        """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all ranks."""
+        if works := self.arriving.pop(bucket, None):
+            works.wait()
 
     def launch(self, label, work, *args):
         """Queues work(*args) on the compute stream, as a segment of the memory plan."""
         B, T = self.shape
         self.swap.streams.compute.launch(label, self.arena.run, f"{B}x{T}/{label}", work, *args)
 
-    def embed_backward(self, tokens, dx):  # (N,), (N, C)
-        for dx_, tokens_, positions in chunks(dx, tokens, self.positions):
-            dx_ = dx_.float()
-            self.dw.wte.index_add_(0, tokens_, dx_)
-            if self.dw.wpe is not None:
-                self.dw.wpe.index_add_(0, positions, dx_)
-
-    def embed(self, tokens, positions, out):  # (N,), (N,) -> (N, C)
-        torch.index_select(self.w.wte, 0, tokens, out=out)
+    def embed(self, tokens, positions, out):  # (N,), (N,) -> (n, C)
+        tp = self.mesh.tp
+        embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)
         if self.w.wpe is not None:
-            for out_, positions_ in chunks(out, positions):
+            for out_, positions_ in chunks(out, positions[tp.rank::tp.size]):
                 out_ += self.w.wpe[positions_]
         return out
 
+    def embed_backward(self, tokens, dx):  # (N,), (n, C)
+        tp = self.mesh.tp
+        embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
+        if self.dw.wpe is not None:
+            for dx_, positions in chunks(dx, self.positions[tp.rank::tp.size]):
+                self.dw.wpe.index_add_(0, positions, dx_.float())
+
     def logits(self, x):
-        """(n, C) -> final norm's output (n, C), its mean (n,) and rstd (n,), logits (n, V padded)."""
+        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), logits (tp * n, V/tp)."""
         h = torch.empty_like(x)
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
+        h = self.mesh.tp.gather(h).flatten(0, 1)
         logits = h @ self.w.wte.t()
-        logits[:, self.cfg.vocab_size:] = -torch.inf
+        padding = max(0, self.cfg.vocab_size - self.mesh.tp.rank * logits.shape[1])
+        logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
         return h, mean, rstd, logits
 
     def head(self, x, targets, scale, loss):
-        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x (N, C).
+        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x (n, C).
 
         Token chunk by token chunk: more than HEAD_ROWS rows of logits never exist, forward or backward.
         """
-        for x_, target in zip(x.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
-            loss += self.head_chunk(x_, target, scale, len(x))
+        tp = self.mesh.tp.size
+        rows = max(1, HEAD_ROWS // tp)
+        for x_, target in zip(x.split(rows), targets.view(-1, tp).split(rows), strict=True):
+            loss += self.head_chunk(x_, target.t().reshape(-1), scale, len(targets))
 
     def head_chunk(self, x, target, scale, N):
-        """The part of a chunk's n rows in the mean loss of N; see head."""
-        w, dw = self.w, self.dw
+        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and targets (tp * n,)."""
+        w, dw, tp = self.w, self.dw, self.mesh.tp
         h, mean, rstd, logits = self.logits(x)
-        p = torch.softmax(logits, 1, dtype=torch.float32)
-        p_target = p.gather(1, target[:, None])
+        p = softmax(tp, logits)
+        own, mine = own_ids(tp, target[:, None], p.shape[1])
+        p_own = p.gather(1, own)
+        p_target = tp.sum(p_own * mine)
         if scale is not None:
-            dlogits = p.scatter_(1, target[:, None], p_target - 1).to(logits.dtype)  # times N / scale
+            dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)  # times N / scale
             accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
-            dh = (dlogits @ w.wte).mul_(scale / N)
+            dh = tp.scatter_sum((dlogits @ w.wte).unflatten(0, (tp.size, -1))).mul_(scale / N)
             x.copy_(layernorm_backward(dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
         return p_target.clamp_min(TINY).log().sum() / -N

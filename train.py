@@ -1,12 +1,15 @@
-"""Trains a GPT: python train.py [config/x.py] [--key=value ...]"""
+"""Trains a GPT: python train.py [config/x.py] [--key=value ...]
+on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value ...]"""
 
 import contextlib
 import fcntl
 import math
+import os
 import shutil
 import signal
 import sys
 import time
+import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +20,10 @@ from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
 from memo.batch import open_dataset
 from memo.config import ConfigError, help_text, load_config, save_config, save_json
+from memo.cp import held
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
 from memo.hardware import peak_flops_per_s
+from memo.mesh import Agreed, connected, degrees, launched, open_mesh, place, same_everywhere, together
 from memo.metrics import (
     ConsoleLogger,
     JsonlLogger,
@@ -38,7 +43,7 @@ from model import GPT, initial_weights
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on. One line."""
+    """A run that cannot go on, on any rank. One line."""
 
 
 def learning_rate(cfg, it):
@@ -52,14 +57,18 @@ def learning_rate(cfg, it):
 class StopSignal:
     """SIGINT and SIGTERM only take a note, so that the step is finished and saved; a second one stops at once."""
 
+    def __init__(self, quiet):
+        self.number, self.quiet = 0, quiet
+
     def __enter__(self):
-        self.number = None
         self.before = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def note(self, number, frame):
         self.number = number
-        print(f"\n{signal.Signals(number).name}: finishing this step, then saving (again to stop at once)", file=sys.stderr)
+        if not self.quiet:
+            name = signal.Signals(number).name
+            print(f"\n{name}: finishing this step, then saving (again to stop at once)", file=sys.stderr)
         for s in self.before:
             signal.signal(s, signal.SIG_DFL)
 
@@ -68,18 +77,29 @@ class StopSignal:
             signal.signal(s, handler)
 
 
-def lock(out):
-    """Makes `out` and holds it for this process, so that two runs never write there at once; returns the open lock."""
+def lock(out, launch):
+    """Makes `out` and holds it for this process, so that two runs never write there at once; returns the open lock, which
+    says who holds it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "w")  # noqa: SIM115  held until the process ends
+        file = open(out / ".lock", "a")  # noqa: SIM115  held until the process ends
     except OSError as e:
         raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another --out_dir") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
+    file.truncate(0)
+    file.write(launch.id)
+    file.flush()
     return file
+
+
+def restarted(cfg, launch):
+    """Whether torchrun starts this run again after a failure, and there is a checkpoint of it to go on from."""
+    held_by = Path(cfg.out_dir) / ".lock"
+    return (launch.restarts > 0 and cfg.init_from != "resume" and checkpoint.latest(cfg.out_dir) is not None
+            and held_by.exists() and held_by.read_text() == launch.id)
 
 
 def check_tokenizer(data, folder, whose):
@@ -90,102 +110,130 @@ def check_tokenizer(data, folder, whose):
                           f"data/text/prepare.py --tokenizer={theirs}")
 
 
-def setup(cfg):
-    """Everything a run needs. Files that can be wrong are checked before the device is touched."""
+def check(argv, launch):
+    """What can be wrong before the device is touched, and needs no other rank -> what was found on the way."""
+    cfg = load_config(argv)
+    if restarted(cfg, launch):
+        cfg = load_config([*argv, "--init_from=resume"])
+    degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
         raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "
                           f"dataset={cfg.dataset}; leave it out, or prepare the text with the tokenizer of the weights")
     out = Path(cfg.out_dir)
-    ckpt = checkpoint.load(out) if cfg.init_from == "resume" else None
-    if ckpt is None and (out / checkpoint.FILE).exists():
+    ckpt = checkpoint.load(out, launch.rank, launch.world) if cfg.init_from == "resume" else None
+    if ckpt is None and checkpoint.latest(out):
         raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would overwrite; "
                           "go on with --init_from=resume or choose another --out_dir")
     hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
     if ckpt is not None or hf:
         check_tokenizer(data, out if ckpt is not None else hf, f"the weights of init_from={cfg.init_from}")
     set_deterministic(cfg.deterministic)
-    device, dtype = pick_device(cfg)
+    device, dtype = pick_device(cfg, launch.local_rank)
     resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
-    placement.check(cfg, device, dtype)
-    locked = lock(out)
+    limit = placement.host_limit(cfg, launch)
+    placement.check(cfg, device, dtype, limit)
+    return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit)
+
+
+def setup(argv, launch, host):
+    """Everything a run needs. `host`: the Axis of all ranks."""
+    run = together(host, check, argv, launch)
+    cfg, device, dtype, ckpt = run.cfg, run.device, run.dtype, run.ckpt
+    same_everywhere(host, asdict(cfg) | {"torch": torch.__version__}, "start all ranks with the same command")
+    same_everywhere(host, {f"hash of dataset {cfg.dataset}": run.data.fingerprint()}, "give all hosts the same data")
+    run.lock = together(host, lambda: lock(run.out, launch) if launch.rank == 0 else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg, device, dtype)
-    optimizer = Optimizer(model, cfg)
+    run.mesh = open_mesh(host, cfg.cp, cfg.tp, device)
+    run.ranges = held(cfg.block_size, run.mesh.cp, cfg.context_parallel)
+    run.model = model = GPT(cfg, device, dtype, mesh=run.mesh)
+    run.optimizer = Optimizer(model, cfg)
     if ckpt is not None:
-        checkpoint.restore(ckpt, model, optimizer)
-    elif hf:
-        optimizer.load(convert.hf_tensors(hf, cfg))
+        checkpoint.restore(ckpt, model, run.optimizer)
+    elif run.hf:
+        run.optimizer.load(convert.hf_tensors(run.hf, cfg))
     else:
-        optimizer.load(initial_weights(cfg, cfg.seed, device))
-    first = ckpt.iter if ckpt is not None else 0
-    decision = placement.decide(cfg, model)
+        run.optimizer.load(initial_weights(cfg, cfg.seed, device))
+    run.first = ckpt.iter if ckpt is not None else 0
+    run.decision = placement.decide(cfg, model, run.limit)
     placement.plan_memory(cfg, model)
-    if (data.folder / "tokenizer.json").exists():
-        shutil.copyfile(data.folder / "tokenizer.json", out / "tokenizer.json")
-    peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
-    run = SimpleNamespace(cfg=cfg, data=data, device=device, model=model, optimizer=optimizer, first=first, out=out,
-                          peak=peak, lock=locked, decision=decision)
-    save_config(cfg, out / "config.json")
-    save_plan(run)
+    run.saver = checkpoint.Saver(run.out, host.another())
+    run.peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
+    run.speaks = launch.rank == 0  # prints, logs and draws
+    if run.speaks:
+        if (run.data.folder / "tokenizer.json").exists():
+            shutil.copyfile(run.data.folder / "tokenizer.json", run.out / "tokenizer.json")
+        save_config(cfg, run.out / "config.json")
+        save_plan(run)
     return run
 
 
 def describe(run):
     """What is about to happen, and what lives where, in a few lines."""
-    cfg, m = run.cfg, run.model
+    cfg, m, mesh = run.cfg, run.model, run.mesh
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
           f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
+          f"ranks       {mesh.host.size}: dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; {m.params.numel() / 1e6:.1f}M weights, "
+          f"{placement.n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, attention={m.attention.name}, "
           f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}\n"
           f"{placement.describe(cfg, run.decision, m, run.optimizer)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
 
 
+def batch(run, *which):
+    """(tokens, targets) of this rank, on its device; `which`: split, step, micro batch."""
+    cfg = run.cfg
+    return [t.to(run.device) for t in run.data.batch(*which, cfg.batch_size, cfg.block_size, cfg.seed, run.ranges)]
+
+
 def evaluate(run):
     """Mean loss over eval_iters batches of the validation split, the same ones each time."""
-    cfg, total = run.cfg, 0.0
-    for i in range(cfg.eval_iters):
-        tokens, targets, _ = run.data.batch("val", 0, i, cfg.batch_size, cfg.block_size, cfg.seed)
-        total += run.model.forward(tokens.to(run.device), targets.to(run.device)).item()
-    return total / cfg.eval_iters
+    cfg, mesh = run.cfg, run.mesh
+    total = torch.zeros((), device=run.device)
+    for i in range(mesh.dp.rank, cfg.eval_iters, mesh.dp.size):
+        total += run.model.forward(*batch(run, "val", 0, i))
+    return mesh.data.sum(total).item() / (cfg.eval_iters * cfg.cp)
 
 
 def forward_backward(run, it):
-    """The gradients of step `it`, over all its micro batches -> (loss tensor, where in the data they were)."""
-    cfg, parts = run.cfg, run.cfg.gradient_accumulation_steps
-    loss, offsets, batches = 0.0, [], []
-    for micro in range(parts):  # all of them first: the device is not kept waiting for the host between two
-        tokens, targets, where = run.data.batch("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)
-        batches.append((tokens.to(run.device), targets.to(run.device)))
-        offsets += where
-    for batch in batches:
-        loss = loss + run.model.forward(*batch, scale=1 / parts) / parts
-        run.model.backward()
-    return loss, offsets
+    """The gradients of step `it`, over all its micro batches, on their way to the ranks that need them -> loss tensor."""
+    cfg, mesh = run.cfg, run.mesh
+    part, loss = 1 / (cfg.gradient_accumulation_steps * cfg.cp), torch.zeros((), device=run.device)
+    micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
+    batches = [batch(run, "train", it, micro) for micro in micros]  # all of them first: the device need not wait later
+    for i, tokens_targets in enumerate(batches):
+        loss += run.model.forward(*tokens_targets, scale=part) * part
+        run.model.backward(run.optimizer.reduce if i == len(batches) - 1 else lambda bucket: None)
+    return mesh.data.sum(loss)
 
 
 def save(run, it, last=False):
-    """Saves a checkpoint that goes on with step `it`. A failed one in mid-run is a warning: the next may succeed."""
+    """Starts to save a checkpoint that goes on with step `it`, and waits for the last one. That the one before failed is a
+    warning: this one may succeed."""
     try:
-        checkpoint.save(run.out, run.model, run.optimizer, run.cfg, it)
+        run.saver.wait()
     except checkpoint.CheckpointError as e:
-        if last:
-            raise
-        print(f"\nwarning: {e}; training goes on", file=sys.stderr)
+        if run.speaks:
+            print(f"\nwarning: {e}; training goes on", file=sys.stderr)
+    run.saver.save(run.optimizer.pieces(saved=True), run.cfg, it)
+    if last:
+        run.saver.wait()
 
 
-def not_finite(run, it, loss, grad_norm, offsets):
-    saved = run.out / checkpoint.FILE
-    try:
-        good = f"the last good checkpoint is {saved}, before step {checkpoint.load(run.out).iter}"
-    except checkpoint.CheckpointError:
-        good = "there is no good checkpoint yet"
+def not_finite(run, it, loss, grad_norm):
+    run.saver.close()  # the one under way is good
+    cfg, saved = run.cfg, checkpoint.latest(run.out)
+    good = f"the last good checkpoint is {saved}, before step {saved.name}" if saved else "there is no good checkpoint yet"
+    offsets = [o for micro in range(cfg.gradient_accumulation_steps)
+               for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
     return TrainingError(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train "
                          f"split) must be finite; nothing was saved over: {good}; "
                          "try a lower --learning_rate or more --warmup_iters")
@@ -193,29 +241,34 @@ def not_finite(run, it, loss, grad_norm, offsets):
 
 def train(run, loggers, stop):
     """The loop, from step run.first on; returns the number of steps done in the whole run."""
-    cfg, swap, arena = run.cfg, run.model.swap, run.model.arena
+    cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     for it in range(run.first, cfg.max_iters):
+        run.step = it
         last = it == cfg.max_iters - 1
         val_loss = evaluate(run) if cfg.eval_interval and (it % cfg.eval_interval == 0 or last) else None
         swap.streams.timeline.clear()
+        mesh.take_sent_bytes()
         start, lr = time.perf_counter(), learning_rate(cfg, it)
-        loss, offsets = forward_backward(run, it)
+        loss = forward_backward(run, it)
         grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
         loss, grad_norm = torch.stack((loss, grad_norm)).tolist()  # the one place where the host waits for the device
         if not math.isfinite(loss + grad_norm):
-            raise not_finite(run, it, loss, grad_norm, offsets)
+            raise not_finite(run, it, loss, grad_norm)
         arena.run("optimizer", run.optimizer.step, lr)
         step_s = time.perf_counter() - start
-        rate = tgs(tokens, 1, step_s)
         spans = swap.streams.timeline.take()
+        step_s, stalled_s, stopped = mesh.host.max(step_s, stall_s(spans), stop.number)  # of the slowest rank
+        stop.number = int(stopped)  # all stop at once
+        rate = tgs(tokens, mesh.host.size, step_s)
         stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak), alpha=run.decision.alpha,
-                          offload_bytes=swap.host_bytes * cfg.gradient_accumulation_steps, stall_s=stall_s(spans),
-                          transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
-                          device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes, val_loss=val_loss)
-        if arena.settle():
+                          offload_bytes=swap.host_bytes * (cfg.gradient_accumulation_steps // mesh.dp.size),
+                          stall_s=stalled_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
+                          device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
+                          sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
+        if arena.settle() and run.speaks:
             save_plan(run)
-        if it == min(run.first + 2, cfg.max_iters - 1):
+        if run.speaks and it == min(run.first + 2, cfg.max_iters - 1):
             picture(timeline, spans, run.out / "timeline.json", run.out / "timeline.png", f"step {it}, {title(run)}")
             if arena.plans:
                 picture(memory_plan, *arena.plans[0], run.out / "memory_plan.png", title(run))
@@ -245,56 +298,100 @@ def picture(draw, *args):
 
 
 def main(argv=None):
-    """Trains as `argv` says; returns the exit code: 0, or 128 + the signal that stopped the run. Errors: ConfigError for
-    the user's mistakes, TrainingError when the loss is not finite."""
+    """Trains as `argv` and torchrun say; returns the exit code: 0, or 128 + the signal that stopped the run. Errors:
+    ConfigError for the user's mistakes, TrainingError when the loss is not finite."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\n{help_text()}")
         return 0
-    run = setup(load_config(argv))
-    with contextlib.closing(run.model.arena), contextlib.closing(run.model):
-        return go(run)
+    launch = launched()
+    with connected(launch) as host:
+        with leaving(host):
+            run = setup(argv, launch, host)
+        with (contextlib.closing(run.model.arena), contextlib.closing(run.model), contextlib.closing(run.saver),
+              leaving(host, run)):
+            return go(run)
+
+
+@contextlib.contextmanager
+def leaving(host, run=None):
+    """A rank of several ends at once where it fails: for an orderly end it would have to wait for ranks that may be gone."""
+    try:
+        yield
+    except Exception as e:
+        if host.size == 1:
+            raise
+        if not isinstance(e, (Agreed, TrainingError)):  # its own
+            where = place(host.rank) + (f", step {run.step}" if run else "")
+            print(f"error: {where}: {last_line(e) or traceback.format_exc()}", file=sys.stderr, flush=True)
+        elif host.rank == 0:
+            print(f"error: {last_line(e)}", file=sys.stderr, flush=True)
+        if isinstance(e, (Agreed, TrainingError)):
+            host.objects("said")  # torchrun ends all ranks when the first one is gone
+        os._exit(1)
 
 
 def go(run):
     """From the startup's lines to the last one; returns main's exit code."""
-    cfg = run.cfg
-    describe(run)
+    cfg, run.step = run.cfg, run.first
+    if run.speaks:
+        describe(run)
     if run.first >= cfg.max_iters:
-        print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
+        if run.speaks:
+            print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
         return 0
-    loggers = [JsonlLogger(run.out / "metrics.jsonl", run.first), ConsoleLogger(cfg.max_iters, run.first)]
-    if cfg.wandb_log:
+    loggers = []
+    if run.speaks:
+        loggers = [JsonlLogger(run.out / "metrics.jsonl", run.first), ConsoleLogger(cfg.max_iters, run.first)]
+    if run.speaks and cfg.wandb_log:
         loggers.append(WandbLogger(cfg, asdict(cfg)))
     try:
-        with StopSignal() as stop:
+        with StopSignal(quiet=not run.speaks) as stop:
             done = train(run, loggers, stop)
             save(run, done, last=True)
     finally:
         for logger in loggers:
             logger.close()
+    if run.speaks:
+        finish(run, done, stop)
+    return 128 + stop.number if stop.number else 0
+
+
+def finish(run, done, stop):
+    """The last picture and the last lines."""
+    cfg = run.cfg
     picture(loss_curve, run.out / "metrics.jsonl", run.out / "loss.png", title(run), cfg.vocab_size)
     if stop.number:
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")
-        return 128 + stop.number
+        return
     val = [r["val_loss"] for r in read_metrics(run.out / "metrics.jsonl") if r.get("val_loss") is not None]
     if val:
         print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
-    files = ("ckpt.safetensors", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
+    files = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
     print(f"done: {done} steps; {run.out}/ holds {', '.join(f for f in files if (run.out / f).exists())}\n"
           f'try: python -m memo.sample {run.out} --prompt="def main("')
-    return 0
+
+
+def last_line(e):
+    """What is said of the exception that ends a run; None where it should be shown whole."""
+    if isinstance(e, (ConfigError, TrainingError, OSError)):
+        return str(e)
+    if isinstance(e, RuntimeError):
+        text = str(e).splitlines()[0] if str(e) else type(e).__name__
+        if isinstance(e, torch.OutOfMemoryError) or "allocate" in text:  # torch has no class of its own for the CPU's
+            return f"out of memory ({text}); try a smaller --batch_size, --block_size or --n_embd"
+        if any(word in text for word in ("gloo", "Gloo", "NCCL", "TCPStore")):
+            return f"lost another rank ({text}); the last checkpoint is whole; the other ranks' errors say why"
+    return None
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ConfigError, TrainingError, OSError) as e:
-        sys.exit(f"error: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted; the last checkpoint, if there is one, is whole")
-    except RuntimeError as e:  # torch has no class of its own for the CPU's
-        if not isinstance(e, torch.OutOfMemoryError) and "allocate" not in str(e):
+    except Exception as e:
+        if (line := last_line(e)) is None:
             raise
-        sys.exit(f"error: out of memory ({str(e).splitlines()[0]}); try a smaller --batch_size, --block_size or --n_embd")
+        sys.exit(f"error: {line}")

@@ -1,7 +1,8 @@
 """The skeletal activations of one layer: the one table of what is kept between its forward and its backward, and where.
 
-Rows are tokens: the B*T tokens of a rank's sequences, one after the other, are N rows, and every tensor here but
-`lse` is (N, width), so that a range of rows is contiguous and whatever is token-wise can be done on any range.
+Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own. What is split
+by heads or columns is (N, tp, width/tp), the rest (N, width), see memo/tp.py: so in everything here but `lse` a range of
+rows is contiguous, and whatever is token-wise can be done on any range.
 Source: MEMO 3.1 and 4.1; DESIGN section 2.
 """
 
@@ -11,30 +12,31 @@ from math import prod
 
 @dataclass(frozen=True)
 class Skeletal:
-    """One row of the table. Its elements per token: units * C/tp, or one per head (`lse`), or one (a statistic)."""
+    """One row of the table. Its elements per token, over tp: units * C, or one per head (`lse`), or one (a statistic)."""
 
     name: str
     units: int = 0
+    split: bool = False  # by heads or columns; otherwise by tokens
     per_head: bool = False
     other: bool = True  # one of the "others": token-wise in x and attn_out, so it can be recomputed from them
 
 
 TABLE = (
-    Skeletal("x", 1, other=False),         # layer input
-    Skeletal("attn_out", 1, other=False),  # recomputing attention is what costs
+    Skeletal("x", 1, other=False),  # layer input
+    Skeletal("attn_out", 1, split=True, other=False),  # recomputing attention is what costs
     Skeletal("lse", per_head=True, other=False),
     Skeletal("ln1_out", 1),
     Skeletal("ln1_mean"),
     Skeletal("ln1_rstd"),
-    Skeletal("q", 1),
-    Skeletal("k", 1),
-    Skeletal("v", 1),
-    Skeletal("mid", 1),                    # x + attention branch
+    Skeletal("q", 1, split=True),
+    Skeletal("k", 1, split=True),
+    Skeletal("v", 1, split=True),
+    Skeletal("mid", 1),  # x + attention branch
     Skeletal("ln2_out", 1),
     Skeletal("ln2_mean"),
     Skeletal("ln2_rstd"),
-    Skeletal("fc1_out", 4),
-    Skeletal("gelu_out", 4),
+    Skeletal("fc1_out", 4, split=True),
+    Skeletal("gelu_out", 4, split=True),
 )
 
 
@@ -48,10 +50,11 @@ class Tensor:
 
 
 def layout(B, T, C, H, itemsize, tp=1):
-    """{name: Tensor} of one layer. `itemsize` in bytes."""
+    """{name: Tensor} of one layer; T: the tokens that a rank of cp holds. `itemsize` in bytes."""
     tensors = {}
     for t in TABLE:
-        shape = (B * T, t.units * C // tp) if t.units else (B, H // tp, T) if t.per_head else (B * T,)
+        N, width = B * T // tp, t.units * C
+        shape = (B, H // tp, T) if t.per_head else (N, tp, width // tp) if t.split else (N, width) if width else (N,)
         tensors[t.name] = Tensor(prod(shape) * (itemsize if t.units else 4), shape, fp32=not t.units)
     return tensors
 

@@ -22,21 +22,21 @@ def heads_first(*tensors):
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
 
-def math_probs(q, k, causal, scale):
+def math_scores(q, k, causal, scale):
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * scale
     if causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1), -torch.inf)
-    lse = scores.logsumexp(-1)
-    return scores.sub_(lse[..., None]).exp_(), lse
+    return scores
 
 
 def math_forward(q, k, v, causal, scale):
-    p, lse = math_probs(q, k, causal, scale)
-    return torch.einsum("bhqk,bkhd->bqhd", p, v.float()).to(q.dtype), lse
+    scores = math_scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.sub_(lse[..., None]).exp_(), v.float()).to(q.dtype), lse
 
 
 def math_backward(dout, q, k, v, out, lse, causal, scale):
-    p, _ = math_probs(q, k, causal, scale)
+    p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()  # the given lse: a ring's is over more keys than these
     dout = dout.float()
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
     dp = torch.einsum("bqhd,bkhd->bhqk", dout, v.float())

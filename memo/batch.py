@@ -1,6 +1,7 @@
 """Batches from a dataset folder: random windows whose place depends on the seed and the step only."""
 
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from memo.config import ConfigError
 from memo.tokens import DATA, DTYPES
 
 SPLITS = ("train", "val")
+FINGERPRINT_IDS = 2**16
 
 
 class Data:
@@ -18,21 +20,34 @@ class Data:
     def __init__(self, folder, meta, tokens):
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
 
-    def batch(self, split, step, micro_step, B, S, seed):
-        """(tokens, targets, offsets): int64 (B, S) twice, the targets one token on, and where each sequence starts.
-
-        Offsets are uniform over all windows of the split and depend on the arguments only, so that resuming is free.
-        Errors: a token id beyond the vocabulary.
-        """
-        ids = self.tokens[split]
+    def offsets(self, split, step, micro_step, B, S, seed):
+        """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. They depend on the
+        arguments only, so that resuming is free, and every layout of ranks sees the same."""
         rng = np.random.default_rng((seed, SPLITS.index(split), step, micro_step))
-        offsets = rng.integers(len(ids) - S, size=B).tolist()  # len - (S+1) + 1 windows
-        windows = torch.from_numpy(np.stack([ids[o:o + S + 1] for o in offsets]).astype(np.int64))  # (B, S+1)
-        if windows.max() >= self.vocab_size:
-            row, column = (windows >= self.vocab_size).nonzero()[0].tolist()
-            raise ConfigError(f"{self.folder / split}.bin: token {windows[row, column]} at position {offsets[row] + column} "
-                              f"must be below meta.json's vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), offsets
+        return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
+
+    def batch(self, split, step, micro_step, B, S, seed, ranges=None):
+        """(tokens, targets): int64 (B, T) twice, the targets one token on, of the tokens in `ranges` [(first, end)] of each
+        sequence; all S without. No others are read. Errors: a token id beyond the vocabulary.
+        """
+        ids, offsets = self.tokens[split], self.offsets(split, step, micro_step, B, S, seed)
+        windows = []  # (B, end - first + 1)
+        for first, end in ranges or [(0, S)]:
+            windows.append(torch.from_numpy(np.stack([ids[o + first:o + end + 1] for o in offsets]).astype(np.int64)))
+            if windows[-1].max() >= self.vocab_size:
+                row, column = (windows[-1] >= self.vocab_size).nonzero()[0].tolist()
+                raise ConfigError(f"{self.folder / split}.bin: token {windows[-1][row, column]} at position "
+                                  f"{offsets[row] + first + column} must be below meta.json's vocab_size={self.vocab_size}; "
+                                  f"{prepare_again(self.folder)}")
+        return torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
+
+    def fingerprint(self):
+        """A hash of the dataset: of meta.json, and of each split's tokens, or of 256 stretches of them where it is large."""
+        value = zlib.crc32(json.dumps(self.meta, sort_keys=True).encode())
+        for ids in self.tokens.values():
+            for start in np.linspace(0, max(0, len(ids) - FINGERPRINT_IDS), 256).astype(np.int64):
+                value = zlib.crc32(ids[start:start + FINGERPRINT_IDS], value)
+        return value
 
 
 def prepare_again(folder):

@@ -1,150 +1,338 @@
-"""Checkpoints: one safetensors file, whole at any moment, that executes nothing when it is read.
+"""Checkpoints: written by all ranks at once while training goes on, whole at any moment, readable in any layout.
 
-    params.<name>, exp_avg.<name>, exp_avg_sq.<name>   fp32: master weights and AdamW's moments
-    steps, rng.cpu, rng.cuda                           steps taken, states of torch's generators
-    crc32                                              int64: of all the bytes before it; the end of the file
-    metadata                                           format; iter, the iteration to go on with; config (JSON)
+    out_dir/ckpt/<iter>/__<rank>_0.distcp, .metadata    torch.distributed.checkpoint's files, fp32:
+        params.<name>, exp_avg.<name>, exp_avg_sq.<name>    master weights and AdamW's moments
+    out_dir/ckpt/<iter>/checkpoint.json                 format, iter to go on with, config, and every file's size and crc32
+    out_dir/ckpt/<iter>.tmp/                            one that is not finished, or no longer needed
 
 Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint without
-moments (memo.convert makes them) starts a run of its own.
+moments (memo.convert makes them) starts a run of its own. Reading one executes nothing.
 """
 
 import contextlib
-import json
 import os
+import pickle
+import shutil
+import threading
+import warnings
 import zlib
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from memo.config import CHECKPOINT as FILE
-from memo.config import MODEL_KEYS, ConfigError
-from memo.flat import views
+from memo.config import CHECKPOINT, CHECKPOINT_JSON, FORMAT, MODEL_KEYS, REMEDY, CheckpointError, read_checkpoint, sealed
+from memo.config import latest_checkpoint as latest
+from memo.flat import whole
 
-FORMAT = "memo 1"
-DTYPES = {torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64"}  # safetensors' names
-CRC_BYTES = 8
+METADATA = ".metadata"  # DCP's name
 READ_BYTES = 2**24
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 
 
-class CheckpointError(ConfigError):
-    """A checkpoint that cannot be written, read, or used for this model. One line."""
+def reason(e):
+    """Why, in one line: that of the first rank that failed, where DCP gathered the failures."""
+    if isinstance(e, CheckpointException):
+        e = e.failures[min(e.failures)][0]
+    return getattr(e, "strerror", None) or (str(e).splitlines() or [type(e).__name__])[0]
+
+
+def crc32(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while data := file.read(READ_BYTES):
+            crc = zlib.crc32(data, crc)
+    return crc
+
+
+def sync(folder):
+    """Waits until the folder's entries are on the disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
+        os.fsync(fd)
+    os.close(fd)
+
+
+def box(piece):
+    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
 
 
 # --- writing ---
 
-def write(path, tensors, metadata, with_crc=True):
-    """{name: tensor}, {name: str} -> a safetensors file, which takes the place of `path` once it is on the disk.
+class Boxes(SavePlanner):
+    """Saves pieces; all ranks' pieces together must tile every tensor."""
 
-    Errors: one that names the cause; then `path` is as it was, and no temporary file is left.
+    def __init__(self, pieces):
+        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        pass
+
+    def create_local_plan(self):
+        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
+            box(p), TensorProperties(p.tensor.dtype), torch.Size(p.shape))) for index, p in self.pieces.items()])
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = create_default_global_save_plan(all_plans)
+        for name, t in metadata.state_dict_metadata.items():
+            if (found := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
+                raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {found} elements, must be {prod(t.size)}")
+        return plans, metadata
+
+    def finish_plan(self, new_plan):
+        return new_plan
+
+    def resolve_data(self, write_item):
+        return self.pieces[write_item.index].tensor
+
+
+class Writer(dcp.FileSystemWriter):
+    def storage_meta(self):
+        return StorageMeta()  # the usual one holds the path, which is about to change
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as e:  # torch.save's, about what the disk had to say; a rank sends no context to the others
+            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
+
+
+class Saver:
+    """Writes a run's checkpoints in the background.
+
+    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None: one process.
     """
-    temporary = path.with_name(path.name + ".tmp")  # what a killed run left under this name is overwritten
-    try:
-        with open(temporary, "wb") as file:
-            write_tensors(file, tensors, metadata, with_crc)
+
+    def __init__(self, out_dir, group=None):
+        self.folder, self.group = Path(out_dir) / CHECKPOINT, group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.thread = self.error = None
+
+    def save(self, pieces, cfg, iter):
+        """Starts to write the checkpoint of a run that has still to do iteration `iter`, and returns when the `pieces` are
+        copied to host memory. Where there is one of this `iter` already it stays: a run that goes on from it is in the same
+        state. Errors: those of the save before, as in wait(); then nothing is started."""
+        self.wait()
+        pieces = [p._replace(tensor=p.tensor.detach().to("cpu", torch.float32, copy=True)) for p in pieces]
+        self.thread = threading.Thread(target=self.write, args=(pieces, asdict(cfg), iter), name="memo checkpoint",
+                                       daemon=True)
+        self.thread.start()
+
+    def done(self):
+        """Whether wait() would return, or raise, at once."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self):
+        """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or another; the
+        previous checkpoint is whole. Each failure is raised once, on every rank."""
+        self.close()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def close(self):
+        """As wait(), but silent."""
+        if self.thread is not None:
+            self.thread.join()
+        self.thread = None
+
+    def write(self, pieces, config, iter):
+        path = self.folder / str(iter)
+        temporary = path.with_name(f"{iter}.tmp")
+        try:
+            if any(self.together(self.begin, path)):
+                files = self.together(self.write_files, temporary, pieces)
+                self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
+        except Exception as e:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            previous = "; the previous one is whole" if latest(self.folder.parent) else ""
+            self.error = CheckpointError(f"{path} cannot be written ({reason(e)}){previous}; "
+                                         "free some space there or choose another folder")
+
+    def together(self, work, *args):
+        """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on all."""
+        try:
+            results = [work(*args)]
+        except (Exception, CheckpointException) as e:
+            results = [CheckpointError(reason(e))]
+        if self.group is not None:
+            [mine], results = results, [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(results, mine, self.group)
+        for result in results:
+            if isinstance(result, CheckpointError):
+                raise result
+        return results
+
+    def begin(self, path):
+        """Rank 0 clears the way -> whether `path` is still to be written."""
+        if self.rank or path.exists():
+            return False
+        self.folder.mkdir(exist_ok=True)
+        for leftover in self.folder.glob("*.tmp"):
+            shutil.rmtree(leftover)
+        return True
+
+    def write_files(self, folder, pieces):
+        """-> {name of a file that this rank wrote: [bytes, crc32]}."""
+        # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread
+        dcp.save({}, storage_writer=Writer(folder, per_thread_copy_ahead=0), planner=Boxes(pieces),
+                 process_group=self.group, no_dist=self.group is None)
+        mine = sorted(folder.glob(f"__{self.rank}_*")) + [folder / METADATA] * (self.rank == 0)
+        return {file.name: [file.stat().st_size, crc32(file)] for file in mine}
+
+    def commit(self, path, temporary, stored, files):
+        """Rank 0 makes the finished folder the latest checkpoint; what was there before it goes."""
+        if self.rank:
+            return
+        stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
+        with open(temporary / CHECKPOINT_JSON, "w") as file:
+            file.write(sealed(stored))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        previous = "; the previous one is whole" if path.exists() else ""
-        raise CheckpointError(f"{path} cannot be written ({e.strerror or e}){previous}; "
-                              "free some space there or choose another folder") from None
-    folder = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
-        os.fsync(folder)
-    os.close(folder)
-
-
-def write_tensors(file, tensors, metadata, with_crc):
-    """The safetensors format by hand: safetensors.torch.save_file copies a model from the GPU as a whole, does not sync,
-    and leaves a file of another random name at every kill. Here the tensors leave the GPU one by one."""
-    crc = {"crc32": torch.zeros((), dtype=torch.int64)} if with_crc else {}
-    header, end = {"__metadata__": metadata}, 0
-    for name, t in (tensors | crc).items():
-        header[name] = dict(dtype=DTYPES[t.dtype], shape=list(t.shape), data_offsets=[end, end + t.nbytes])
-        end += t.nbytes
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    value = 0
-    for data in (len(head).to_bytes(8, "little"), head, *tensors.values()):
-        if isinstance(data, torch.Tensor):
-            data = data.cpu().contiguous().view(-1).numpy()
-        file.write(data)
-        value = zlib.crc32(data, value)
-    if with_crc:
-        file.write(value.to_bytes(CRC_BYTES, "little"))
-
-
-def moments(optimizer):
-    return dict(exp_avg=optimizer.exp_avg, exp_avg_sq=optimizer.exp_avg_sq)
-
-
-def metadata(cfg, iter):
-    return dict(format=FORMAT, iter=str(iter), config=json.dumps(asdict(cfg)))
-
-
-def save(out_dir, model, optimizer, cfg, iter):
-    """Writes the checkpoint of a run that has still to do iteration `iter`. A failure leaves the previous one whole."""
-    flats = dict(params=optimizer.master, **moments(optimizer))
-    tensors = {f"{prefix}.{name}": t for prefix, flat in flats.items() for name, t in views(model.layout, flat).items()}
-    tensors |= {"steps": optimizer.steps, "rng.cpu": torch.get_rng_state()}
-    if model.device.type == "cuda":
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(model.device)
-    write(Path(out_dir) / FILE, tensors, metadata(cfg, iter))
+        sync(temporary)
+        temporary.rename(path)
+        sync(self.folder)
+        sync(self.folder.parent)
+        for old in list(self.folder.iterdir()):
+            if old.name.isdecimal() and int(old.name) < stored["iter"]:
+                with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
+                    shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
 
 # --- reading ---
 
+ADMITTED = {("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(("torch.distributed.checkpoint.metadata", name) for name in (
+                "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+                "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"))}
+
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        if (module, name) not in ADMITTED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads DCP's files; the metadata once, and without executing what it names. Tensors: torch.load(weights_only=True)."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        with open(path / METADATA, "rb") as file:
+            self.metadata = Unpickler(file).load()
+        if not isinstance(self.metadata, Metadata):
+            raise pickle.UnpicklingError(f"a {type(self.metadata).__name__} is not of a checkpoint")
+
+    def read_metadata(self, *args, **kwargs):
+        return self.metadata
+
+
+class Targets(LoadPlanner):
+    """Fills pieces in place."""
+
+    def __init__(self, pieces):
+        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        self.stored = metadata.state_dict_metadata
+
+    def create_local_plan(self):
+        return LoadPlan([item for p in self.pieces.values()
+                         for item in create_read_items_for_chunk_list(p.name, self.stored[p.name], [box(p)])])
+
+    def create_global_plan(self, global_plan):
+        return global_plan
+
+    def finish_plan(self, central_plan):
+        return central_plan
+
+    def load_bytes(self, read_item, value):
+        raise AssertionError("a checkpoint holds tensors only")
+
+    def resolve_tensor(self, read_item):
+        begin, sizes = read_item.dest_offsets, read_item.lengths
+        return self.pieces[read_item.dest_index].tensor[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
+
+    def commit_tensor(self, read_item, tensor):
+        pass
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint. The tensors stay in the file until they are read."""
+    """An intact checkpoint. The tensors stay in the files until they are read."""
 
     path: Path
     config: dict
     iter: int
-    file: safe_open
-    names: list
+    reader: Reader
 
     def shapes(self, prefix):
         """{name: shape} of the tensors under `prefix`."""
-        return {n: tuple(self.file.get_slice(n).get_shape()) for n in self.names if n.startswith(f"{prefix}.")}
+        stored = self.reader.metadata.state_dict_metadata
+        return {name: tuple(t.size) for name, t in stored.items() if name.startswith(f"{prefix}.")}
 
     def tensors(self, prefix):
-        """Yields (name without the prefix, tensor), one after the other from the mapped file."""
-        for name in self.shapes(prefix):
-            yield name.removeprefix(f"{prefix}."), self.file.get_tensor(name)
+        """Yields (name without the prefix, fp32 tensor), one after the other."""
+        for name, shape in self.shapes(prefix).items():
+            tensor = torch.empty(shape)
+            self.read([whole(name, tensor)])
+            yield name.removeprefix(f"{prefix}."), tensor
+
+    def read(self, pieces):
+        """Fills the `pieces` in place, on any device, whatever the layout they were saved in; each rank for itself. Their
+        names and shapes must be those of the checkpoint."""
+        try:
+            dcp.load({}, storage_reader=self.reader, planner=Targets(pieces), no_dist=True)
+        except CheckpointException as e:
+            raise CheckpointError(f"{self.path} cannot be read ({reason(e)}); {REMEDY}") from None
 
 
-def load(out_dir):
-    """The Checkpoint in `out_dir`. Errors: none there, one that is truncated or corrupt, or of another format."""
-    path = Path(out_dir) / FILE
+def load(out_dir, rank=0, world=1):
+    """The latest Checkpoint in `out_dir`. Each of `world` ranks reads its part of the files to see whether they are
+    intact. Errors: none there, a file of it that is missing, truncated or corrupt, another format."""
+    path, stored = read_checkpoint(out_dir)
+    for i, (name, (size, crc)) in enumerate(stored["files"].items()):
+        file = path / name
+        try:
+            found = file.stat().st_size
+            if found != size:
+                raise CheckpointError(f"{file} is {found} bytes long, must be {size}; {REMEDY}")
+            if (i % world == rank or name == METADATA) and crc32(file) != crc:
+                raise CheckpointError(f"{file} is corrupt (its crc32 is not the one in {CHECKPOINT_JSON}); {REMEDY}")
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing; {REMEDY}") from None
+        except OSError as e:
+            raise CheckpointError(f"{file} cannot be read ({e.strerror}); {REMEDY}") from None
     try:
-        file = safe_open(path, "pt")
-        stored = file.metadata() or {}
-        if stored.get("format") != FORMAT:
-            raise CheckpointError(f"{path}: format={stored.get('format')!r} must be {FORMAT!r}; read it with the memo "
-                                  "that wrote it")
-        intact = crc_holds(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; train with --init_from=scratch, or see memo.convert") from None
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{path} cannot be read ({e}); use another copy of it or start from scratch") from None
-    if not intact:
-        raise CheckpointError(f"{path} is corrupt (its crc32 differs from the one it ends with); "
-                              "use another copy of it or start from scratch")
-    return Checkpoint(path, json.loads(stored["config"]), int(stored["iter"]), file, file.keys())
-
-
-def crc_holds(path):
-    with open(path, "rb") as file:
-        crc, left = 0, os.fstat(file.fileno()).st_size - CRC_BYTES
-        while left:
-            data = file.read(min(left, READ_BYTES))
-            crc, left = zlib.crc32(data, crc), left - len(data)
-        return crc == int.from_bytes(file.read(), "little")
+        reader = Reader(path)
+    except Exception as e:  # a pickle has many ways to be wrong
+        raise CheckpointError(f"{path / METADATA} cannot be read ({reason(e)}); {REMEDY}") from None
+    return Checkpoint(path, stored["config"], stored["iter"], reader)
 
 
 def check(ckpt, model, prefixes):
@@ -154,7 +342,7 @@ def check(ckpt, model, prefixes):
     keys = ", ".join(f"{k}={ckpt.config[k]}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
-        stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": p.shape for name, p in model.layout.items()}
+        stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": shape for name, shape in model.full_shapes.items()}
         for name in {**wanted, **stored}:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the checkpoint and "
@@ -164,22 +352,18 @@ def check(ckpt, model, prefixes):
 
 
 def restore(ckpt, model, optimizer=None):
-    """Sets the master weights and parameters, the moments, the steps and the generators; only the model's parameters
-    where there is no optimizer. Errors come before anything is overwritten: see check()."""
-    resumed = "steps" in ckpt.names
-    check(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if resumed and optimizer else ["params"])
+    """Sets the master weights and parameters, the moments and the steps; only the model's parameters where there is no
+    optimizer. Errors come before anything is overwritten: see check()."""
+    moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
+    check(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:
         model.load(ckpt.tensors("params"))
         return
-    optimizer.load(ckpt.tensors("params"))
-    for prefix, flat in moments(optimizer).items():
-        flat.zero_()
-        mine = views(model.layout, flat)
-        for name, t in ckpt.tensors(prefix):
-            mine[name].copy_(t)
-    optimizer.steps.zero_()
-    if resumed:
-        optimizer.steps.copy_(ckpt.file.get_tensor("steps"))
-        torch.set_rng_state(ckpt.file.get_tensor("rng.cpu"))
-    if "rng.cuda" in ckpt.names and model.device.type == "cuda":
-        torch.cuda.set_rng_state(ckpt.file.get_tensor("rng.cuda"), model.device)
+    pieces = optimizer.pieces()
+    ckpt.read([p for p in pieces if moments or p.name.startswith("params.")])
+    if not moments:
+        for p in pieces:
+            if not p.name.startswith("params."):
+                p.tensor.zero_()
+    optimizer.steps.fill_(ckpt.iter)
+    optimizer.publish()

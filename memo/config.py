@@ -3,13 +3,19 @@
 import ast
 import difflib
 import json
+import math
 import os
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 
 class ConfigError(ValueError):
     """A value the user can mend. One line: name, value, rule, remedy."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be written, read, or used for this model. One line."""
 
 
 def key(default, help, choices=(), least=None, below=None, most=None):
@@ -34,6 +40,11 @@ class Config:
     dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json")
     batch_size: int = key(1, "B, sequences in a forward pass", least=1)
     gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1)
+    # ranks; dp is what is left of torchrun's WORLD_SIZE
+    tp: int = key(1, "ranks that share each layer: tensor and sequence parallelism, inside a node", least=1)
+    cp: int = key(1, "ranks that share each sequence: context parallelism", least=1)
+    context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, or all-to-all, "
+                                "tokens for heads", choices=("ring", "ulysses"))
     # activations
     activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the device, recomputed "
                           "from its input, swapped to the host, or swapped as far as that hides and fits",
@@ -42,7 +53,7 @@ class Config:
                        least=0.0, most=1.0)
     alpha_mode: str = key("per_tensor", "what auto finds: one alpha as in the paper, or a fraction for each tensor",
                           choices=("paper", "per_tensor"))
-    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to swap to; auto takes what is free", least=0.0)
+    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free", least=0.0)
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")
     memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves them to torch",
                            choices=("bilevel", "off"))
@@ -58,6 +69,8 @@ class Config:
     beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0)
     beta2: float = key(0.95, "AdamW's second moment", least=0.0, below=1.0)
     grad_clip: float = key(1.0, "largest global gradient norm; 0 does not clip", least=0.0)
+    optimizer_device: str = key("auto", "cpu keeps master weights and moments in host memory; auto on the device",
+                                choices=("auto", "cpu"))
     # the run
     out_dir: str = key("out", "where checkpoints, metrics and pictures go")
     init_from: str = key("scratch", "scratch | resume | hf:<folder of a GPT-2 in safetensors>")
@@ -85,6 +98,7 @@ class Config:
         if self.position == "rope" and (C // H) % 2:
             raise ConfigError(f"n_embd/n_head={C // H} must be even for position=rope (it rotates pairs); "
                               "try another n_head or position=learned")
+        self.check_layout()
         if self.min_lr > self.learning_rate:
             raise ConfigError(f"min_lr={self.min_lr} must be <= learning_rate={self.learning_rate}; lower min_lr")
         if self.decay_iters < self.warmup_iters:
@@ -98,6 +112,33 @@ class Config:
             raise ConfigError(f"{name}={getattr(self, name)} goes with memory_plan=bilevel only; leave one of them out")
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
+
+    def check_layout(self):
+        """tp and cp must divide what they share out."""
+        H, S, tp, cp = self.n_head, self.block_size, self.tp, self.cp
+        if H % tp:
+            raise ConfigError(f"n_head={H} % tp={tp} != 0 (the heads are shared out); try tp={math.gcd(H, tp)}")
+        if self.context_parallel == "ulysses" and H // tp % cp:
+            raise ConfigError(f"n_head/tp={H // tp} % cp={cp} != 0 (context_parallel=ulysses shares out a tp rank's heads "
+                              f"again); try cp={math.gcd(H // tp, cp)} or context_parallel=ring")
+        if S % self.block_multiple:
+            rule = "2*cp*tp" if self.zigzag else "cp*tp"
+            why = "zigzag gives each rank two chunks" if self.zigzag else "the tokens are shared out"
+            most = max(1, S // self.block_multiple) * self.block_multiple
+            raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try block_size={most}")
+        if self.vocab_size and self.padded_vocab_size % tp:
+            raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, padded to a "
+                              f"multiple of 128, is shared out); try tp={math.gcd(self.padded_vocab_size, tp)}")
+
+    @property
+    def zigzag(self):
+        """Whether a rank of cp holds two chunks of a sequence, an early and a late one."""
+        return self.cp > 1 and self.context_parallel == "ring"
+
+    @property
+    def block_multiple(self):
+        """What block_size must be a multiple of."""
+        return (2 if self.zigzag else 1) * self.cp * self.tp
 
     @property
     def padded_vocab_size(self):
@@ -115,7 +156,9 @@ class Config:
 
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "rope_theta")
-CHECKPOINT = "ckpt.safetensors"  # in out_dir
+CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"  # in out_dir; in its folder <iter>. See memo/checkpoint.py
+FORMAT = "memo 2"
+REMEDY = "use another copy of the checkpoint or start from scratch"
 KEYS = {f.name: f for f in fields(Config)}
 
 
@@ -229,24 +272,49 @@ def gpt2_model_keys(folder):
                 gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
 
 
-def saved_config(path):
-    """The config that a checkpoint (memo/checkpoint.py) carries in its safetensors header; config.json is for people."""
+def latest_checkpoint(out_dir):
+    """The folder of the latest checkpoint in `out_dir`, or None. It is named by its iteration, and whole."""
+    folders = [f for f in (Path(out_dir) / CHECKPOINT).glob("*") if f.name.isdecimal()]
+    return max(folders, key=lambda f: int(f.name), default=None)
+
+
+def sealed(stored):
+    """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
+    return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
+
+
+def read_checkpoint(out_dir):
+    """(folder, what its checkpoint.json holds) of the latest checkpoint in `out_dir`. Errors: none there, one whose
+    checkpoint.json is damaged, or of another format."""
+    folder = latest_checkpoint(out_dir)
+    if folder is None:
+        raise CheckpointError(f"{Path(out_dir) / CHECKPOINT} holds no checkpoint; train with --init_from=scratch, or see "
+                              "memo.convert")
+    path = folder / CHECKPOINT_JSON
     try:
-        with open(path, "rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        return json.loads(header["__metadata__"]["config"])
-    except FileNotFoundError:
-        raise ConfigError(f"init_from=resume: {path} does not exist; start with --init_from=scratch") from None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as e:
-        raise ConfigError(f"init_from=resume: {path} cannot be read ({type(e).__name__}); use another copy of it, or "
-                          "start in another --out_dir") from None
+        text = path.read_text()
+        stored = json.loads(text)
+        written = stored["format"]
+        stored.pop("crc32")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise CheckpointError(f"{path} cannot be read ({type(e).__name__}); {REMEDY}") from None
+    if written != FORMAT:
+        raise CheckpointError(f"{path}: format={written!r} must be {FORMAT!r}; read it with the memo that wrote it")
+    if text != sealed(stored):
+        raise CheckpointError(f"{path} is corrupt (its crc32 differs from the one at its end); {REMEDY}")
+    return folder, stored
+
+
+def saved_config(out_dir):
+    """The config that the latest checkpoint in `out_dir` carries; config.json is for people."""
+    return read_checkpoint(out_dir)[1]["config"]
 
 
 def inherited(given):
     """What the run starts from besides the defaults: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
-        base = saved_config(Path(out_dir) / CHECKPOINT)
+        base = saved_config(out_dir)
         rope = base.get("position") == "rope"  # no weight depends on the positions: the context may grow
         fixed = {k: base[k] for k in MODEL_KEYS if k in base and not (rope and k in ("block_size", "rope_theta"))}
     elif init_from.startswith("hf:"):

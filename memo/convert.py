@@ -1,13 +1,15 @@
 """GPT-2 in Hugging Face's format <-> memo checkpoints.
 
-    python -m memo.convert from-hf <hf_folder> <out_dir>    a local GPT-2 -> <out_dir>/ckpt.safetensors, config.json
+    python -m memo.convert from-hf <hf_folder> <out_dir>    a local GPT-2 -> a checkpoint in <out_dir>, config.json
     python -m memo.convert to-hf <out_dir> <hf_folder>      a run -> a folder that transformers loads
 
-GPT-2 keeps a linear as (in, out), memo as (out, in); memo pads the rows of the embedding to a multiple of 128.
+GPT-2 keeps a linear as (in, out), memo as (out, in), and q, k and v side by side in one; memo pads the rows of the
+embedding to a multiple of 128.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from functools import partial
@@ -15,30 +17,33 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from memo import checkpoint
 from memo.config import Config, ConfigError, gpt2_model_keys, save_config
+from memo.flat import whole
 
-LAYER = {"ln1": ("ln_1", 1, 0), "qkv": ("attn.c_attn", 3, 1), "proj": ("attn.c_proj", 1, 1),  # name there, (out, in)
+LAYER = {"ln1": ("ln_1", 1, 0), "q k v": ("attn.c_attn", 3, 1), "proj": ("attn.c_proj", 1, 1),  # name there, (out, in)
          "ln2": ("ln_2", 1, 0), "fc1": ("mlp.c_fc", 4, 1), "fc2": ("mlp.c_proj", 1, 4)}       # in units of C
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 WEIGHTS, INDEX, CONFIG, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"
 
 
 def gpt2_parameters(cfg):
-    """[(memo's name, GPT-2's name, GPT-2's shape)] of a GPT-2 with the dimensions of `cfg`."""
+    """[(memo's names, GPT-2's name, GPT-2's shape)] of a GPT-2 with the dimensions of `cfg`."""
     C = cfg.n_embd
-    rows = [("wte", "wte.weight", (cfg.vocab_size, C)), ("wpe", "wpe.weight", (cfg.block_size, C))]
+    rows = [(["wte"], "wte.weight", (cfg.vocab_size, C)), (["wpe"], "wpe.weight", (cfg.block_size, C))]
     for i in range(cfg.n_layer):
-        for name, (there, n_out, n_in) in LAYER.items():
-            rows.append((f"h.{i}.{name}_w", f"h.{i}.{there}.weight", (n_in * C, n_out * C) if n_in else (C,)))
-            rows.append((f"h.{i}.{name}_b", f"h.{i}.{there}.bias", (n_out * C,)))
-    return [*rows, ("lnf_w", "ln_f.weight", (C,)), ("lnf_b", "ln_f.bias", (C,))]
+        for parts, (there, n_out, n_in) in LAYER.items():
+            w, b = ([f"h.{i}.{part}_{kind}" for part in parts.split()] for kind in "wb")
+            rows += [(w, f"h.{i}.{there}.weight", (n_in * C, n_out * C) if n_in else (C,)),
+                     (b, f"h.{i}.{there}.bias", (n_out * C,))]
+    return [*rows, (["lnf_w"], "ln_f.weight", (C,)), (["lnf_b"], "ln_f.bias", (C,))]
 
 
-def other_layout(name, w):
+def other_layout(there, w):
     """A linear's matrix from (in, out) to (out, in) or back, as a view; the rest as it is."""
-    return w.t() if name.startswith("h.") and w.dim() == 2 else w
+    return w.t() if there.startswith("h.") and w.dim() == 2 else w
 
 
 # --- from Hugging Face ---
@@ -76,30 +81,32 @@ def hf_tensors(folder, cfg):
     if unknown:
         raise ConfigError(f"{folder}: {min(unknown)} is not a tensor of a GPT-2 with n_layer={cfg.n_layer}; "
                           "give the folder of a plain GPT-2")
-    for name, there, shape in rows:
+    for names, there, shape in rows:
         w = weights[there]() if there in weights else None
-        if name == "wpe" and w is not None:
+        if names == ["wpe"] and w is not None:
             w = w[:cfg.block_size]
         if w is None or tuple(w.shape) != shape or w.dtype not in FLOATS:
             found = "missing" if w is None else f"{tuple(w.shape)} {w.dtype}"
             raise ConfigError(f"{folder}: {there} is {found}, must be {shape} in fp32, fp16 or bf16; "
                               f"see its {CONFIG}")
-        w = other_layout(name, w).float()
-        if name == "wte":
+        w = other_layout(there, w).float()
+        if names == ["wte"]:
             w = torch.nn.functional.pad(w, (0, 0, 0, cfg.padded_vocab_size - len(w)))
-        yield name, w
+        yield from zip(names, w.chunk(len(names)), strict=True)
 
 
 def from_hf(hf_folder, out_dir):
     hf_folder, out_dir = Path(hf_folder), Path(out_dir)
-    if (out_dir / checkpoint.FILE).exists() or (out_dir / CONFIG).exists():
+    if checkpoint.latest(out_dir) or (out_dir / CONFIG).exists():
         raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another folder")
     cfg = Config(**gpt2_model_keys(hf_folder), out_dir=str(out_dir))
-    tensors = {f"params.{name}": w for name, w in hf_tensors(hf_folder, cfg)}
+    pieces = [whole(f"params.{name}", w) for name, w in hf_tensors(hf_folder, cfg)]
     out_dir.mkdir(parents=True, exist_ok=True)
     save_config(cfg, out_dir / CONFIG)
     copy_tokenizer(hf_folder, out_dir)
-    checkpoint.write(out_dir / checkpoint.FILE, tensors, checkpoint.metadata(cfg, 0))
+    saver = checkpoint.Saver(out_dir)
+    saver.save(pieces, cfg, 0)
+    saver.wait()
     print(f"{out_dir}: train with --init_from=resume, generate with memo.sample")
 
 
@@ -115,14 +122,27 @@ def to_hf(out_dir, hf_folder):
         raise ConfigError(f"position={cfg.position} must be learned for to-hf (GPT-2 has no rotary positions); "
                           "train with --position=learned")
     mine, tensors = dict(ckpt.tensors("params")), {}
-    for name, there, shape in gpt2_parameters(cfg):
-        w = other_layout(name, mine[name]) if name in mine else torch.zeros(shape)  # bias=False
-        tensors[f"transformer.{there}"] = w[:cfg.vocab_size] if name == "wte" else w
+    for names, there, shape in gpt2_parameters(cfg):
+        absent = names[0] not in mine  # bias=False
+        w = torch.zeros(shape) if absent else other_layout(there, torch.cat([mine.pop(name) for name in names]))
+        tensors[f"transformer.{there}"] = w[:shape[0]].contiguous()  # without the embedding's padding
     hf_folder.mkdir(parents=True, exist_ok=True)
     (hf_folder / CONFIG).write_text(json.dumps(hf_config(cfg), indent=1) + "\n")
     copy_tokenizer(out_dir, hf_folder)
-    checkpoint.write(hf_folder / WEIGHTS, tensors, {"format": "pt"}, with_crc=False)
+    save_weights(tensors, hf_folder / WEIGHTS)
     print(f"{hf_folder}: load it with transformers.GPT2LMHeadModel.from_pretrained")
+
+
+def save_weights(tensors, path):
+    """Writes them under another name first. Errors: they cannot be written; then nothing is left of them."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(tensors, temporary, {"format": "pt"})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as e:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written ({checkpoint.reason(e)}); "
+                          "free some space there or choose another folder") from None
 
 
 def hf_config(cfg):

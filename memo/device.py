@@ -9,12 +9,16 @@ import torch
 from memo.config import ConfigError
 
 
-def pick_device(cfg):
-    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`. Errors: CUDA asked for where there is none."""
+def pick_device(cfg, local_rank=0):
+    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`, the local_rank-th GPU of this host. Errors: CUDA asked
+    for where there is none, or not so many."""
     cuda = torch.cuda.is_available()
     if cfg.device == "cuda" and not cuda:
         raise ConfigError("device=cuda needs a CUDA GPU that torch can use, there is none; try device=auto")
-    device = torch.device("cuda" if cuda and cfg.device != "cpu" else "cpu")
+    device = torch.device(f"cuda:{local_rank}" if cuda and cfg.device != "cpu" else "cpu")
+    if device.type == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"local rank {local_rank} has no GPU of its own, this host has {torch.cuda.device_count()}; start "
+                          "no more ranks on a host than it has GPUs (torchrun --nproc_per_node)")
     dtype = cfg.dtype
     if dtype == "auto":
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -3,8 +3,20 @@
 So a norm, a cast or an optimizer step is one kernel over one tensor, and a shard is a range of it.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
+
+Piece = namedtuple("Piece", "name shape offsets tensor")
+Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the box begins in
+it; `tensor`: a view with the box's shape and values."""
+
+
+def whole(name, tensor):
+    """A tensor as one Piece."""
+    return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
 
 
 @dataclass(frozen=True)
@@ -19,17 +31,18 @@ class Param:
         return self.offset + prod(self.shape)
 
 
-def flat_layout(shapes):
-    """{name: shape} -> {name: Param}, one behind the other."""
-    layout, end = {}, 0
-    for name, shape in shapes.items():
-        layout[name] = Param(end, tuple(shape))
-        end = layout[name].end
-    return layout
-
-
-def numel(layout):
-    return max(p.end for p in layout.values())
+def flat_layout(shapes, multiple=1):
+    """{name: shape} -> {name: Param}, one behind the other, and [(start, end)] of the buckets: neighbours of one prefix (a
+    layer, the embeddings, the final norm), each a multiple of `multiple` elements long."""
+    layout, buckets, end = {}, [], 0
+    for _, names in groupby(shapes, key=lambda name: name.rpartition(".")[0]):
+        start = end
+        for name in names:
+            layout[name] = Param(end, tuple(shapes[name]))
+            end = layout[name].end
+        end = -(-end // multiple) * multiple
+        buckets.append((start, end))
+    return layout, buckets
 
 
 def views(layout, flat):
@@ -37,13 +50,25 @@ def views(layout, flat):
     return {name: flat[p.offset:p.end].view(p.shape) for name, p in layout.items()}
 
 
-def weight_decay_ranges(layout):
-    """[(start, end, decays)]: maximal ranges of neighbours that all decay (matrices) or all do not (vectors)."""
-    ranges = []
-    for p in layout.values():
-        decays = len(p.shape) >= 2
-        if ranges and ranges[-1][2] == decays:
-            ranges[-1] = (ranges[-1][0], p.end, decays)
-        else:
-            ranges.append((p.offset, p.end, decays))
-    return ranges
+def joined(ranges):
+    """[(start, end, what)] in ascending order, neighbours of the same `what` made one."""
+    made = []
+    for start, end, what in ranges:
+        if made and made[-1][1:] == (start, what):
+            start = made.pop()[0]
+        made.append((start, end, what))
+    return made
+
+
+def boxes(start, end, width):
+    """[(row, column, rows, columns)]: the elements [start, end) of a matrix with rows of `width`, in order, as at most three
+    boxes: a part of a row, whole rows, a part of a row."""
+    made = []
+    while start < end:
+        row, column = divmod(start, width)
+        rows, columns = (end - start) // width, width
+        if column or not rows:
+            rows, columns = 1, min(width - column, end - start)
+        made.append((row, column, rows, columns))
+        start += rows * columns
+    return made

@@ -52,6 +52,7 @@ class StepStats:
     transient_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
     host_bytes: int | None = None
+    sent_bytes: dict | None = None
     val_loss: float | None = None
 
     def as_dict(self):

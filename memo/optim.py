@@ -1,51 +1,142 @@
-"""AdamW over the flat buffers: fp32 master weights, decoupled weight decay on matrices only, one global norm."""
+"""AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight decay on matrices
+only, one global norm.
+
+Every rank of mesh.data has all gradients of its part of the model, and the optimizer's states of its piece of each bucket:
+
+    backward    as soon as a bucket's gradients are complete they are summed over the ranks, each getting its piece
+    step        AdamW on the pieces, bucket by bucket; each goes to all ranks while the next is worked on
+    forward     waits for a bucket where it is first needed
+
+Source: ZeRO (arXiv 1910.02054), stage 1.
+"""
+
+from collections import namedtuple
 
 import torch
+from torch.optim.adamw import adamw
 
-from memo.flat import views, weight_decay_ranges
+from memo.flat import Piece, boxes, joined, views
+from memo.tp import local, split_dim
+
+EPS = 1e-8
+Range = namedtuple("Range", "start end at")  # in the flat buffers, and where that begins in the shard
 
 
 class Optimizer:
-    """Owns the fp32 master weights (the parameters themselves where those are fp32) and the two moments, all flat."""
+    """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and whole) and of
+    the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
     def __init__(self, model, cfg):
-        self.model = model
-        self.master = model.params if model.params.dtype == torch.float32 else model.params.float()
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
-        self.steps = torch.zeros((), device=self.master.device)
-        groups = {True: dict(params=[], weight_decay=cfg.weight_decay), False: dict(params=[], weight_decay=0.0)}
-        state = {}
-        for start, end, decays in weight_decay_ranges(model.layout):
-            p = self.master[start:end]
-            p.grad = model.grads[start:end]
-            groups[decays]["params"].append(p)
-            state[p] = dict(exp_avg=self.exp_avg[start:end], exp_avg_sq=self.exp_avg_sq[start:end])
-        self.adamw = torch.optim.AdamW(groups.values(), betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
-        self.adamw.state.update(state)
+        self.model, self.cfg, data = model, cfg, model.mesh.data
+        device = torch.device("cpu") if cfg.optimizer_device == "cpu" else model.device
+        numel = model.params.numel() // data.size
+        whole = data.size == 1 and model.params.dtype == torch.float32 and device == model.device
+        self.master = model.params if whole else torch.zeros(numel, device=device)
+        self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+        self.steps = torch.zeros((), device=device)
+        self.own = []  # of each bucket, the Range that is this rank's
+        for start, end in model.buckets:
+            part = (end - start) // data.size
+            self.own.append(Range(start + part * data.rank, start + part * (data.rank + 1), start // data.size))
+        self.decays, self.counted, self.shared = [], [], []  # of each bucket: ranges that do or do not, own and all ranks'
+        for k, (start, end) in enumerate(model.buckets):
+            here = {name: p for name, p in model.layout.items() if start <= p.offset < end}
+            shared = [(p.offset, p.end, True) for name, p in here.items() if split_dim(name) is None]
+            split = [(p.offset, p.end, True) for name, p in here.items() if split_dim(name) is not None]
+            self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for p in here.values())))
+            self.counted.append(self.within(k, joined(split + shared * (model.mesh.tp.rank == 0))))  # once in a tp group
+            self.shared.append(joined(shared))
+        self.reducing = []
+
+    def within(self, k, ranges):
+        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is any."""
+        own = self.own[k]
+        cut = [(max(start, own.start), min(end, own.end), what) for start, end, what in ranges]
+        return [(Range(a, b, own.at + a - own.start), what) for a, b, what in cut if a < b]
+
+    def shard_of(self, p):
+        """[Range]: this rank's part of a parameter, none or one."""
+        return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
 
     def load(self, named_tensors):
-        """Copies (name, fp32 tensor) pairs into the master weights and the model's parameters."""
-        mine = views(self.model.layout, self.master)
+        """Copies this rank's part of (name, whole fp32 tensor) pairs into the master weights and the model's parameters."""
+        model = self.model
+        mine = views(model.layout, model.params)
         for name, tensor in named_tensors:
-            mine[name].copy_(tensor)
-        self.model.params.copy_(self.master)
+            part, p = local(name, tensor, model.mesh.tp), model.layout[name]
+            mine[name].copy_(part)
+            for r in self.shard_of(p):
+                self.master[r.at:r.at + r.end - r.start] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
+
+    def states(self):
+        return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
+
+    def pieces(self, saved=False):
+        """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is to save, so that
+        nothing is saved twice."""
+        made, tp = [], self.model.mesh.tp
+        for name, p in self.model.layout.items():
+            dim, shape = split_dim(name), self.model.full_shapes[name]
+            if saved and dim is None and tp.rank > 0:
+                continue
+            first = [n * tp.rank if i == dim else 0 for i, n in enumerate(p.shape)]
+            for r in self.shard_of(p):
+                at = r.at
+                for row, column, rows, columns in boxes(r.start - p.offset, r.end - p.offset, p.shape[-1]):
+                    offsets = [a + b for a, b in zip(first, (row, column)[-len(shape):], strict=True)]
+                    for prefix, flat in self.states().items():
+                        box = flat[at:at + rows * columns].view((rows, columns)[-len(shape):])
+                        made.append(Piece(f"{prefix}.{name}", shape, tuple(offsets), box))
+                    at += rows * columns
+        return made
+
+    def reduce(self, k):
+        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks."""
+        model, own = self.model, self.own[k]
+        for start, end, _ in self.shared[k]:
+            model.mesh.tp.sum(model.grads[start:end])  # each tp rank saw its own tokens only
+        start, end = model.buckets[k]
+        self.reducing.append(model.mesh.data.start_scatter_sum(model.grads[start:end], model.grads[own.start:own.end]))
 
     def clip(self, max_norm):
         """Scales the gradients to a global norm of at most `max_norm` (0: leaves them); returns the norm before."""
-        norm = torch.linalg.vector_norm(self.model.grads)
+        grads, world = self.model.grads, self.model.mesh.world
+        for works in self.reducing:
+            works.wait()
+        self.reducing.clear()
+        norms = [torch.linalg.vector_norm(grads[r.start:r.end]) for bucket in self.counted for r, _ in bucket]
+        norm = torch.linalg.vector_norm(torch.stack([*norms, grads.new_zeros(())]))
+        if world.size > 1:
+            norm = world.sum(norm.square()).sqrt()
         if max_norm > 0:
-            self.model.grads.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for own in self.own:
+                grads[own.start:own.end].mul_(scale)
         return norm
 
     def step(self, lr):
         """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero again."""
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        for state in self.adamw.state.values():
-            state["step"] = self.steps.clone()
-        self.adamw.step()
+        cfg, grads = self.cfg, self.model.grads
+        for k, ranges in enumerate(self.decays):
+            for r, decays in ranges:
+                w, m, v = ([t[r.at:r.at + r.end - r.start]] for t in self.states().values())
+                adamw(w, [grads[r.start:r.end].to(self.master.device)], m, v, [], [self.steps.clone()], fused=True,
+                      amsgrad=False, beta1=cfg.beta1, beta2=cfg.beta2, lr=lr, eps=EPS, maximize=False,
+                      weight_decay=cfg.weight_decay if decays else 0.0)
+            self.send(k)
         self.steps += 1
-        if self.master is not self.model.params:
-            self.model.params.copy_(self.master)
-        self.model.grads.zero_()
+        grads.zero_()
+
+    def send(self, k):
+        """Sends this rank's part of bucket k's master weights on its way into the parameters of all data ranks."""
+        model, own = self.model, self.own[k]
+        part = model.params[own.start:own.end]
+        if self.master is not model.params:
+            part.copy_(self.master[own.at:own.at + own.end - own.start])
+        model.arriving[k] = model.mesh.data.start_gather(part, model.params[slice(*model.buckets[k])])
+
+    def publish(self):
+        """Makes the model's parameters those of the master weights."""
+        for k in range(len(self.own)):
+            self.send(k)
+            self.model.arrive(k)

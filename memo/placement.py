@@ -10,9 +10,10 @@ import torch
 from memo import profiler
 from memo.activations import Placement, layout
 from memo.allocator import Arena, Unavailable
-from memo.alpha import GROUPS, Problem, SwapPlan, place
+from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, place
 from memo.config import ConfigError
 from memo.device import free_bytes
+from memo.metrics import parameters
 from memo.slab import host_bytes
 
 
@@ -36,7 +37,12 @@ def copies(cfg):
 
 
 def tensors_of(cfg, dtype):
-    return layout(cfg.batch_size, cfg.block_size, cfg.n_embd, cfg.n_head, dtype.itemsize)
+    return layout(cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd, cfg.n_head, dtype.itemsize, cfg.tp)
+
+
+def n_rows(cfg):
+    """Rows of a rank's own in its tensors: see memo/activations.py."""
+    return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
 
 
 def gpu_decides(cfg, device):
@@ -53,14 +59,27 @@ def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=
     return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers, device_bytes)
 
 
-def check(cfg, device, dtype):
-    """Before the device is touched. Errors: OutOfHostMemory, ConfigError."""
+def host_limit(cfg, launch):
+    """What a rank has of the host's memory to swap to: its share, but for master weights and moments, where
+    optimizer_device=cpu keeps them there, and for their copy that a checkpoint is written from. Errors: OutOfHostMemory."""
+    if not copies(cfg) and cfg.optimizer_device == "auto":
+        return 0
+    share, shard = host_bytes(cfg.host_memory_gb, launch.local_world), 12 * parameters(cfg) // launch.world  # fp32, three
+    states = shard if cfg.optimizer_device == "auto" else 2 * shard
+    if states > share:
+        raise OutOfHostMemory(f"optimizer_device={cfg.optimizer_device} needs {states / 2**30:.4g} GiB of host memory for a "
+                              f"rank's master weights and moments or their copy for a checkpoint, its share is "
+                              f"{share / 2**30:.4g} GiB; try a larger host_memory_gb or more ranks")
+    return share - states
+
+
+def check(cfg, device, dtype, limit):
+    """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
     if gpu_decides(cfg, device) and cfg.deterministic:
         raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from run to run, and so "
                           "would the rows that are recomputed); try --alpha=0.5 or --activation=keep")
     if copies(cfg) and not gpu_decides(cfg, device):  # a GPU may have room for all layers: then the host need not
-        place(cfg, problem(cfg, dtype, host_bytes(cfg.host_memory_gb)), cfg.batch_size * cfg.block_size,
-              dict.fromkeys(GROUPS, 1.0))
+        place(cfg, problem(cfg, dtype, limit), n_rows(cfg), dict.fromkeys(GROUPS, 1.0))
 
 
 def room(cfg, model, rates):
@@ -72,7 +91,7 @@ def room(cfg, model, rates):
     """
     if not gpu_decides(cfg, model.device):
         return 2, inf
-    free, total = free_bytes(model.device)
+    free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))  # of the fullest device
     free -= total // 32  # the head takes some, and the allocator's blocks have gaps
     spare = max(0, free - rates.transient_bytes * 5 // 4)
     p = problem(cfg, model.dtype, 0)
@@ -85,21 +104,20 @@ def room(cfg, model, rates):
     return (min(cfg.n_layer, fit), inf) if fit > 2 else (2, spare)
 
 
-def decide(cfg, model, streams=None):
-    """Measures where that matters, decides, and takes the memory of the activations: model.swap. -> Decision.
-
-    Errors: OutOfHostMemory.
+def decide(cfg, model, limit, streams=None):
+    """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks measure at once,
+    and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
-    B, T, how = cfg.batch_size, cfg.block_size, dict(streams=streams, pin=cfg.pin_memory)
-    rates, limit, n_buffers, device_bytes = None, 0, 2, inf
+    B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
+    rates, n_buffers, device_bytes, host = None, 2, inf, model.mesh.host
+    limit = -int(*host.max(-limit))
     if copies(cfg):
-        model.reserve(B, T, Placement(1, 1, B * T), **how)
-        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory)
+        model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()
         model.close()
         n_buffers, device_bytes = room(cfg, model, rates)
-        limit = host_bytes(cfg.host_memory_gb)
-    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, n_buffers, device_bytes), B * T,
+    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, n_buffers, device_bytes), n_rows(cfg),
                                  rates and rates.recompute_s)
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
@@ -110,11 +128,14 @@ def requests_of_a_step(model, arena):
     try:
         return profiler.rehearse(model, arena)
     except torch.OutOfMemoryError:
+        if model.mesh.world.size > 1:
+            raise  # the other ranks may have gone on, and would wait for this one
         print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its requests are traced, "
               "not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
         arena.recorded()  # half a rehearsal, of no use
         cfg, like = replace(model.cfg, attention="auto"), "cpu" if model.device.type == "cpu" else "meta"
-        return profiler.traced(lambda device: type(model)(cfg, device, model.dtype), *model.shape, model.swap.missing, like)
+        return profiler.traced(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
+                               model.swap.missing, like)
 
 
 def plan_memory(cfg, model):
@@ -133,8 +154,8 @@ def plan_memory(cfg, model):
 def where_it_lives(cfg, decision, model, optimizer):
     """[(what, device bytes, host bytes)], which add up to all that is held from step to step."""
     p, tensors = decision.placement, tensors_of(cfg, model.dtype)
-    states = {t.data_ptr(): t.nbytes for t in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)}
-    states.pop(model.params.data_ptr(), None)  # in fp32 they are the master weights
+    states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
+    on_host = states if optimizer.master.device != model.device or cfg.optimizer_device == "cpu" else 0
     buffers = p.buffer_bytes(tensors)
     inputs = buffers.pop("x")
     swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
@@ -142,7 +163,7 @@ def where_it_lives(cfg, decision, model, optimizer):
         for name, (_, n) in p.swapped(i, tensors).items():
             swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += n
     rows = [("parameters", model.params.nbytes, 0), ("gradients", model.grads.nbytes, 0),
-            ("optimizer", sum(states.values()), 0),
+            ("optimizer", states - on_host, on_host),
             (f"{p.n_buffers} buffer{'s' * (p.n_buffers > 1)} for {p.n_layer} layers", sum(buffers.values()), 0),
             (f"{p.n_inputs} buffers for their inputs", inputs, 0),
             ("arena of temporary tensors", model.arena.stats().arena_bytes, 0),

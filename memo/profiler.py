@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from memo import planner
 from memo.activations import TABLE
 from memo.alpha import GROUPS
+from memo.mesh import ALONE
 from memo.slab import HostSlab
 from memo.streams import open_streams
 from memo.swap import copy_bytes
@@ -44,9 +45,9 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def seconds(device, call, before=lambda: None):
-    """Seconds of call(), which has run before: the least of three, or the first where that is long. `before` runs ahead of
-    each, untimed."""
+def seconds(device, call, before=lambda: None, host=ALONE.host):
+    """Seconds of call(), which has run before: the least of three, or the first where that is long; on the slowest of the
+    ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
     best = float("inf")
     for _ in range(3):
         before()
@@ -54,13 +55,13 @@ def seconds(device, call, before=lambda: None):
         start = time.perf_counter()
         call()
         synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, *host.max(time.perf_counter() - start))
         if best > LONG_S:
             break
     return best
 
 
-def layer_rates(block, swap, turn, device):
+def layer_rates(block, swap, turn, device, host):
     """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer."""
     s, x, y = swap.layers[0], swap.x[0], swap.x[1]
     generator = torch.Generator(device).manual_seed(0)
@@ -73,18 +74,20 @@ def layer_rates(block, swap, turn, device):
 
     def recompute_s(tensors):  # of all rows of these, and none of the others
         rows = {t.name: slice(0 if t.name in tensors else len(x), None) for t in TABLE}
-        return seconds(device, partial(block.recompute, s, turn, rows))
+        return seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     refill()  # untimed: libraries load, attention's kernels are chosen
-    forward_s = seconds(device, forward)
+    forward_s = seconds(device, forward, host=host)
     launches_s = recompute_s(())
     groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in GROUPS.items()}
     backward()
-    backward_s = seconds(device, backward, before=refill)
-    transient = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None
+    backward_s = seconds(device, backward, before=refill, host=host)
+    transient = None
+    if device.type == "cuda":
+        transient = int(*host.max(torch.cuda.max_memory_allocated(device) - held))
     return forward_s, backward_s, groups_s, transient
 
 
@@ -112,12 +115,13 @@ def copy_rates(swap, device, pin):
     return rate("offload"), rate("prefetch")
 
 
-def measure(block, swap, turn, device, pin=True):
-    """The Rates of `block` in the buffers of `swap`."""
+def measure(block, swap, turn, device, pin=True, host=ALONE.host):
+    """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them decide alike."""
     synchronize(device)
     swap.streams.timeline.take()
-    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device)
-    return Rates(forward_s, backward_s, recompute_s, *copy_rates(swap, device, pin), transient)
+    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device, host)
+    slowest = host.max(*(-rate for rate in copy_rates(swap, device, pin)))
+    return Rates(forward_s, backward_s, recompute_s, *(-rate for rate in slowest), transient)
 
 
 # --- the memory requests of a step ---

@@ -11,7 +11,8 @@ from memo import checkpoint
 from memo.attention import BACKENDS
 from memo.config import Config, ConfigError
 from memo.device import pick_device
-from model import EVERY_ROW, GPT, residual_linear_forward
+from memo.tp import row_linear_forward
+from model import EVERY_ROW, GPT
 
 
 def forward_rows(model, tokens, rows):
@@ -28,7 +29,7 @@ def forward_rows(model, tokens, rows):
         attention = block.attention if len(tokens) > 1 else BACKENDS["math"]
         s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, block.scale)[0])
         block.after_attention(s, tensors)
-        residual_linear_forward(s.mid[rows], s.gelu_out[rows], block.w.fc2_w, block.w.fc2_b, out=out[rows])
+        row_linear_forward(block.tp, s.mid[rows], s.gelu_out[rows], block.w.fc2_w, block.w.fc2_b, out=out[rows])
     return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
 
 

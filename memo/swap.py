@@ -25,18 +25,18 @@ def copy_bytes(pairs):
 
 
 class Swap:
-    """The activations of all layers of a (B, T) batch, placed as `placement` says.
+    """The activations of all layers of a (B, T) batch that tp ranks share, placed as `placement` says.
 
-    `layers[i]`: the skeletal tensors of layer i, views of its buffer. `x[i]`: (N, C), the input of layer i, and x[L] the
+    `layers[i]`: the skeletal tensors of layer i, views of its buffer. `x[i]`: (n, C), the input of layer i, and x[L] the
     output of the last; in the backward their places hold the gradients of the same tensors. `missing[i]`: {tensor: the
     rows to recompute}. The caller brackets each layer's forward with before_forward and after_forward, and so
     on; nothing is allocated and the host waits for nothing (but on the CPU, which is its own device).
     Errors: OutOfHostMemory.
     """
 
-    def __init__(self, placement, B, T, C, H, dtype, device, streams=None, pin=True):
+    def __init__(self, placement, B, T, C, H, dtype, device, tp=1, streams=None, pin=True):
         p = self.placement = placement
-        tensors = layout(B, T, C, H, dtype.itemsize)
+        tensors = layout(B, T, C, H, dtype.itemsize, tp)
         nbytes = p.buffer_bytes(tensors)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         self.streams = streams or open_streams(device)

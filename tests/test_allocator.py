@@ -381,7 +381,7 @@ def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
             while rest and rest[0] != n:
                 workspaces.append(rest.pop(0))
             assert rest.pop(0) == n, label
-        if "embedding" in label or (dtype == torch.float32 and "recompute" in label):
+        if dtype == torch.float32 and "recompute" in label:
             assert not workspaces + rest
     model.close()
 
@@ -403,8 +403,7 @@ def test_fifty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsy
     off, planned = metrics(tmp_path / "off"), metrics(tmp_path / "plan")
     assert [(r["loss"], r["grad_norm"]) for r in off] == [(r["loss"], r["grad_norm"]) for r in planned]
     plans = json.loads((tmp_path / "plan" / "plan.json").read_text())["memory_plans"]
-    kept = sum(n for n, offset in plans[1]["segments"]["optimizer"] if offset is None)
-    assert kept > 0 and {r["transient_peak_bytes"] for r in planned[2:]} == {plans[0]["arena_bytes"]}
+    assert {r["transient_peak_bytes"] for r in planned[2:]} == {plans[0]["arena_bytes"]}
     assert [list(plan["segments"])[0] for plan in plans] == ["1x1024/embedding", "clip"]
     assert (tmp_path / "plan" / "memory_plan.png").stat().st_size > 10_000
 

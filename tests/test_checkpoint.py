@@ -1,22 +1,27 @@
-"""Checkpoints: what is saved is what is restored, and no kill, full disk or flipped bit goes unnoticed."""
+"""Checkpoints: what is saved is what is restored, in any layout, and no kill, full disk or flipped bit goes unnoticed."""
 
+import errno
 import itertools
 import multiprocessing
 import os
+import pickle
 import random
 import resource
+import shutil
 import signal
+import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
 
 from memo import checkpoint
-from memo.checkpoint import CheckpointError
-from memo.config import Config
-from memo.flat import views
+from memo.checkpoint import CheckpointError, Saver
+from memo.config import CHECKPOINT_JSON, Config, read_checkpoint, sealed
+from memo.flat import Piece, whole
 from memo.optim import Optimizer
 from model import GPT, initial_weights
 
@@ -50,15 +55,25 @@ def state(model, optimizer):
     return [t.clone() for t in (model.params, optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps)]
 
 
+def write(out_dir, pieces, iter, cfg=CFG, group=None):
+    saver = Saver(out_dir, group)
+    saver.save(pieces, cfg, iter)
+    saver.wait()
+
+
 def saved(out_dir, steps=3, **kwargs):
     model, optimizer = fresh(**kwargs)
     train(model, optimizer, range(steps))
-    checkpoint.save(out_dir, model, optimizer, model.cfg, steps)
+    write(out_dir, optimizer.pieces(saved=True), steps, model.cfg)
     return model, optimizer
 
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def contents(folder):
+    return {f.name: f.read_bytes() for f in folder.iterdir()}
 
 
 # --- what is saved is what is restored ---
@@ -67,28 +82,17 @@ def same(a, b):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_resumed_run_is_the_run(tmp_path, device, dtype):
     model, optimizer = saved(tmp_path, dtype=dtype, device=device)
-    before, noise = state(model, optimizer), torch.rand(5)
+    before = state(model, optimizer)
     wanted = train(model, optimizer, range(3, 6))
 
     ckpt = checkpoint.load(tmp_path)
     other = fresh(dtype=dtype, device=device, seed=1)
     train(*other, range(2))
     checkpoint.restore(ckpt, *other)
-    assert (ckpt.iter, ckpt.config) == (3, asdict(CFG))
+    assert (ckpt.iter, ckpt.config, ckpt.path) == (3, asdict(CFG), tmp_path / "ckpt" / "3")
     assert same(state(*other), before)
-    assert torch.equal(torch.rand(5), noise)
     assert train(*other, range(ckpt.iter, 6)) == wanted
     assert same(state(*other), state(model, optimizer))
-
-
-def test_the_file_is_plain_safetensors(tmp_path):
-    model, optimizer = saved(tmp_path)
-    tensors = load_file(tmp_path / checkpoint.FILE)
-    names = {f"{prefix}.{n}" for prefix in ("params", "exp_avg", "exp_avg_sq") for n in model.layout}
-    assert tensors.keys() == names | {"steps", "rng.cpu", "crc32"}
-    for prefix, flat in (("params", optimizer.master), ("exp_avg_sq", optimizer.exp_avg_sq)):
-        assert all(torch.equal(tensors[f"{prefix}.{n}"], t) for n, t in views(model.layout, flat).items())
-    assert tensors["steps"] == 3
 
 
 def test_weights_alone_for_a_model_without_optimizer(tmp_path):
@@ -105,6 +109,202 @@ def test_rotary_positions_may_grow(tmp_path):
     assert torch.equal(model.params, trained.params)
 
 
+def test_the_latest_stays_alone_and_is_not_written_twice(tmp_path, monkeypatch):
+    _, optimizer = saved(tmp_path)
+    removed, real = [], shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **keys: removed.append(path.name) or real(path, **keys))
+    for name in ("7.tmp", "kept"):
+        (tmp_path / "ckpt" / name).mkdir()
+    write(tmp_path, optimizer.pieces(saved=True), 10)
+    assert {f.name for f in (tmp_path / "ckpt").iterdir()} == {"10", "kept"}
+    assert set(removed) == {"7.tmp", "3.tmp"}  # half removed, it must not look whole
+    before = contents(tmp_path / "ckpt" / "10")
+    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99))
+    assert contents(tmp_path / "ckpt" / "10") == before
+    assert checkpoint.latest(tmp_path) == tmp_path / "ckpt" / "10"
+
+
+# --- pieces: saved in one layout, read in another ---
+
+SHAPES = {"params.a": (7, 5), "params.b": (1, 9), "exp_avg.c": (13,), "exp_avg_sq.d": (6, 1), "exp_avg_sq.e": (40, 33)}
+
+
+def full_tensors(seed):
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
+
+
+def ranges(rows, columns, start, end):
+    """[start, end) of a matrix's elements as boxes (row, column, rows, columns): a part of a row, whole rows, a part."""
+    while start < end:
+        row, column = divmod(start, columns)
+        n = min(columns - column, end - start) if column or end - start < columns else (end - start) // columns * columns
+        yield row, column, -(-n // columns), min(n, columns)
+        start += n
+
+
+def cut(tensors, ways, seed):
+    """The tensors as pieces on `ways` ranks: each is cut in two along a dimension, each half into a range a rank."""
+    random_ = random.Random(seed)
+    ranks = [[] for _ in range(ways)]
+    for name, t in tensors.items():
+        dim = random_.randrange(t.dim())
+        at = random_.randint(0, t.shape[dim])
+        for begin, part in ((0, t.narrow(dim, 0, at)), (at, t.narrow(dim, at, t.shape[dim] - at))):
+            corner = [begin * (d == dim) for d in range(t.dim())]
+            rows, columns = part.shape if part.dim() == 2 else (1, len(part))
+            ends = sorted(random_.randint(0, part.numel()) for _ in range(ways - 1))
+            for pieces, start, end in zip(ranks, [0, *ends], [*ends, part.numel()], strict=True):
+                for *offsets, n, m in ranges(rows, columns, start, end):
+                    box = part.view(rows, columns) if part.dim() == 1 else part
+                    box = box[offsets[0]:offsets[0] + n, offsets[1]:offsets[1] + m]
+                    offsets = offsets[-part.dim():]
+                    pieces.append(Piece(name, tuple(t.shape), tuple(a + b for a, b in zip(corner, offsets, strict=True)),
+                                        box if part.dim() == 2 else box[0]))
+    return ranks
+
+
+def read_back(ckpt, tensors, ways, seed):
+    """Whether every rank of another layout gets its part of the tensors."""
+    got = {name: torch.full_like(t, torch.nan) for name, t in tensors.items()}
+    for pieces in cut(got, ways, seed):
+        ckpt.read(pieces)
+    return all(torch.equal(got[name], t) for name, t in tensors.items())
+
+
+def test_any_cutting_is_read_in_any_other(tmp_path):
+    boxes = set()
+    for seed in range(16):
+        tensors = full_tensors(seed)
+        pieces = sum(cut(tensors, 1 + seed % 4, seed), [])
+        boxes |= {len([p for p in part if p.name == "exp_avg_sq.e"]) for part in cut(tensors, 1 + seed % 4, seed)}
+        write(tmp_path, pieces, seed + 1)
+        ckpt = checkpoint.load(tmp_path)
+        assert all(read_back(ckpt, tensors, ways, seed + 100 * ways) for ways in (1, 3, 5))
+        assert {f"params.{name}": t.tolist() for name, t in ckpt.tensors("params")} == {
+            name: tensors[name].tolist() for name in ("params.a", "params.b")}
+    assert boxes >= {2, 3, 4, 5, 6}  # boxes of a rank in the two halves of a matrix
+
+
+def test_pieces_that_do_not_tile_are_refused(tmp_path):
+    for start, found in ((4, 40), (6, 30)):
+        pieces = [Piece("params.a", (7, 5), (row, 0), torch.zeros(n, 5)) for row, n in ((0, 5), (start, 7 - start))]
+        with pytest.raises(CheckpointError, match=rf"the pieces of params.a \(7, 5\) hold {found} elements, must be 35"):
+            write(tmp_path, pieces, 1)
+    assert os.listdir(tmp_path / "ckpt") == []
+
+
+WORLD = 3
+
+
+def a_rank(rank, out_dir):
+    """Saves in parallel with the others; then one of them has a full disk, then only the commit fails."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    dist.init_process_group("gloo", init_method=f"file://{out_dir}/meeting", rank=rank, world_size=WORLD)
+    group, large = dist.new_group(backend="gloo"), {"params.a": torch.zeros(300, 300)}
+    for seed in range(6):
+        write(out_dir, cut(full_tensors(seed), WORLD, seed)[rank], seed, group=group)
+        dist.barrier()
+        assert read_back(checkpoint.load(out_dir, rank, WORLD), full_tensors(seed), 2, seed + 100 + rank)
+        dist.barrier()
+
+    limits, saver = resource.getrlimit(resource.RLIMIT_FSIZE), Saver(out_dir, group)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]) if rank == 1 else limits)
+    part = [Piece("params.a", (300, 300), (100 * rank, 0), large["params.a"][100 * rank:100 * rank + 100])]
+    fails(lambda: saver.save(part, CFG, 6), saver, r"ckpt/6 cannot be written \(File too large\); the previous one is whole")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    commit, saver.commit = saver.commit, saver.commit if rank else full
+    fails(lambda: saver.save(part, CFG, 7), saver, r"ckpt/7 cannot be written \(No space left on device\); the previous")
+    dist.barrier()
+    assert os.listdir(out_dir / "ckpt") == ["5"]
+    assert read_back(checkpoint.load(out_dir, rank, WORLD), full_tensors(5), 4, 0)
+    dist.barrier()
+    saver.commit = commit
+    saver.save(part, CFG, 8)
+    saver.wait()
+    dist.destroy_process_group()
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fails(save, saver, message):
+    """The error comes from wait(), in one line, once."""
+    save()
+    with pytest.raises(CheckpointError, match=f"^[^\n]*{message}[^\n]*$"):
+        saver.wait()
+    assert saver.done()
+    saver.wait()
+
+
+def test_ranks_write_in_parallel_and_fail_together(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=a_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0] * WORLD
+    assert torch.equal(dict(checkpoint.load(tmp_path).tensors("params"))["a"], torch.zeros(300, 300))
+    folder = tmp_path / "ckpt" / "8"
+    for name in sorted(contents(folder).keys() - {CHECKPOINT_JSON}):  # every rank checks a part, all of them everything
+        shutil.copytree(folder, folder.with_name("9"))
+        flip(folder.with_name("9") / name, 50)
+        folder.rename(folder.with_name("8.away"))
+        refusals = 0
+        for rank in range(WORLD):
+            try:
+                checkpoint.load(tmp_path, rank, WORLD)
+            except CheckpointError as e:
+                refusals += f"{name} is corrupt" in str(e)
+        assert refusals == (WORLD if name == ".metadata" else 1)
+        shutil.rmtree(folder.with_name("9"))
+        folder.with_name("8.away").rename(folder)
+
+
+# --- training goes on while a checkpoint is saved ---
+
+def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
+    model, optimizer = fresh()
+    train(model, optimizer, range(3))
+    before, go, real = state(model, optimizer), threading.Event(), checkpoint.Writer.write_data
+    monkeypatch.setattr(checkpoint.Writer, "write_data", lambda *args: go.wait(60) and real(*args))
+    saver = Saver(tmp_path)
+    saver.save(optimizer.pieces(saved=True), CFG, 3)
+    train(model, optimizer, range(3, 6))
+    assert not saver.done() and checkpoint.latest(tmp_path) is None
+    after = state(model, optimizer)
+    threading.Timer(0.2, go.set).start()
+    saver.save(optimizer.pieces(saved=True), CFG, 6)  # waits for the first
+    assert go.is_set() and checkpoint.latest(tmp_path).name in "36"
+    other = fresh(seed=1)
+    for _ in range(2):
+        ckpt = checkpoint.load(tmp_path)
+        checkpoint.restore(ckpt, *other)
+        assert same(state(*other), {3: before, 6: after}[ckpt.iter])
+        saver.wait()
+    assert ckpt.iter == 6 and saver.done()
+
+
+def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkeypatch):
+    model, optimizer = saved(tmp_path)
+    pieces, saver = optimizer.pieces(saved=True), Saver(tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint.Writer, "write_data", full)
+        saver.save(pieces, CFG, 4)
+        saver.thread.join()
+    assert saver.done()
+    with pytest.raises(CheckpointError, match=r"ckpt/4 cannot be written \(No space left on device\); the previous one"):
+        saver.save(pieces, CFG, 5)
+    assert os.listdir(tmp_path / "ckpt") == ["3"]
+    saver.save(pieces, CFG, 5)
+    saver.close()
+    assert checkpoint.load(tmp_path).iter == 5
+
+
 # --- kills and full disks while saving ---
 
 def run_in_a_process_of_its_own(target, out_dir):
@@ -118,9 +318,10 @@ def train_forever(out_dir):
     model, optimizer = fresh(LARGER, seed=1)
     ckpt = checkpoint.load(out_dir)
     checkpoint.restore(ckpt, model, optimizer)
+    saver = Saver(out_dir)
     for i in itertools.count(ckpt.iter):
         train(model, optimizer, [i])
-        checkpoint.save(out_dir, model, optimizer, LARGER, i + 1)
+        saver.save(optimizer.pieces(saved=True), LARGER, i + 1)
 
 
 def kill_twenty_times(out_dir):
@@ -134,11 +335,16 @@ def kill_twenty_times(out_dir):
                 train_forever(out_dir)
             finally:
                 os._exit(1)
-        time.sleep(delays.uniform(0.02, 0.15))
+        time.sleep(delays.uniform(0.05, 0.2))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        for name in os.listdir(out_dir / "ckpt"):  # every number is whole, not the latest alone
+            if name.isdecimal():
+                shutil.copytree(out_dir / "ckpt" / name, out_dir / "alone" / "ckpt" / name)
+                assert checkpoint.load(out_dir / "alone").iter == int(name)
+                shutil.rmtree(out_dir / "alone")
         ckpt = checkpoint.load(out_dir)
-        killed_while_saving += len(list(out_dir.iterdir())) - 1
+        killed_while_saving += len(os.listdir(out_dir / "ckpt")) - 1
     assert killed_while_saving >= 1
     assert ckpt.iter >= 1
     model, optimizer = fresh(LARGER, seed=1)
@@ -146,8 +352,8 @@ def kill_twenty_times(out_dir):
     unbroken = fresh(LARGER)
     train(*unbroken, range(ckpt.iter))
     assert same(state(model, optimizer), state(*unbroken))
-    checkpoint.save(out_dir, model, optimizer, LARGER, ckpt.iter)
-    assert os.listdir(out_dir) == [checkpoint.FILE]
+    write(out_dir, optimizer.pieces(saved=True), ckpt.iter + 1, LARGER)
+    assert os.listdir(out_dir / "ckpt") == [str(ckpt.iter + 1)]
 
 
 def test_kills_at_any_moment_leave_a_whole_checkpoint_and_the_same_run(tmp_path):
@@ -156,18 +362,18 @@ def test_kills_at_any_moment_leave_a_whole_checkpoint_and_the_same_run(tmp_path)
 
 def fill_the_disk(out_dir):
     model, optimizer = saved(out_dir)
-    before = (out_dir / checkpoint.FILE).read_bytes()
+    before = contents(out_dir / "ckpt" / "3")
     train(model, optimizer, [3])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    message = r"^.*ckpt\.safetensors cannot be written \(File too large\); the previous one is whole; free some space.*$"
+    message = r"^.*ckpt/4 cannot be written \(File too large\); the previous one is whole; free some space.*$"
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.save(out_dir, model, optimizer, CFG, 4)
-    assert os.listdir(out_dir) == [checkpoint.FILE]
-    assert (out_dir / checkpoint.FILE).read_bytes() == before
+        write(out_dir, optimizer.pieces(saved=True), 4)
+    assert os.listdir(out_dir / "ckpt") == ["3"]
+    assert contents(out_dir / "ckpt" / "3") == before
     assert checkpoint.load(out_dir).iter == 3
     with pytest.raises(CheckpointError, match=r"cannot be written \(No such file or directory\); free"):
-        checkpoint.save(out_dir / "nowhere", model, optimizer, CFG, 4)
+        write(out_dir / "nowhere", optimizer.pieces(saved=True), 4)
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
@@ -176,46 +382,100 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
 
 # --- files that cannot be right ---
 
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory):
-    out_dir = tmp_path_factory.mktemp("intact")
-    saved(out_dir)
-    return (out_dir / checkpoint.FILE).read_bytes()
+@pytest.fixture
+def intact(tmp_path):
+    saved(tmp_path)
+    return tmp_path / "ckpt" / "3"
 
 
-def refused(out_dir, data, message):
-    (out_dir / checkpoint.FILE).write_bytes(data)
+def flip(file, place, bit=0):
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def refused(folder, message):
     with pytest.raises(CheckpointError, match=message) as error:
-        checkpoint.load(out_dir)
+        checkpoint.load(folder.parents[1])
     assert "\n" not in str(error.value)
-    assert str(out_dir / checkpoint.FILE) in str(error.value)
+    assert str(folder) in str(error.value)
 
 
-def test_a_truncated_file_is_refused(tmp_path, intact):
-    for size in (0, 4, 8, 100, len(intact) // 2, len(intact) - 8, len(intact) - 1):
-        refused(tmp_path, intact[:size], "cannot be read")
-    refused(tmp_path, intact + b"0", "cannot be read")
+def test_a_truncated_or_missing_file_is_named(intact):
+    for name, whole_ in contents(intact).items():
+        file, json = intact / name, name == CHECKPOINT_JSON
+        for size in (0, 1, len(whole_) // 2, len(whole_) - 1):
+            file.write_bytes(whole_[:size])
+            refused(intact, f"{name} " + ("cannot be read" if json else f"is {size} bytes long, must be {len(whole_)}"))
+        file.write_bytes(whole_ + b"0")
+        refused(intact, f"{name} " + ("cannot be read" if json else "is .* bytes long, must be"))
+        file.unlink()
+        refused(intact, f"{name} " + ("cannot be read" if json else "is missing"))
+        file.write_bytes(whole_)
+    assert checkpoint.load(intact.parents[1]).iter == 3
 
 
-def test_every_flipped_bit_is_seen(tmp_path, intact):
+def test_every_flipped_bit_is_seen(intact):
     places = random.Random(0)
-    head = 8 + int.from_bytes(intact[:8], "little")
-    for place in [*(places.randrange(head) for _ in range(60)), *(places.randrange(len(intact)) for _ in range(60)),
-                  intact.index(b'"iter": "3"') + 9, head, len(intact) - 1]:
-        data = bytearray(intact)
-        data[place] ^= 1 << places.randrange(8)
-        refused(tmp_path, bytes(data), r"cannot be read|is corrupt \(its crc32 differs|format=.* must be")
+    for name, whole_ in contents(intact).items():
+        for place in [0, len(whole_) - 1, *(places.randrange(len(whole_)) for _ in range(60))]:
+            bit = places.randrange(8)
+            flip(intact / name, place, bit)
+            refused(intact, r"cannot be read|is corrupt \(its crc32|format='.*' must be 'memo 2'")
+            flip(intact / name, place, bit)
+    assert checkpoint.load(intact.parents[1]).iter == 3
 
 
-def test_other_files_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="does not exist; train with --init_from=scratch"):
-        checkpoint.load(tmp_path)
-    save_file({"a": torch.zeros(3)}, tmp_path / checkpoint.FILE)
-    with pytest.raises(CheckpointError, match="format=None must be 'memo 1'"):
-        checkpoint.load(tmp_path)
-    checkpoint.write(tmp_path / checkpoint.FILE, {}, {"format": "memo 2"})
-    with pytest.raises(CheckpointError, match="format='memo 2' must be 'memo 1'"):
-        checkpoint.load(tmp_path)
+def test_other_formats_are_refused(tmp_path, intact):
+    with pytest.raises(CheckpointError, match="nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or"):
+        checkpoint.load(tmp_path / "nowhere")
+    for stored, message in ((dict(format="memo 3"), "format='memo 3' must be 'memo 2'; read it with the memo that wrote it"),
+                            ({}, "cannot be read"), ([], "cannot be read")):
+        (intact / CHECKPOINT_JSON).write_text(sealed(stored) if stored else str(stored))
+        refused(intact, message)
+
+
+class Evil:
+    """Makes the file `path` when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def put_metadata(folder, data):
+    """`data` as the metadata of an intact checkpoint."""
+    (folder / ".metadata").write_bytes(data)
+    _, stored = read_checkpoint(folder.parents[1])
+    stored["files"][".metadata"] = [len(data), checkpoint.crc32(folder / ".metadata")]
+    (folder / CHECKPOINT_JSON).write_text(sealed(stored))
+
+
+def test_foreign_metadata_executes_nothing(tmp_path, intact):
+    made = tmp_path / "made"
+    evil = pickle.dumps(Evil(made))
+    pickle.loads(evil)
+    made.unlink()  # it would work
+    for data, message in ((evil, ".*is not of a"), (pickle.dumps(torch.Size([3])), "a Size is not of a checkpoint"),
+                          (b"", "Ran out of input"), (b"no pickle", "")):
+        put_metadata(intact, data)
+        refused(intact, rf"\.metadata cannot be read \({message}")
+        assert not made.exists()
+
+
+class EvilTensor(torch.Tensor):
+    def __reduce_ex__(self, protocol):
+        return Path.touch, (Path(os.environ["MADE"]),)
+
+
+def test_foreign_tensors_execute_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("MADE", str(tmp_path / "made"))
+    write(tmp_path, [whole("params.a", torch.zeros(3).as_subclass(EvilTensor))], 0)
+    with pytest.raises(CheckpointError, match=r"^[^\n]*ckpt/0 cannot be read \(Weights only load failed[^\n]*$"):
+        dict(checkpoint.load(tmp_path).tensors("params"))
+    assert not (tmp_path / "made").exists()
 
 
 # --- checkpoints of another model ---
@@ -225,9 +485,9 @@ def test_other_files_are_refused(tmp_path):
                            r"give the run the checkpoint's vocab_size=200, not 300$"),
     (dict(vocab_size=201), r"is of another model; give the run the checkpoint's vocab_size=200, not 201$"),
     (dict(n_head=4), r"is of another model.*n_head=2, not 4$"),
-    (dict(n_layer=3), r"params\.h\.2\.qkv_w is missing in the checkpoint and \(96, 32\) in the model.*n_layer=2, not 3$"),
-    (dict(n_layer=1), r"params\.h\.1\.fc1_b is \(128,\) in the checkpoint and missing in the model.*n_layer=2, not 1$"),
-    (dict(bias=False), r"params\.h\.0\.fc1_b is .*bias=True, not False$"),
+    (dict(n_layer=3), r"params\.h\.2\.q_w is missing in the checkpoint and \(32, 32\) in the model.*n_layer=2, not 3$"),
+    (dict(n_layer=1), r"params\.h\.1\.q_w is \(32, 32\) in the checkpoint and missing in the model.*n_layer=2, not 1$"),
+    (dict(bias=False), r"params\.h\.0\.q_b is .*bias=True, not False$"),
     (dict(position="learned"), r"params\.wpe is missing in the checkpoint and \(24, 32\).*position=rope, not learned$"),
 ])
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path, change, message):
@@ -242,9 +502,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path, change, message
 
 
 def test_a_missing_moment_is_named(tmp_path):
-    model, optimizer = saved(tmp_path)
-    tensors = load_file(tmp_path / checkpoint.FILE)
-    del tensors["exp_avg.lnf_w"], tensors["crc32"]
-    checkpoint.write(tmp_path / checkpoint.FILE, tensors, checkpoint.metadata(CFG, 3))
+    model, optimizer = fresh()
+    write(tmp_path, [p for p in optimizer.pieces(saved=True) if p.name != "exp_avg.lnf_w"], 3)
     with pytest.raises(CheckpointError, match=r"exp_avg\.lnf_w is missing in the checkpoint and \(32,\) in the model$"):
         checkpoint.restore(checkpoint.load(tmp_path), model, optimizer)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.numpy import save_file
 
-from memo.config import KEYS, Config, ConfigError, help_text, load_config
+from memo.config import FORMAT, KEYS, Config, ConfigError, help_text, load_config, sealed
 from memo.metrics import parameters
 from model import GPT
 from tests.test_metrics import PAPER
@@ -21,8 +20,9 @@ def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size bias gelu position rope_theta
         dataset batch_size gradient_accumulation_steps
-        activation alpha alpha_mode host_memory_gb pin_memory memory_plan memory_plan_check solver
+        tp cp context_parallel activation alpha alpha_mode host_memory_gb pin_memory memory_plan memory_plan_check solver
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
+        optimizer_device
         out_dir init_from eval_interval eval_iters log_interval save_interval wandb_log wandb_project wandb_run_name
         device dtype attention deterministic seed""".split()
 
@@ -58,8 +58,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--min_lr=1"], "min_lr=1.0 must be <= learning_rate=0.001; lower min_lr"),
     (["--max_iters=5"], "warmup_iters=20 must be <= lr_decay_iters=5; lower warmup_iters"),
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
-    (["--init_from=resume", "--out_dir=nowhere"], "init_from=resume: nowhere/ckpt.safetensors does not exist; start with "
-                                                  "--init_from=scratch"),
+    (["--init_from=resume", "--out_dir=nowhere"], "nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or "
+                                                  "see memo.convert"),
     (["--alpha=1.5"], "alpha=1.5 must be at most 1.0"),
     (["--alpha=half"], "alpha='half' must be float or auto"),
     (["--alpha=nan"], "alpha=nan must be at least 0.0"),
@@ -105,15 +105,26 @@ def test_alpha_and_the_hosts_memory_are_numbers_or_auto(tmp_path):
     assert (cfg.alpha, cfg.host_memory_gb) == ("auto", 1.5)
 
 
-def save_header(folder, cfg):
-    save_file({}, folder / "ckpt.safetensors", {"config": json.dumps(asdict(cfg))})
+def save_header(folder, cfg, iter=5):
+    path = folder / "ckpt" / str(iter) / "checkpoint.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(sealed(dict(format=FORMAT, config=asdict(cfg))))
 
 
 def test_a_broken_checkpoint_is_named(tmp_path):
-    for content in (b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}"):
-        (tmp_path / "ckpt.safetensors").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"init_from=resume: .*ckpt.safetensors cannot be read"):
+    save_header(tmp_path, Config())
+    path = tmp_path / "ckpt" / "5" / "checkpoint.json"
+    for content, message in ((b"", "cannot be read"), (b"\xff" * 100, "cannot be read"), (b"{}", "cannot be read"),
+                             (path.read_bytes().replace(b"256", b"257"), "is corrupt")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"ckpt/5/checkpoint.json {message}.*; use another copy"):
             load_config(["--init_from=resume", f"--out_dir={tmp_path}"])
+
+
+def test_the_latest_of_the_finished_checkpoints_counts(tmp_path):
+    for iter, n_layer in ((9, 3), (10, 4), ("11.tmp", 5), ("copy", 6)):
+        save_header(tmp_path, Config(n_layer=n_layer, vocab_size=99), iter)
+    assert load_config(["--init_from=resume", f"--out_dir={tmp_path}"]).n_layer == 4
 
 
 def test_resume_starts_from_the_saved_config_but_keeps_the_model(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -48,6 +49,12 @@ def hf(tmp_path):
 
 def config(folder):
     return Config(**gpt2_model_keys(folder), weight_decay=0.1, device="cpu")
+
+
+def save(out_dir, optimizer, cfg, iter):
+    saver = checkpoint.Saver(out_dir)
+    saver.save(optimizer.pieces(saved=True), cfg, iter)
+    saver.wait()
 
 
 def memo_gpt(out_dir):
@@ -153,7 +160,7 @@ def test_a_trained_model_goes_to_transformers(tmp_path, bias):
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(memo_model.initial_weights(cfg, 1, "cpu"))
-    checkpoint.save(tmp_path, model, optimizer, cfg, 7)
+    save(tmp_path, optimizer, cfg, 7)
     convert.to_hf(tmp_path, tmp_path / "hf")
     net = transformers_gpt2(tmp_path / "hf")
     [tokens] = batches(1, S=S - 1)
@@ -272,7 +279,7 @@ def test_folders_that_do_not_fit(tmp_path, hf, capsys):
     (hf / "model.safetensors.index.json").write_text("{")
     fails(capsys, "cannot be read", "from-hf", hf, out)
     fails(capsys, "nowhere", "from-hf", tmp_path / "nowhere", out)
-    fails(capsys, r"ckpt\.safetensors does not exist", "to-hf", tmp_path / "nowhere", out)
+    fails(capsys, "nowhere/ckpt holds no checkpoint", "to-hf", tmp_path / "nowhere", out)
     assert not out.exists()
 
 
@@ -283,10 +290,24 @@ def test_nothing_is_overwritten(tmp_path, hf, capsys):
     fails(capsys, r"holds a model\.safetensors or a config.json already", "to-hf", tmp_path / "out", hf)
 
 
+def test_a_full_disk_is_one_line_and_leaves_no_weights(tmp_path, hf, capsys, monkeypatch):
+    convert.from_hf(hf, tmp_path / "out")
+    capsys.readouterr()
+
+    def full(tensors, path, *args):
+        path.write_text("a part")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(convert, "save_file", full)
+    fails(capsys, r"model\.safetensors cannot be written \(I/O error: No space left.*; free some space there or choose",
+          "to-hf", tmp_path / "out", tmp_path / "hf2")
+    assert not list((tmp_path / "hf2").glob("model*"))
+
+
 def test_rotary_positions_stay(tmp_path, capsys):
     cfg = Config(n_layer=1, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="rope")
     model = GPT(cfg, "cpu", torch.float32)
-    checkpoint.save(tmp_path, model, Optimizer(model, cfg), cfg, 0)
+    save(tmp_path, Optimizer(model, cfg), cfg, 0)
     fails(capsys, "position=rope must be learned.*--position=learned", "to-hf", tmp_path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

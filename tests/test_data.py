@@ -319,7 +319,8 @@ def test_stdlib_sources(tmp_path, monkeypatch):
 
 def test_batches_depend_on_seed_and_step_only(tmp_path):
     data = open_dataset(str(fake_dataset(tmp_path / "d")), 8)
-    tokens, targets, offsets = data.batch("train", 3, 1, 4, 8, seed=7)
+    tokens, targets = data.batch("train", 3, 1, 4, 8, seed=7)
+    offsets = data.offsets("train", 3, 1, 4, 8, seed=7)
     assert tokens.shape == targets.shape == (4, 8)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous()
@@ -329,8 +330,7 @@ def test_batches_depend_on_seed_and_step_only(tmp_path):
     data.batch("val", 0, 0, 2, 8, seed=7)
     again = open_dataset(str(tmp_path / "d"), 8).batch("train", 3, 1, 4, 8, seed=7)
     assert torch.equal(again[0], tokens)
-    assert again[2] == offsets
-    others = [data.batch(*key, 4, 8, seed=s)[2] for *key, s in
+    others = [data.offsets(*key, 4, 8, seed=s) for *key, s in
               (("train", 4, 1, 7), ("train", 3, 0, 7), ("train", 1, 3, 7), ("train", 3, 1, 8), ("val", 3, 1, 7))]
     assert len({tuple(o) for o in [*others, offsets]}) == 6
 
@@ -338,7 +338,7 @@ def test_batches_depend_on_seed_and_step_only(tmp_path):
 def test_windows_cover_the_split_to_both_ends(tmp_path):
     data = open_dataset(str(fake_dataset(tmp_path / "d", counts=(12, 9))), 8)
     for split, windows in (("train", 4), ("val", 1)):  # val is exactly S + 1 tokens: one window, at every step
-        seen = [o for step in range(100) for o in data.batch(split, step, 0, 2, 8, seed=0)[2]]
+        seen = [o for step in range(100) for o in data.offsets(split, step, 0, 2, 8, seed=0)]
         assert sorted(set(seen)) == list(range(windows))
     assert data.batch("val", 5, 0, 1, 8, seed=0)[1].tolist() == [list(range(1, 9))]
 

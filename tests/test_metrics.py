@@ -72,7 +72,7 @@ def test_metrics_lines_keep_the_contract_and_full_precision(tmp_path):
     log.log(stats(1, val_loss=2.0))
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert list(rows[0]) == ("iter loss lr grad_norm step_s tokens tgs mfu alpha offload_bytes stall_s transient_peak_bytes "
-                             "device_peak_bytes host_bytes").split()
+                             "device_peak_bytes host_bytes sent_bytes").split()
     assert rows[0]["loss"] == 1 / 3 and rows[0]["mfu"] is None and math.isclose(rows[1]["val_loss"], 2.0)
 
 

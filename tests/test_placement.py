@@ -11,12 +11,14 @@ from memo import placement
 from memo.activations import TABLE, Placement, layout
 from memo.alpha import OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
 from memo.config import Config, ConfigError
+from memo.mesh import Launch
 from memo.optim import Optimizer
 from memo.profiler import Rates
 from model import GPT
 
 CPU = torch.device("cpu")
 CFG = Config(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
+PLENTY = 10**12  # bytes of host memory
 RATES = Rates(1.0, 2.0, {}, 1e9, 1e9, transient_bytes=0)
 
 
@@ -98,9 +100,9 @@ def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
 
 # --- decide ---
 
-def decided(cfg):
+def decided(cfg, limit=PLENTY):
     model = GPT(cfg, "cpu", torch.float32)
-    return model, placement.decide(cfg, model)
+    return model, placement.decide(cfg, model, limit)
 
 
 @pytest.mark.parametrize("activation,n_buffers,host", [("keep", 5, 0), ("recompute", 1, 0), ("swap", 2, 3)])
@@ -165,54 +167,67 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     gpu_with(monkeypatch, 1.5 * whole())
     rates = replace(RATES, recompute_s=dict.fromkeys(placement.GROUPS, 1))
     monkeypatch.setattr(placement.profiler, "measure", lambda *a: rates)
-    d = placement.decide(CFG, model)
+    d = placement.decide(CFG, model, PLENTY)
     assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"
     assert model.swap.device_bytes <= 1.5 * whole() < model.swap.device_bytes + whole() / 4
     least = 2 * whole() + x - (whole() - 2 * x - tensors()["lse"].nbytes)
     gpu_with(monkeypatch, least)
-    assert placement.decide(CFG, model).alpha == 0 and model.swap.device_bytes == least
+    assert placement.decide(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
     gpu_with(monkeypatch, least - 1)
     wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; try --block_size=511, or "
               r"--alpha=0 to try all the same$")
     with pytest.raises(ConfigError, match=wanted):
-        placement.decide(CFG, model)
+        placement.decide(CFG, model, PLENTY)
     gpu_with(monkeypatch, 100 * whole())
-    d = placement.decide(CFG, model)
+    d = placement.decide(CFG, model, PLENTY)
     assert d.alpha is None and d.placement.n_buffers == 5 and model.swap.host_bytes == 0
     model.close()
 
 
 # --- too little host memory ---
 
-def with_host(monkeypatch, nbytes):
-    monkeypatch.setattr(placement, "host_bytes", lambda gb: int(nbytes))
+def check(cfg, device=CPU, limit=PLENTY):
+    placement.check(cfg, device, torch.float32, int(limit))
 
 
-def test_too_little_host_memory_is_told_before_the_device_is_touched(monkeypatch):
-    with_host(monkeypatch, 1.5 * whole())
+def test_too_little_host_memory_is_told_before_the_device_is_touched():
+    little = 1.5 * whole()
     wanted = (r"^alpha=1 needs .* of host memory for 3 swapped layers, this rank has .*; the largest alpha that fits is "
               r"0\.42\d, the largest block_size with this alpha 256$")
     with pytest.raises(OutOfHostMemory, match=wanted):
-        placement.check(replace(CFG, activation="swap"), CPU, torch.float32)
-    placement.check(fixed(0.42), CPU, torch.float32)
-    placement.check(CFG, CPU, torch.float32)
-    with_host(monkeypatch, 3 * tensors()["x"].nbytes - 1)
+        check(replace(CFG, activation="swap"), limit=little)
+    check(fixed(0.42), limit=little)
+    check(CFG, limit=little)
+    less = 3 * tensors()["x"].nbytes - 1
     wanted = r"^block_size=512 needs .* of host memory for 3 swapped layers, .*; the largest block_size that fits is 511$"
     with pytest.raises(OutOfHostMemory, match=wanted):
-        placement.check(CFG, CPU, torch.float32)
-    placement.check(CFG, torch.device("cuda"), torch.float32)  # it may have room for all layers
+        check(CFG, limit=less)
+    check(CFG, torch.device("cuda"), less)  # it may have room for all layers
     for activation in ("keep", "recompute"):
-        placement.check(replace(CFG, activation=activation), CPU, torch.float32)
+        check(replace(CFG, activation=activation), limit=less)
+
+
+def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
+    monkeypatch.setattr(placement, "host_bytes", lambda gb, ranks: 10**9 // ranks)
+    on_host = replace(CFG, optimizer_device="cpu", vocab_size=1000)
+    states = 2 * 12 * (12 * CFG.n_layer * CFG.n_embd**2 + 1000 * CFG.n_embd)  # weights, two moments; a checkpoint's copy
+    for world, local_world in ((1, 1), (4, 2)):
+        launch = Launch(0, world, 0, local_world, 0, "")
+        assert placement.host_limit(replace(CFG, vocab_size=1000), launch) == 10**9 // local_world - states // 2 // world
+        assert placement.host_limit(on_host, launch) == 10**9 // local_world - states // world
+    with pytest.raises(OutOfHostMemory, match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
+        placement.host_limit(replace(on_host, n_layer=5000), Launch(0, 1, 0, 1, 0, ""))
+    assert placement.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
     cuda = torch.device("cuda")
     cfg = replace(CFG, deterministic=True)
     with pytest.raises(ConfigError, match=r"^deterministic=True needs alpha by hand on a GPU .*; try --alpha=0.5 or"):
-        placement.check(cfg, cuda, torch.float32)
+        check(cfg, cuda)
     for allowed in (replace(cfg, alpha=0.5), replace(cfg, activation="keep"), replace(cfg, n_layer=2)):
-        placement.check(allowed, cuda, torch.float32)
-    placement.check(cfg, CPU, torch.float32)
+        check(allowed, cuda)
+    check(cfg)
 
 
 def test_copies_to_pageable_memory_of_a_gpu_hide_behind_nothing():
@@ -223,11 +238,10 @@ def test_copies_to_pageable_memory_of_a_gpu_hide_behind_nothing():
     assert placement.problem(CFG, torch.float32, 2**40, on_gpu).limits["overlap"] == 1
 
 
-def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input(monkeypatch):
+def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
     t = tensors()
     always = sum(t[n].nbytes for n in ("x", "attn_out", "lse"))
-    with_host(monkeypatch, 3 * always - 1)
-    model, d = decided(CFG)
+    model, d = decided(CFG, 3 * always - 1)
     assert d.placement.input_only == 1 and d.alpha == 0
     assert model.swap.host_bytes == 2 * always + t["x"].nbytes
     assert "1 of 3 swapped layers keep only their input" in placement.describe(CFG, d, model, Optimizer(model, CFG))

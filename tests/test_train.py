@@ -1,5 +1,6 @@
 """Whole runs of train.main: learning, resuming bitwise, stopping, and every way a run can go wrong."""
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, models
 import train
 from memo import checkpoint, sample
 from memo.config import ConfigError
+from memo.mesh import Launch
 from memo.metrics import read_metrics
 from memo.slab import HostSlab
 from model import Block
@@ -150,38 +152,40 @@ def test_a_signal_finishes_the_step_saves_and_leaves(dataset, tmp_path, capsys, 
 
 def test_a_loss_that_is_not_finite_stops_and_saves_nothing(dataset, tmp_path, monkeypatch):
     train.main(argv(dataset, tmp_path, max_iters=8, lr_decay_iters=20))
-    before = (tmp_path / checkpoint.FILE).read_bytes()
+    before = {f.name: f.read_bytes() for f in (tmp_path / "ckpt" / "8").iterdir()}
     real = train.forward_backward
 
     def poisoned(run, it):
-        loss, offsets = real(run, it)
-        return (loss * float("nan") if it == 10 else loss), offsets
+        return real(run, it) * (float("nan") if it == 10 else 1)
 
     monkeypatch.setattr(train, "forward_backward", poisoned)
     with pytest.raises(TrainingError) as e:
         train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=20", "--save_interval=0"])
     message = str(e.value)
     assert message.startswith("loss=nan grad_norm=") and "at iter=10" in message and "of the train split" in message
-    assert f"the last good checkpoint is {tmp_path / checkpoint.FILE}, before step 8" in message
-    assert (tmp_path / checkpoint.FILE).read_bytes() == before
+    assert f"the last good checkpoint is {tmp_path / 'ckpt' / '8'}, before step 8" in message
+    assert {f.name: f.read_bytes() for f in (tmp_path / "ckpt" / "8").iterdir()} == before
+    assert checkpoint.latest(tmp_path).name == "8"
     assert losses(tmp_path)[-1][0] == 9
 
 
 def test_a_failed_save_in_mid_run_is_a_warning_and_at_the_end_an_error(dataset, tmp_path, monkeypatch, capsys):
-    real, calls = checkpoint.save, []
+    real, calls = checkpoint.Writer.write_data, []
 
     def full_disk(*args):
         calls.append(1)
         if len(calls) == 1:
-            raise checkpoint.CheckpointError("disk full")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args)
 
-    monkeypatch.setattr(checkpoint, "save", full_disk)
+    monkeypatch.setattr(checkpoint.Writer, "write_data", full_disk)
     train.main(argv(dataset, tmp_path))
-    assert "warning: disk full; training goes on" in capsys.readouterr().err
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warning.startswith(f"warning: {tmp_path}/ckpt/4 cannot be written (No space left on device); ")
+    assert warning.endswith("; training goes on") and len(calls) == 3
     assert checkpoint.load(tmp_path).iter == 12
     calls.clear()
-    with pytest.raises(checkpoint.CheckpointError):
+    with pytest.raises(checkpoint.CheckpointError, match=r"ckpt/14 cannot be written .*; the previous one is whole"):
         train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=14", "--save_interval=0"])
     assert checkpoint.load(tmp_path).iter == 12
 
@@ -194,7 +198,7 @@ def test_scratch_never_overwrites_a_checkpoint(dataset, tmp_path):
 
 
 def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
-    held = train.lock(tmp_path)
+    held = train.lock(tmp_path, Launch(0, 1, 0, 1, 0, ""))
     with pytest.raises(ConfigError, match="is in use by another run; wait for it or choose another --out_dir"):
         train.main(argv(dataset, tmp_path))
     held.close()

@@ -65,24 +65,28 @@ class Twin(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
     def memo_names(self):
-        """{memo's parameter name: parameter}."""
-        names = {"wte": self.wte.weight, "lnf_w": self.lnf.weight, "lnf_b": self.lnf.bias}
+        """{memo's parameter names: parameter}, where memo's q, k and v are one below the other."""
+        names = {("wte",): self.wte.weight, ("lnf_w",): self.lnf.weight, ("lnf_b",): self.lnf.bias}
         if self.wpe is not None:
-            names["wpe"] = self.wpe.weight
+            names["wpe",] = self.wpe.weight
         for i, b in enumerate(self.blocks):
             for part in ("ln1", "qkv", "proj", "ln2", "fc1", "fc2"):
-                names[f"h.{i}.{part}_w"], names[f"h.{i}.{part}_b"] = getattr(b, part).weight, getattr(b, part).bias
+                for kind, p in (("w", getattr(b, part).weight), ("b", getattr(b, part).bias)):
+                    names[tuple(f"h.{i}.{memo}_{kind}" for memo in (part if part == "qkv" else [part]))] = p
         return {k: v for k, v in names.items() if v is not None}
 
     def worst_gradient(self, model):
-        """(largest relative error of a gradient of memo's `model` against this one's, the parameter's name)."""
+        """(largest relative error of a gradient of memo's `model` against this one's, the parameter's names)."""
         grads = views(model.layout, model.grads)
-        return max((((grads[n][:len(p)] - p.grad).norm() / p.grad.norm()).item(), n) for n, p in self.memo_names().items())
+        mine = ((torch.cat([grads[n] for n in names])[:len(p)], p.grad, ", ".join(names))
+                for names, p in self.memo_names().items())
+        return max((((got - want).norm() / want.norm()).item(), names) for got, want, names in mine)
 
     def load(self, named_tensors):
         """Copies memo's (name, tensor) pairs; memo's vocabulary padding is cut off."""
-        mine = self.memo_names()
         with torch.no_grad():
+            mine = {n: part for names, p in self.memo_names().items()
+                    for n, part in zip(names, p.chunk(len(names)), strict=True)}
             for name, tensor in named_tensors:
-                mine[name].copy_(tensor[:mine[name].shape[0]])
+                mine[name].copy_(tensor[:len(mine[name])])
         return self

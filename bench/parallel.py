@@ -1,0 +1,224 @@
+"""What the layouts send, hold and hide: bytes at the collectives against the formulas, activations of a rank, the balance of
+the zigzag, and a ring whose messages take a while.
+
+    python bench/parallel.py [--block_size=4096] [--ring_tokens=16384] [--ring_ranks=8]
+
+Ranks are processes that talk over gloo. Writes bench/results/parallel.json and parallel_overlap.png.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.machine import machine
+from memo import placement
+from memo.activations import Placement
+from memo.alpha import OTHERS
+from memo.attention import BACKENDS
+from memo.config import Config
+from memo.cp import across, held, parts
+from memo.mesh import Axis, open_mesh
+from memo.optim import Optimizer
+from model import GPT, initial_weights
+from tests.ranks import pool
+
+CPU = torch.device("cpu")
+MODEL = dict(n_layer=4, n_head=8, n_embd=64, vocab_size=512, batch_size=2)
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+
+
+# --- bytes ---
+
+class Meter:
+    """In the place of a model's arena: bytes sent by each kind of segment, by axis."""
+
+    def __init__(self, mesh):
+        self.mesh, self.sent = mesh, {}
+
+    def run(self, label, work, *args):
+        before = [a.sent_bytes for a in (self.mesh.tp, self.mesh.cp)]
+        work(*args)
+        kind = label.split("/")[1].rstrip("0123456789 ")
+        kind = kind if kind in ("forward", "recompute", "backward") else "embedding and head"
+        totals = self.sent.setdefault(kind, dict(tp=0, cp=0))
+        for axis, b in zip((self.mesh.tp, self.mesh.cp), before, strict=True):
+            totals[axis.name] += axis.sent_bytes - b
+
+
+def count(host, cfg):
+    """Bytes that this rank sends in a step, and bytes of its activations."""
+    mesh = open_mesh(host, cfg.cp, cfg.tp, CPU)
+    model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(initial_weights(cfg, 0, CPU))
+    B, T, N = cfg.batch_size, cfg.block_size // cfg.cp, placement.n_rows(cfg)
+    model.reserve(B, T, Placement(cfg.n_layer, 2, N, dict.fromkeys(OTHERS, N // 2)))  # alpha = 1/2
+    model.arena = meter = Meter(mesh)
+    tokens = torch.zeros(B, T, dtype=torch.int64)
+    model.forward(tokens, tokens, scale=1.0)
+    tp_before = mesh.tp.sent_bytes
+    model.backward(optimizer.reduce)
+    shared = mesh.tp.sent_bytes - tp_before - sum(meter.sent.get(k, {}).get("tp", 0) for k in ("recompute", "backward"))
+    optimizer.clip(1.0)
+    optimizer.step(1e-3)
+    activations = sum(t.nbytes for t in placement.tensors_of(cfg, torch.float32).values())
+    model.close()
+    return dict(sent=meter.sent, data=mesh.data.sent_bytes, parameters=model.params.numel(), activations=activations,
+                tp_gradients=shared)
+
+
+def formulas(cfg, kind):
+    """{segment: {axis: bytes}} a rank sends in all layers, fp32. recompute: of half the rows of all but the last layer."""
+    L, tp, cp = cfg.n_layer, cfg.tp, cfg.cp
+    whole = 4 * cfg.batch_size * cfg.block_size // cp * cfg.n_embd  # B T C
+    unit, block = whole * (tp - 1) // tp, whole // tp
+    ring = dict(forward=2 * block * (cp - 1), backward=2 * block * (cp - 1) + 2 * block * cp * (cp > 1))  # k, v; dk, dv
+    ulysses = dict(forward=4 * block * (cp - 1) // cp, backward=8 * block * (cp - 1) // cp)
+    messages = ring if kind == "ring" else ulysses
+    return dict(forward=dict(tp=L * 4 * unit, cp=L * messages["forward"]),
+                backward=dict(tp=L * 6 * unit, cp=L * messages["backward"]),
+                recompute=dict(tp=(L - 1) * 3 * unit // 2, cp=0))
+
+
+def bytes_table(S):
+    rows = []
+    print(f"{'layout':22}{'':6}{'forward':>18}{'recompute':>12}{'backward':>18}{'gradients, weights':>20}{'activations':>14}"
+          "   of a rank and step")
+    print(f"{'':28}{'tp':>9}{'cp':>9}{'tp':>12}{'tp':>9}{'cp':>9}{'data':>20}{'a layer':>14}   MiB")
+    for tp, cp, dp in LAYOUTS:
+        for kind in ("ring", "ulysses")[:1 + (cp > 1)]:
+            cfg = Config(**MODEL, block_size=S, tp=tp, cp=cp, context_parallel=kind, gradient_accumulation_steps=dp)
+            ranks = pool(tp * cp * dp).run(count, cfg)
+            wanted = formulas(cfg, kind)
+            for r in ranks:
+                for segment, by_axis in wanted.items():
+                    assert r["sent"][segment] == by_axis, (tp, cp, kind, segment, r["sent"][segment], by_axis)
+                assert r["data"] == 2 * 4 * r["parameters"] * (cp * dp - 1) // (cp * dp)
+            r, f = ranks[0], wanted
+            name = f"tp={tp} cp={cp} dp={dp}"
+            mib = [n / 2**20 for n in (f["forward"]["tp"], f["forward"]["cp"], f["recompute"]["tp"], f["backward"]["tp"],
+                                       f["backward"]["cp"], r["data"], r["activations"])]
+            print(f"{name:22}{kind if cp > 1 else '':8}" + "".join(f"{n:{w}.2f}" for n, w in
+                                                                  zip(mib, (7, 9, 12, 9, 9, 20, 14), strict=True)))
+            rows.append(dict(tp=tp, cp=cp, dp=dp, context_parallel=kind if cp > 1 else None, counted=r["sent"], formulas=f,
+                             data_bytes=r["data"], activation_bytes_a_layer=r["activations"],
+                             tp_bytes_of_shared_gradients=r["tp_gradients"]))
+    one = rows[0]["activation_bytes_a_layer"]
+    assert all(r["activation_bytes_a_layer"] == one // (r["tp"] * r["cp"]) for r in rows)
+    print("counted = formulas, to the byte, on every rank; activations fall as 1/(tp*cp)\n")
+    return rows
+
+
+# --- balance ---
+
+def scores(queries, keys, causal, T):
+    a, b = len(range(T)[queries]), len(range(T)[keys])
+    return a * (a + 1) / 2 if causal else a * b
+
+
+def balance():
+    """Scores that attention computes, of the busiest rank over the mean, with the zigzag and with contiguous chunks."""
+    rows, T = [], 1024
+    for cp in (2, 4, 8, 16, 32, 64):
+        zigzag = [sum(scores(*parts((rank - step) % cp, rank, T), T) for step in range(cp)) for rank in range(cp)]
+        plain = [rank * T * T + T * (T + 1) / 2 for rank in range(cp)]
+        busiest = [max(work) / (sum(work) / cp) for work in (zigzag, plain)]
+        assert sum(zigzag) == sum(plain) and busiest[0] <= 1.01
+        rows.append(dict(cp=cp, zigzag=busiest[0], contiguous=busiest[1]))
+        print(f"cp={cp:<3} busiest rank over mean: zigzag {busiest[0]:.3f}, contiguous {busiest[1]:.3f}")
+    return rows
+
+
+# --- overlap ---
+
+class Slow(Axis):
+    """Every message takes `delay_s`, in which nobody computes for it."""
+
+    delay_s = 0.0
+
+    def shift(self, *tensors):
+        works, there = super().shift(*tensors), time.perf_counter() + self.delay_s
+        arrive = works.wait
+
+        def wait():
+            received = arrive()
+            time.sleep(max(0.0, there - time.perf_counter()))
+            return received
+        works.wait = wait
+        return works
+
+
+def ring(host, S, delays, rounds):
+    """{delay: (seconds of a forward, of a backward)} of the slowest rank, the median of `rounds`."""
+    axis = Slow("cp", host.size, host.rank, host.group)
+    attention, T = across(BACKENDS["cpu"], axis, "ring"), sum(end - first for first, end in held(S, axis, "ring"))
+    q, k, v, dout = torch.randn(4, 1, T, 4, 64)
+    seconds = {d: [] for d in delays}
+    for _ in range(rounds):
+        for d in delays:
+            axis.delay_s, times = d, []
+            out = lse = None
+            for backward in (False, True):
+                host.max(0)  # together
+                start = time.perf_counter()
+                if backward:
+                    attention.backward(dout, q, k, v, out, lse, True, 0.125)
+                else:
+                    out, lse = attention.forward(q, k, v, True, 0.125)
+                times.append(host.max(time.perf_counter() - start)[0])
+            seconds[d].append(times)
+    return {d: torch.tensor(t).median(0).values.tolist() for d, t in seconds.items()}
+
+
+def overlap(S, cp, rounds):
+    base = pool(cp).run(ring, S, [0.0], rounds)[0][0.0]
+    delays = [round(base[0] / cp * f, 4) for f in (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4)]
+    measured = pool(cp).run(ring, S, delays, rounds)[0]
+    compute, rows = measured[0][0], []
+    for d, (forward, backward) in measured.items():
+        messages = (cp - 1) * d
+        rows.append(dict(delay_s=d, forward_s=forward, backward_s=backward, communication_s=messages, compute_s=compute,
+                         over_longer=forward / max(compute, messages), over_sum=forward / (compute + messages)))
+        print(f"a message takes {d * 1e3:6.1f} ms: {forward:.3f} s; compute {compute:.3f} s, messages {messages:.3f} s: "
+              f"{rows[-1]['over_longer']:.2f} of the longer, {rows[-1]['over_sum']:.2f} of their sum")
+    return rows
+
+
+def plot(rows, cp, path):
+    fig, ax = plt.subplots(figsize=(7, 4.5), dpi=130, layout="constrained")
+    x = [r["communication_s"] for r in rows]
+    compute = rows[0]["compute_s"]
+    ax.plot(x, [compute + c for c in x], "--", color="0.6", label="one after the other")
+    ax.plot(x, [max(compute, c) for c in x], color="0.3", label="the longer of the two")
+    ax.plot(x, [r["forward_s"] for r in rows], "o", color="C0", label="measured")
+    ax.set(xlabel="seconds of messages", ylabel="seconds of ring attention", title=f"ring attention, {cp} ranks, forward",
+           xlim=(0, None), ylim=(0, None))
+    ax.grid(alpha=0.2)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    fig.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--block_size", type=int, default=4096)
+    parser.add_argument("--ring_tokens", type=int, default=16384)
+    parser.add_argument("--ring_ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    result = dict(machine=machine(), model=MODEL | dict(block_size=args.block_size), bytes=bytes_table(args.block_size),
+                  balance=balance(), ring=dict(tokens=args.ring_tokens, ranks=args.ring_ranks),
+                  overlap=overlap(args.ring_tokens, args.ring_ranks, args.rounds))
+    results = Path(__file__).parent / "results"
+    (results / "parallel.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result["overlap"], args.ring_ranks, results / "parallel_overlap.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Do the loss curves of all layouts coincide?
+
+    python bench/parallel_convergence.py [--max_iters=200]
+
+Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) as one process and, under torchrun,
+in several layouts over gloo. Writes bench/results/parallel_convergence.json and .png.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.machine import machine
+from memo.metrics import read_metrics
+from memo.plots import smooth
+
+ROOT = Path(__file__).parents[1]
+MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=2048, batch_size=1, gradient_accumulation_steps=2, dataset="stdlib",
+             device="cpu", alpha=0.5, learning_rate=1e-3, warmup_iters=20, eval_interval=50, eval_iters=4, save_interval=0)
+RUNS = {"one process": (1, {}), "tp2": (2, dict(tp=2)), "cp2": (2, dict(cp=2)),
+        "cp2 ulysses": (2, dict(cp=2, context_parallel="ulysses")), "tp2 cp2": (4, dict(tp=2, cp=2)), "dp2": (2, {})}
+
+
+def train(ranks, keys):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    subprocess.run([sys.executable, *launcher, "train.py", *(f"--{k}={v}" for k, v in keys.items())], cwd=ROOT, check=True)
+
+
+def plot(curves, differences, path):
+    fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1), layout="constrained")
+    for i, (name, c) in enumerate(curves.items()):
+        top.plot(smooth(c["loss"], 0.9), lw=9 - 1.5 * i, alpha=0.7, label=f"{name}: validation {c['val_loss'][-1]:.5f}")
+        bottom.plot(differences[name], lw=1.5, alpha=0.8)
+    top.set(ylabel="training loss, smoothed", title=f"memo on the stdlib data, {MODEL['n_layer']} layers, context "
+            f"{MODEL['block_size']:,}: {len(curves)} layouts, one curve")
+    top.legend(frameon=False)
+    bottom.set(ylabel="loss minus\none process's", xlabel="step", ylim=(-1e-3, 1e-3))
+    for ax in (top, bottom):
+        ax.grid(alpha=0.2)
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max_iters", type=int, default=200)
+    iters = parser.parse_args().max_iters
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (ranks, keys) in RUNS.items():
+            out = Path(folder) / name.replace(" ", "_")
+            train(ranks, MODEL | keys | dict(max_iters=iters, out_dir=out))
+            rows = read_metrics(out / "metrics.jsonl")
+            curves[name] = dict(loss=[r["loss"] for r in rows], val_loss=[r["val_loss"] for r in rows if "val_loss" in r],
+                                sent_bytes=rows[-1]["sent_bytes"])
+    alone = curves["one process"]["loss"]
+    differences = {name: [a - b for a, b in zip(c["loss"], alone, strict=True)] for name, c in curves.items()}
+    rows = [dict(layout=name, ranks=RUNS[name][0], largest_difference=max(map(abs, differences[name])),
+                 losses_compared=len(alone), last_loss=c["loss"][-1], val_loss=c["val_loss"], sent_bytes=c["sent_bytes"])
+            for name, c in curves.items()]
+    results = Path(__file__).parent / "results"
+    result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows)
+    (results / "parallel_convergence.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(curves, differences, results / "parallel_convergence.png")
+    for r in rows:
+        print(f"{r['layout']:12} largest difference to one process {r['largest_difference']:.1e}, "
+              f"validation loss {r['val_loss'][-1]:.6f}")
+
+
+if __name__ == "__main__":
+    main()

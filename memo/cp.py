@@ -1,0 +1,114 @@
+"""Context parallelism: each of cp ranks holds T = S/cp tokens of every sequence, and attention goes round.
+
+Ring: in a zigzag rank r holds the chunks r and 2cp-1-r of 2cp, so that every rank has the same causal work. While a rank
+attends to one block of keys and values the next one travels; partial results are merged through the logsumexp, in fp32.
+In the backward the gradients of keys and values travel with their block and are home after one round.
+Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its logsumexp stays (B, H/cp, S).
+Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here makes the host wait for a GPU.
+"""
+
+from functools import partial
+
+import torch
+
+from memo.attention import Attention
+
+
+def held(S, axis, kind):
+    """[(first, end)]: the ranges of a sequence's S tokens that this rank of cp holds, in its order."""
+    if axis.size == 1:
+        return [(0, S)]
+    pieces = [axis.rank, 2 * axis.size - 1 - axis.rank] if kind == "ring" else [axis.rank]
+    length = S // (axis.size * len(pieces))
+    return [(i * length, (i + 1) * length) for i in pieces]
+
+
+# --- ring ---
+
+def parts(source, rank, T):
+    """(queries, keys, causal) that meet while the block of rank `source` is here: the rank's own block under the mask; of an
+    earlier rank's its first half, seen by all queries; all of a later rank's, seen by the second half of the queries."""
+    everything, half = slice(None), T // 2
+    if source == rank:
+        return everything, everything, True
+    return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
+
+
+def merge(out, lse, out_, lse_):
+    """Takes the attention of the same queries to other keys into `out` (B, T, H, D) fp32 and `lse` (B, H, T)."""
+    both = torch.logaddexp(lse, lse_)
+    mine, theirs = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (lse, lse_))  # (B, T, H, 1)
+    out.mul_(mine).addcmul_(out_, theirs)
+    lse.copy_(both)
+
+
+def ring_forward(attention, axis, q, k, v, causal, scale):
+    T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
+    for step in range(axis.size):
+        hop = axis.shift(*kv) if step < axis.size - 1 else None  # the next block travels while this one is used
+        queries, keys, causal = parts((axis.rank - step) % axis.size, axis.rank, T)
+        out_, lse_ = attention.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
+        if step == 0:
+            out, lse = out_.float(), lse_
+        else:
+            merge(out[:, queries], lse[..., queries], out_, lse_)
+        kv = hop and hop.wait()
+    return out.to(q.dtype), lse
+
+
+def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
+    T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
+    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format) for t in (q, k, v))
+    gradients = None
+    for step in range(axis.size):
+        hop = axis.shift(*kv) if step < axis.size - 1 else None
+        queries, keys, causal = parts((axis.rank - step) % axis.size, axis.rank, T)
+        dq_, dk_, dv_ = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
+                                           lse[..., queries].contiguous(), causal, scale)
+        dq[:, queries] += dq_
+        if gradients:
+            dk, dv = gradients.wait()  # of the block that is here now, from the ranks it was at before
+        dk[:, keys] += dk_
+        dv[:, keys] += dv_
+        gradients = axis.shift(dk, dv)
+        kv = hop and hop.wait()
+    return [g.to(q.dtype) for g in (dq, *gradients.wait())]  # home again
+
+
+# --- Ulysses ---
+
+def to_heads(axis, x):  # (B, T, H, D) -> (B, S, H/cp, D)
+    B, T, H, D = x.shape
+    pieces = axis.exchange(x.view(B, T, axis.size, H // axis.size, D).permute(2, 0, 1, 3, 4).contiguous())
+    return pieces.transpose(0, 1).reshape(B, axis.size * T, H // axis.size, D)
+
+
+def to_tokens(axis, x):  # (B, S, H/cp, D) -> (B, T, H, D)
+    B, S, H, D = x.shape
+    pieces = axis.exchange(x.reshape(B, axis.size, S // axis.size, H, D).transpose(0, 1).contiguous())
+    return pieces.permute(1, 2, 0, 3, 4).reshape(B, S // axis.size, axis.size * H, D)
+
+
+def ulysses_forward(attention, axis, q, k, v, causal, scale):
+    B, T, H, _ = q.shape
+    out, lse = attention.forward(*(to_heads(axis, t) for t in (q, k, v)), causal, scale)
+    return to_tokens(axis, out), lse.reshape(B, H, T)  # it stays with its heads: nobody but the backward reads it
+
+
+def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
+    B, T, H, _ = q.shape
+    dout, q, k, v, out = (to_heads(axis, t) for t in (dout, q, k, v, out))
+    lse = lse.view(B, H // axis.size, axis.size * T)
+    return [to_tokens(axis, g) for g in attention.backward(dout, q, k, v, out, lse, causal, scale)]
+
+
+KINDS = {"ring": (ring_forward, ring_backward), "ulysses": (ulysses_forward, ulysses_backward)}
+
+
+def across(attention, axis, kind):
+    """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape."""
+    if axis.size == 1:
+        return attention
+    forward, backward = KINDS[kind]
+    return Attention(f"{kind} of {axis.size}, {attention.name}", partial(forward, attention, axis),
+                     partial(backward, attention, axis))

@@ -1,0 +1,252 @@
+"""The process mesh: world = dp * cp * tp. tp is innermost, so that it stays inside a node; pipeline parallelism would be
+outermost. The only reader of torchrun's environment; axes are passed as arguments.
+
+An Axis is this rank's place in a line of ranks, and what they say to each other: over NCCL between GPUs, over gloo between
+CPUs. With one rank every call is free and returns its argument. `sent_bytes` counts what this rank sends; of what takes a
+library's algorithm (sums, gathers) the least that it must send, as a ring does.
+"""
+
+import ctypes
+import os
+import socket
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from memo.config import ConfigError
+
+Launch = namedtuple("Launch", "rank world local_rank local_world restarts id")  # `id`: the same until torchrun ends
+
+
+def launched(environment=os.environ):
+    """The Launch that torchrun put into the environment; without torchrun a single process."""
+    if "TORCHELASTIC_RUN_ID" not in environment and "WORLD_SIZE" not in environment:
+        return Launch(0, 1, 0, 1, 0, "")
+    rank, world, local_rank, local_world, restarts = (
+        int(environment.get(name, default)) for name, default in (
+            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0)))
+    name = environment.get("TORCHELASTIC_RUN_ID", "none")  # "none" is everybody's who gave none
+    return Launch(rank, world, local_rank, local_world, restarts,
+                  name if name != "none" else f"{socket.gethostname()} {os.getppid()}")
+
+
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Works:
+    """Messages under way: `received` is there after wait(), which holds up the device's stream, on CUDA not the host. The
+    tensors must stay until then, and so must this."""
+
+    def __init__(self, works, sent, received):
+        self.works, self.sent, self.received = works, sent, received
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = (), None
+        return self.received
+
+
+# gloo lets go of its tensors, and of buffers of its own, some time after wait(); the memory plan wants what a segment asks
+# for gone where the code says so. So gloo is lent tensors that own nothing, and called from a thread without segments.
+def lent(t):
+    """`t`, flat, for a library to work on; the caller keeps `t` until that is done."""
+    t = t.view(-1)
+    return t if not t.is_cpu else torch.frombuffer((ctypes.c_char * t.nbytes).from_address(t.data_ptr()), dtype=t.dtype)
+
+
+CALLER = ThreadPoolExecutor(1, "memo gloo")
+
+
+def begun(call, received, sent, group):
+    """The work of call(received, sent), a collective of torch.distributed."""
+    begin = partial(call, lent(received), lent(sent), group=group, async_op=True)
+    return CALLER.submit(begin).result() if sent.is_cpu else begin()
+
+
+@dataclass
+class Axis:
+    """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and what would come is whatever lay
+    there: shapes, memory requests and bytes are as they would be. Tensors are contiguous."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: object = None
+    sent_bytes: int = field(default=0, compare=False)
+
+    def start(self, sent_bytes, call, received, sent):
+        self.sent_bytes += sent_bytes
+        works = [begun(call, received, sent, self.group)] if self.group is not None and sent.nbytes else ()
+        return Works(works, sent, received)
+
+    def start_gather(self, x, out):
+        """Works of `out`, (size, *x.shape) or flat: every rank's x. x may be this rank's part of `out`."""
+        if self.size == 1:
+            return Works((), None, out)
+        return self.start(x.nbytes * (self.size - 1), ALL_GATHER, out, x)
+
+    def gather(self, x):
+        """(size, *x.shape): every rank's x."""
+        return x[None] if self.size == 1 else self.start_gather(x, x.new_empty(self.size, *x.shape)).wait()
+
+    def start_scatter_sum(self, x, out):
+        """Works of `out`, the sum over all ranks of this rank's part of x. It may be that part."""
+        if self.size == 1:
+            return Works((), None, out)
+        return self.start(x.nbytes // self.size * (self.size - 1), REDUCE_SCATTER, out, x)
+
+    def scatter_sum(self, x):
+        """(size, ...) -> (...): the sum over all ranks of x[this rank]."""
+        return x[0] if self.size == 1 else self.start_scatter_sum(x, torch.empty_like(x[0])).wait()
+
+    def sum(self, x, op=dist.ReduceOp.SUM):
+        """x, in place: the sum over all ranks."""
+        if self.size > 1:
+            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+            if self.group is not None and x.nbytes:
+                dist.all_reduce(lent(x), op, group=self.group)
+        return x
+
+    def max(self, *numbers):
+        """[the largest of every rank's]."""
+        if self.size == 1:
+            return numbers
+        return self.sum(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+
+    def exchange(self, x):
+        """(size, ...): x[i] goes to rank i, and what comes from there takes its place."""
+        if self.size == 1:
+            return x
+        return self.start(x.nbytes // self.size * (self.size - 1), dist.all_to_all_single, torch.empty_like(x), x).wait()
+
+    def shift(self, *tensors):
+        """Starts to send tensors to the next rank; -> Works of those that come from the one before."""
+        self.sent_bytes += sum(t.nbytes for t in tensors)
+        here = [torch.empty_like(t) for t in tensors]
+        if self.group is None:
+            return Works((), None, here)
+        to, source = (dist.get_global_rank(self.group, (self.rank + d) % self.size) for d in (1, -1))
+        ops = [dist.P2POp(call, lent(t), peer, self.group) for call, ts, peer in
+               ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
+        return Works(dist.batch_isend_irecv(ops), tensors, here)
+
+    def another(self):
+        """A group of the same ranks, for a thread that talks beside this one; None where there are no others."""
+        return dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def objects(self, value):
+        """[every rank's value]; anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+class Mesh(namedtuple("Mesh", "tp cp dp data world host", defaults=map(Axis, ("tp", "cp", "dp", "data", "world", "host")))):
+    """The axes of this rank. `data`: the dp * cp ranks that hold the same parameters, among which the optimizer is sharded;
+    `world` and `host`: all ranks, over the devices' network and over gloo, for tensors in host memory; `dp` only counts."""
+
+    def silent(self):
+        """The same mesh with nobody at the other ends."""
+        return Mesh(*(Axis(a.name, a.size, a.rank) for a in self))
+
+    def take_sent_bytes(self):
+        """{axis: bytes sent since the last call} of the axes that have several ranks; but for the scalars over `world`."""
+        sent = {}
+        for axis in (self.tp, self.cp, self.data):
+            if axis.size > 1:
+                sent[axis.name], axis.sent_bytes = axis.sent_bytes, 0
+        return sent
+
+
+ALONE = Mesh()
+
+
+class Agreed(ConfigError):
+    """An error that all ranks raise together."""
+
+
+def together(host, work, *args):
+    """work(*args), which talks to no other rank. Errors: one line on all ranks of `host`, whichever of them a ConfigError or
+    OSError came on."""
+    result, error = None, None
+    try:
+        result = work(*args)
+    except (ConfigError, OSError) as e:
+        if host.size == 1:
+            raise
+        error = str(e)
+    errors = host.objects(error and (error, place(host.rank)))
+    if found := [e for e in errors if e]:
+        text, where = found[0]
+        raise Agreed(text if all(e and e[0] == text for e in errors) else f"{where}: {text}")
+    return result
+
+
+def same_everywhere(host, what, remedy):
+    """Errors: {name: value} is not the same on all ranks."""
+    for rank, (theirs, where) in enumerate(host.objects((what, place(host.rank)))):
+        if rank == 0:
+            first = theirs
+        elif differs := [name for name in first if theirs[name] != first[name]]:
+            name = differs[0]
+            raise Agreed(f"{where} has {name}={theirs[name]}, rank 0 {name}={first[name]}; {remedy}")
+
+
+def place(rank):
+    return f"rank {rank} ({socket.gethostname()})"
+
+
+def degrees(cfg, world):
+    """dp. Errors: a layout that does not fill the world, or whose dp ranks would not get equally many micro batches."""
+    dp = max(1, world // (cfg.cp * cfg.tp))
+    if dp * cfg.cp * cfg.tp != world:
+        raise ConfigError(f"dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with torchrun "
+                          f"--nproc_per_node={cfg.cp * cfg.tp} (or a multiple) on one node, or change tp or cp")
+    if cfg.gradient_accumulation_steps % dp:
+        more = -(-cfg.gradient_accumulation_steps // dp) * dp
+        raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a step's micro "
+                          f"batches are dealt to the dp ranks); try --gradient_accumulation_steps={more}")
+    return dp
+
+
+@contextmanager
+def connected(launch):
+    """The Axis of all ranks, over gloo, while the process is one of several."""
+    if launch.world == 1:
+        yield Axis("host")
+        return
+    store, rank, world = next(dist.rendezvous("env://", launch.rank, launch.world))
+    # torchrun may keep its store over a restart: the addresses of the ranks that are gone must not be found there
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt {launch.restarts}", store), rank=rank, world_size=world)
+    try:
+        yield Axis("host", world, rank, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def open_mesh(host, cp, tp, device):
+    """The Mesh of the ranks on the Axis `host`. All of them must call it."""
+    dp = host.size // (cp * tp)
+    ranks = torch.arange(host.size).view(dp, cp, tp)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+
+    def axis(name, lines):
+        mine, axis = None, Axis(name)
+        for line in lines.tolist() if lines.shape[1] > 1 else ():
+            group = dist.new_group(line, backend=backend)
+            if host.rank in line:
+                mine, axis = group, Axis(name, len(line), line.index(host.rank), group)
+        assert axis.size == 1 or mine is not None
+        return axis
+    return Mesh(axis("tp", ranks.view(-1, tp)), axis("cp", ranks.transpose(1, 2).reshape(-1, cp)),
+                Axis("dp", dp, host.rank // (cp * tp)), axis("data", ranks.permute(2, 0, 1).reshape(tp, -1)),
+                axis("world", ranks.view(1, -1)), host)

@@ -1,0 +1,128 @@
+"""Tensor parallelism with Megatron's sequence parallelism: linears, embedding and the vocabulary's softmax, each a pair of
+x_forward / x_backward, over the tp ranks of an Axis.
+
+The tokens of a rank group are dealt out in turns: token t belongs to rank t % tp. Norms, residuals and biases behind a sum
+see a rank's own n = N/tp rows (n, C). What is split by heads or by columns has all N rows, seen as (n, tp, width), so that a
+range of own rows is a range of all ranks' rows too, and the order of the rows is the order of the tokens. In between
+
+    gather        (n, C) of every rank -> (tp, n, C); row i of rank r is token i * tp + r
+    scatter_sum   (tp, n, C), partial sums of every rank -> (n, C)
+
+With one rank all this is a view. Source: MEMO 3.1, Megatron-LM (arXiv 2205.05198).
+"""
+
+import torch
+
+aten = torch.ops.aten
+CHUNK_ROWS = 2**16  # of what is done row by row: bounds its temporaries, and its indices stay below 2^31
+SPLIT = {"wte": 0, "q_w": 0, "k_w": 0, "v_w": 0, "fc1_w": 0, "q_b": 0, "k_b": 0, "v_b": 0, "fc1_b": 0,  # by what they give
+         "proj_w": 1, "fc2_w": 1}                                                                       # by what they take
+
+
+# --- parameters ---
+
+def split_dim(name):
+    """The dim along which a parameter is split among the tp ranks; None where each of them holds all of it."""
+    return SPLIT.get(name.rpartition(".")[2])
+
+
+def local_shape(name, shape, tp):
+    dim = split_dim(name)
+    return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
+
+
+def local(name, whole, axis):
+    """This rank's part of a parameter, a view."""
+    return whole if split_dim(name) is None else whole.chunk(axis.size, split_dim(name))[axis.rank]
+
+
+# --- one product ---
+
+def linear_forward(x, w, b, out):  # (n, I), (O, I), (O,) or None -> (n, O)
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
+
+
+def accumulate_product(dw, a, b):
+    """dw += a b, where dw is fp32 whatever a and b are."""
+    if a.dtype == dw.dtype:
+        dw.addmm_(a, b)
+    elif not a.is_cpu:
+        aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
+    else:
+        dw += a @ b
+
+
+def bias_backward(dy, db):
+    if db is not None:
+        db += dy.sum(0, dtype=torch.float32)
+
+
+# --- column-parallel: y = x w^T + b, where each rank has some of y's columns ---
+
+def column_linear_forward(x, w, b, out):  # (tp, n, I), (O/tp, I) -> (n, tp, O/tp)
+    for x_, out_ in zip(x, out.unbind(1), strict=True):
+        linear_forward(x_, w, b, out=out_)
+
+
+def column_linear_backward(axis, dys, x, ws, dws, dbs):
+    """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> (n, I). Uses x up."""
+    for dy, dw, db in zip(dys, dws, dbs, strict=True):
+        bias_backward(dy.flatten(0, 1), db)
+        for dy_, x_ in zip(dy.unbind(1), x, strict=True):
+            accumulate_product(dw, dy_.t(), x_)
+    for i, (dy, w) in enumerate(zip(dys, ws, strict=True)):
+        for dy_, x_ in zip(dy.unbind(1), x, strict=True):
+            torch.addmm(x_, dy_, w, beta=min(i, 1), out=x_)
+    return axis.scatter_sum(x)
+
+
+# --- row-parallel: y = residual + x w^T + b, where each rank has some of x's columns ---
+
+def row_linear_forward(axis, residual, x, w, b, out):  # (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C)
+    if axis.size == 1:
+        torch.addmm(residual, x[:, 0], w.t(), out=out)
+    else:
+        parts = out.new_empty(axis.size, *out.shape)
+        for x_, part in zip(x.unbind(1), parts, strict=True):
+            torch.mm(x_, w.t(), out=part)
+        torch.add(residual, axis.scatter_sum(parts), out=out)
+    return out if b is None else out.add_(b)
+
+
+def row_linear_backward(dy, x, w, dw, out):  # (tp, n, C) -> dx (n, tp, I/tp); `out` may be x itself
+    for dy_, x_, out_ in zip(dy, x.unbind(1), out.unbind(1), strict=True):
+        accumulate_product(dw, dy_.t(), x_)
+        torch.mm(dy_, w, out=out_)
+    return out
+
+
+# --- vocabulary-parallel: each rank has some rows of the embedding ---
+
+def own_ids(axis, ids, V):
+    """Of token ids those among this rank's V, counted from its first, and the others as any of them; and which are which."""
+    ids = ids - axis.rank * V
+    return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)
+
+
+def embedding_forward(axis, ids, w, out):  # (n, tp), (V/tp, C) -> (n, C)
+    parts = out[None] if axis.size == 1 else out.new_empty(axis.size, *out.shape)
+    for ids_, part in zip(ids.unbind(1), parts, strict=True):
+        own, mine = own_ids(axis, ids_, len(w))
+        torch.index_select(w, 0, own, out=part)
+        part.mul_(mine[:, None])
+    return out if axis.size == 1 else out.copy_(axis.scatter_sum(parts))
+
+
+def embedding_backward(axis, ids, dx, dw):  # (n, tp), (n, C) -> onto (V/tp, C)
+    for ids_, dx_ in zip(ids.unbind(1), axis.gather(dx), strict=True):
+        for ids_, dx_ in zip(ids_.split(CHUNK_ROWS), dx_.split(CHUNK_ROWS), strict=True):  # noqa: B020, PLW2901
+            own, mine = own_ids(axis, ids_, len(dw))
+            dw.index_add_(0, own, dx_.float() * mine[:, None])
+
+
+def softmax(axis, logits):  # (rows, V/tp) -> fp32, this rank's part of the softmax over all V
+    p = torch.softmax(logits, 1, dtype=torch.float32)  # as if there were no others
+    if axis.size > 1:
+        lse = logits.amax(1).float() - p.amax(1).log()
+        p.mul_((lse - axis.gather(lse).logsumexp(0)).exp_()[:, None])
+    return p

@@ -1,0 +1,74 @@
+"""Pools of processes that stand for ranks: they talk over gloo, and stay for the next test."""
+
+import atexit
+import multiprocessing
+import os
+import socket
+import traceback
+from functools import cache
+
+import torch
+
+from memo.mesh import Launch, connected
+
+TIMEOUT_S = 300
+
+
+def serve(rank, size, port, pipe):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    with connected(Launch(rank, size, rank, size, 0, "")) as host:
+        while (job := pipe.recv()) is not None:
+            work, args = job
+            try:
+                pipe.send((work(host, *args), None))
+            except BaseException:
+                pipe.send((None, f"rank {rank}: {traceback.format_exc()}"))
+
+
+class Ranks:
+    def __init__(self, size):
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, work, *args):
+        """[work(host, *args) of every rank]. What one of them raises is raised here, and the pool is gone."""
+        for pipe in self.pipes:
+            pipe.send((work, args))
+        results, waiting = {}, dict(enumerate(self.pipes))
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting.values(), TIMEOUT_S)
+            failed = None if ready else f"ranks {sorted(waiting)} did not answer within {TIMEOUT_S} s"
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                results[rank], error = waiting.pop(rank).recv()
+                failed = failed or error
+            if failed:
+                for process in self.processes:
+                    process.kill()
+                pool.cache_clear()
+                raise AssertionError(failed)
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self):
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+
+
+@cache
+def pool(size):
+    """The pool of `size` ranks."""
+    made = Ranks(size)
+    atexit.register(made.close)
+    return made

@@ -1,0 +1,70 @@
+"""Context parallelism: the attention of one process, the bytes of the formulas, the work in balance."""
+
+import pytest
+import torch
+
+from memo.attention import BACKENDS
+from memo.cp import across, held, parts
+from memo.mesh import Axis
+from tests.ranks import pool
+
+
+def positions(S, axis, kind):
+    return torch.cat([torch.arange(*r) for r in held(S, axis, kind)])
+
+
+def attend(host, kind, dtype, limit):
+    """Every rank's part of attention and of its gradients is what one process finds; bytes as the formulas say."""
+    axis = Axis("cp", host.size, host.rank, host.group)
+    B, S, H, D, scale = 2, 512, 4, 16, 0.25
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, B, S, H, D, generator=generator).to(dtype)
+    mine = positions(S, axis, kind)
+    for name in ("cpu", "math"):
+        attention = BACKENDS[name]
+        out, lse = attention.forward(q, k, v, True, scale)
+        want = [out, *attention.backward(dout, q, k, v, out, lse, True, scale)]
+        q_, k_, v_, dout_ = (t[:, mine].contiguous() for t in (q, k, v, dout))
+        parallel = across(attention, axis, kind)
+        axis.sent_bytes = 0
+        out_, lse_ = parallel.forward(q_, k_, v_, True, scale)
+        block, cp = q_.nbytes, axis.size
+        assert axis.sent_bytes == (2 * block * (cp - 1) if kind == "ring" else 4 * block * (cp - 1) // cp)
+        assert out_.dtype == dtype and lse_.shape == (B, H, S // cp)
+        if kind == "ring":
+            assert (lse_ - lse[..., mine]).abs().max() < limit
+        for got, whole in zip([out_, *parallel.backward(dout_, q_, k_, v_, out_, lse_, True, scale)], want, strict=True):
+            error = (got - whole[:, mine]).float().norm() / whole[:, mine].float().norm()
+            assert got.dtype == dtype and error < limit, (name, error)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_attention_over_ranks_is_that_of_one_process(size, kind, dtype, limit):
+    pool(size).run(attend, kind, dtype, limit)
+
+
+def test_every_token_is_held_once():
+    for cp in (1, 2, 4, 16, 64):
+        for kind in ("ring", "ulysses"):
+            ranks = [positions(128 * cp, Axis("cp", cp, rank), kind) for rank in range(cp)]
+            assert torch.cat(ranks).sort().values.equal(torch.arange(128 * cp)) and {len(r) for r in ranks} == {128}
+
+
+def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
+    """Scores that are computed: all of a rectangle of queries and keys, or those under the diagonal."""
+    def scores(queries, keys, causal, T):
+        a, b = len(range(T)[queries]), len(range(T)[keys])
+        return a * (a + 1) / 2 if causal else a * b
+    T = 128
+    for cp in (2, 4, 16, 64):
+        work = [[scores(*parts((rank - step) % cp, rank, T), T) for step in range(cp)] for rank in range(cp)]
+        for step in range(cp):
+            assert len({row[step] for row in work}) == 1
+        total = sum(map(sum, work))
+        assert total == cp * T * (cp * T + 1) / 2  # each pair of the whole causal square once
+
+
+def test_one_rank_is_the_plain_attention():
+    assert across(BACKENDS["cpu"], Axis("cp"), "ring") is BACKENDS["cpu"]

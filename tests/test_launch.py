@@ -1,0 +1,300 @@
+"""Runs of several ranks from end to end: the losses of one process, checkpoints that change their layout, ranks that die,
+two nodes, and what ranks do not agree on."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train
+from memo import checkpoint, convert
+from memo.mesh import Launch
+from memo.metrics import read_metrics
+from tests.ranks import pool
+
+ROOT = Path(__file__).parents[1]
+MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
+             gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5, eval_interval=5,
+             eval_iters=2, save_interval=0, device="cpu")
+SAME = 1e-5
+
+
+def argv(folder, out, **keys):
+    return [f"--{k}={v}" for k, v in (MODEL | dict(dataset=folder, out_dir=out) | keys).items()]
+
+
+def rows(out):
+    return read_metrics(Path(out) / "metrics.jsonl")
+
+
+def losses(out):
+    return [r["loss"] for r in rows(out)]
+
+
+def worst(mine, reference):
+    assert len(mine) == len(reference)
+    return max(abs(a - b) / b for a, b in zip(mine, reference, strict=True))
+
+
+def here(host, argv, console=os.devnull):
+    """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: everybody's, or a list of each rank's."""
+    mine = argv[host.rank] if isinstance(argv[0], list) else argv
+    with open(f"{console}{host.rank}" if console != os.devnull else console, "w") as file, contextlib.redirect_stdout(file):
+        try:
+            run = train.setup(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        try:
+            with contextlib.closing(run.model.arena), contextlib.closing(run.model), contextlib.closing(run.saver):
+                return train.go(run)
+        finally:
+            if run.lock:
+                run.lock.close()
+
+
+@pytest.fixture(scope="module")
+def alone(dataset, tmp_path_factory):
+    """out_dir of one process's run."""
+    out = tmp_path_factory.mktemp("alone")
+    assert train.main(argv(dataset, out)) == 0
+    return out
+
+
+# --- the losses of one process ---
+
+@pytest.mark.parametrize("ranks,keys", [(2, dict(tp=2)), (2, dict(cp=2)), (2, {}),
+                                        (4, dict(tp=2, cp=2, context_parallel="ulysses", optimizer_device="cpu"))])
+def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone, ranks, keys):
+    assert pool(ranks).run(here, argv(dataset, tmp_path, **keys), str(tmp_path / "console")) == [0] * ranks
+    assert worst(losses(tmp_path), losses(alone)) < SAME
+    val, reference = ([r["val_loss"] for r in rows(out) if "val_loss" in r] for out in (tmp_path, alone))
+    assert worst(val, reference) < SAME
+    assert [(tmp_path / f"console{r}").stat().st_size > 0 for r in range(ranks)] == [True] + [False] * (ranks - 1)
+    last, first = rows(tmp_path)[-1], rows(alone)[-1]
+    axes = {"tp": keys.get("tp", 1), "cp": keys.get("cp", 1), "data": ranks // keys.get("tp", 1)}
+    assert set(last["sent_bytes"]) == {name for name, size in axes.items() if size > 1} and first["sent_bytes"] == {}
+    assert all(n > 0 for n in last["sent_bytes"].values()) and last["tokens"] == first["tokens"]
+    assert last["tgs"] == pytest.approx(last["tokens"] / ranks / last["step_s"])
+    assert last["host_bytes"] * ranks == first["host_bytes"] * max(1, ranks // (axes["tp"] * axes["cp"]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path, dtype):
+    for name in ("auto", "cpu"):
+        assert train.main(argv(dataset, tmp_path / name, optimizer_device=name, dtype=dtype)) == 0
+    assert losses(tmp_path / "auto") == losses(tmp_path / "cpu")
+
+
+# --- checkpoints ---
+
+def test_a_checkpoint_is_resumed_in_any_other_layout(dataset, tmp_path, alone):
+    first = tmp_path / "tp2 cp2 dp2"
+    assert pool(8).run(here, argv(dataset, first, tp=2, cp=2, max_iters=5, lr_decay_iters=10)) == [0] * 8
+    assert len(list((first / "ckpt" / "5").glob("*.distcp"))) == 8
+    for name, ranks, keys in (("tp4", 4, dict(tp=4)), ("cp4", 4, dict(cp=4)), ("one", 1, {})):
+        out = tmp_path / name
+        shutil.copytree(first, out)
+        keys = [f"--{k}={v}" for k, v in (dict(tp=1, cp=1) | keys | dict(out_dir=out, max_iters=10)).items()]
+        if ranks == 1:
+            assert train.main(["--init_from=resume", *keys]) == 0
+        else:
+            assert pool(ranks).run(here, ["--init_from=resume", *keys]) == [0] * ranks
+        assert worst(losses(out), losses(alone)) < SAME
+    convert.to_hf(first, tmp_path / "hf")
+    convert.to_hf(tmp_path / "tp4", tmp_path / "hf4")
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size == (tmp_path / "hf4" / "model.safetensors").stat().st_size
+
+
+def test_the_same_layout_goes_on_bitwise(dataset, tmp_path):
+    keys = dict(tp=2, cp=2)
+    assert pool(4).run(here, argv(dataset, tmp_path / "whole", **keys)) == [0] * 4
+    assert pool(4).run(here, argv(dataset, tmp_path / "parts", **keys, max_iters=5, lr_decay_iters=10)) == [0] * 4
+    assert pool(4).run(here, ["--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=10"]) == [0] * 4
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+# --- what ranks do not agree on ---
+
+def test_mistakes_are_one_line_on_every_rank(dataset, tmp_path):
+    good = argv(dataset, tmp_path / "out", cp=2)
+    other = tmp_path / "data"
+    shutil.copytree(dataset, other)
+    ids = np.fromfile(other / "train.bin", dtype=np.uint16)
+    ids[12345] ^= 1
+    ids.tofile(other / "train.bin")
+    rank1 = f"rank 1 ({socket.gethostname()})"
+    for case, message in (
+            (argv(dataset, tmp_path / "out", tp=2, cp=2), "dp(1)*cp(2)*tp(2) != WORLD_SIZE(2)"),
+            (argv(dataset, tmp_path / "out", tp=3), "n_head=4 % tp=3 != 0"),
+            (argv(dataset, tmp_path / "out", cp=2, block_size=62), "block_size=62 % (2*cp*tp)=4 != 0"),
+            (argv(dataset, tmp_path / "out", cp=2, n_head=1, context_parallel="ulysses"), "n_head/tp=1 % cp=2 != 0"),
+            (argv(dataset, tmp_path / "out", gradient_accumulation_steps=1), "gradient_accumulation_steps=1 % dp=2 != 0"),
+            ([good, [*good, "--seed=2"]], f"{rank1} has seed=2, rank 0 seed=1337; start all ranks with the same command"),
+            ([good, [*good, "--n_layr=2"]], f"{rank1}: --n_layr=2: unknown key 'n_layr'; did you mean 'n_layer'?"),
+            ([good, [*good, f"--dataset={other}"]], f"{rank1} has dataset={other}, rank 0 dataset={dataset}")):
+        first, second = pool(2).run(here, case)
+        assert first == second and first.startswith(f"Agreed: {message}") and "\n" not in first
+        assert not (tmp_path / "out").exists()
+
+
+def test_other_tokens_under_the_same_name_are_found_out(dataset, tmp_path, monkeypatch):
+    """As on hosts with disks of their own."""
+    for rank in range(2):
+        shutil.copytree(dataset, tmp_path / str(rank) / "data")
+    ids = np.fromfile(tmp_path / "1" / "data" / "val.bin", dtype=np.uint16)
+    ids[7] ^= 1
+    ids.tofile(tmp_path / "1" / "data" / "val.bin")
+    first, second = pool(2).run(in_its_own_folder, str(tmp_path), argv("data", tmp_path / "out", cp=2))
+    assert first == second and first.startswith(f"Agreed: rank 1 ({socket.gethostname()}) has hash of dataset data=")
+    assert first.endswith("; give all hosts the same data")
+
+
+def in_its_own_folder(host, folder, argv):
+    before = os.getcwd()
+    os.chdir(f"{folder}/{host.rank}")
+    try:
+        return here(host, argv)
+    finally:
+        os.chdir(before)
+
+
+def test_a_missing_or_damaged_shard_is_named(dataset, tmp_path):
+    assert pool(2).run(here, argv(dataset, tmp_path, cp=2, max_iters=3)) == [0, 0]
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=6"]
+    shard = next((tmp_path / "ckpt" / "3").glob("__1_*"))
+    data = shard.read_bytes()
+    for damage, message in ((lambda: shard.write_bytes(data[:-1] + b"?"), "is corrupt"),
+                            (lambda: shard.write_bytes(data[:-1]), "bytes long, must be"), (shard.unlink, "is missing")):
+        damage()
+        for said in pool(2).run(here, resume):
+            assert said.startswith("Agreed: ") and f"{shard} " in said and message in said and "\n" not in said
+    shard.write_bytes(data)
+    assert pool(2).run(here, resume) == [0, 0]
+
+
+def small_files(host, argv, limit):
+    """here(), on a host whose disk is full from `limit` bytes a file on, for the last rank only."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if host.rank == host.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        return here(host, argv)
+    except checkpoint.CheckpointError as e:
+        return str(e)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_path):
+    keys = argv(dataset, tmp_path, cp=2)
+    assert pool(2).run(here, [*keys, "--max_iters=3", "--lr_decay_iters=10"]) == [0, 0]
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=10", "--save_interval=2"]
+    for said in pool(2).run(small_files, resume, 20_000):  # tried at 4, 6 and 8 too: training went on
+        assert said == (f"{tmp_path}/ckpt/10 cannot be written (File too large); the previous one is whole; free some space "
+                        "there or choose another folder")
+    assert len(losses(tmp_path)) == 10 and os.listdir(tmp_path / "ckpt") == ["3"]
+    assert pool(2).run(here, resume) == [0, 0]
+    assert os.listdir(tmp_path / "ckpt") == ["10"]
+
+
+# --- torchrun ---
+
+def torchrun(argv, *options, ranks=4):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options, "train.py", *argv]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_rows(out, n, seconds=90):
+    end = time.monotonic() + seconds
+    while not ((out / "metrics.jsonl").exists() and len(losses(out)) >= n):
+        assert time.monotonic() < end, f"no {n} steps within {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset, tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert pool(4).run(here, argv(dataset, out, tp=2, cp=2, max_iters=40)) == [0] * 4
+    return out
+
+
+def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(dataset, tmp_path, undisturbed):
+    run = torchrun(argv(dataset, tmp_path, tp=2, cp=2, max_iters=40, save_interval=3), "--standalone", "--max-restarts=1")
+    wait_for_rows(tmp_path, 8)
+    os.kill(children(run.pid)[2], signal.SIGKILL)
+    killed = time.monotonic()
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    assert time.monotonic() - killed < 60
+    assert losses(tmp_path) == losses(undisturbed)
+    assert out.count("run         steps 0 to 40") == 1 and out.count("to 40 in") == 2  # the second goes on, by itself
+
+
+def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
+    run = torchrun(argv(dataset, tmp_path, tp=2, max_iters=10**6, save_interval=3), "--standalone", ranks=2)
+    wait_for_rows(tmp_path, 5)
+    os.kill(children(run.pid)[1], signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode != 0
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: rank 0 ({socket.gethostname()}), step ") and "lost another rank" in line
+    assert checkpoint.load(tmp_path).iter >= 3
+    assert train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--tp=1", "--max_iters=8",
+                       "--warmup_iters=0"]) == 0  # on one process
+
+
+def test_two_agents_stand_for_two_nodes(dataset, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    nodes = [torchrun(argv(dataset, tmp_path / "two", cp=2), "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=two",
+                      f"--rdzv-endpoint=127.0.0.1:{port}", ranks=1) for _ in range(2)]
+    for node in nodes:
+        out, err = node.communicate(timeout=120)
+        assert node.returncode == 0, err
+    assert pool(2).run(here, argv(dataset, tmp_path / "one", cp=2)) == [0, 0]
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
+    run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=10**6), "--standalone", ranks=2)
+    wait_for_rows(tmp_path, 5)
+    run.send_signal(signal.SIGTERM)
+    out, err = run.communicate(timeout=60)
+    done = checkpoint.load(tmp_path).iter
+    assert done == len(losses(tmp_path)) and f"stopped by SIGTERM after {done} of" in out
+    assert err.count("SIGTERM: finishing this step, then saving") == 1
+
+
+def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(dataset, data)
+    np.r_[np.zeros(9), np.full(47, 9999), np.zeros(9)].astype(np.uint16).tofile(data / "val.bin")  # one window of 64
+    meta = json.loads((data / "meta.json").read_text())
+    meta["counts"]["val"] = dict(tokens=65)
+    (data / "meta.json").write_text(json.dumps(meta))
+    # of eight chunks of eight tokens, and a target behind each, rank 0 has the first and the last
+    run = torchrun(argv(data, tmp_path / "out", cp=4, n_head=4), "--standalone", ranks=4)
+    _, err = run.communicate(timeout=90)
+    assert run.returncode != 0
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    named = [line for line in lines if "token 9999 at position" in line]
+    assert named and all(f"({socket.gethostname()}), step 0: " in line for line in named)
+    assert {line.split()[2] for line in named} <= {"1", "2", "3"}
+    assert all("lost another rank" in line for line in lines if line not in named)

@@ -1,0 +1,125 @@
+"""The mesh: who is where, what they say to each other and what it costs, and what stops a run before it begins."""
+
+import os
+import socket
+
+import pytest
+import torch
+
+from memo.config import Config, ConfigError
+from memo.mesh import ALONE, Agreed, Axis, Launch, degrees, launched, open_mesh, same_everywhere, together
+from tests.ranks import pool
+
+CPU = torch.device("cpu")
+
+
+def test_torchruns_environment():
+    assert launched({}) == Launch(0, 1, 0, 1, 0, "")
+    given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="2",
+                 TORCHELASTIC_RUN_ID="job 7")
+    assert launched(given) == Launch(5, 8, 1, 4, 2, "job 7")
+    given["TORCHELASTIC_RUN_ID"] = "none"  # torchrun's when none is given
+    assert launched(given).id == f"{socket.gethostname()} {os.getppid()}"
+
+
+@pytest.mark.parametrize("keys,world,message", [
+    (dict(cp=2, tp=3, n_head=6, n_embd=36, block_size=24), 8,
+     r"^dp\(1\)\*cp\(2\)\*tp\(3\) != WORLD_SIZE\(8\); start it with torchrun --nproc_per_node=6 \(or a multiple\)"),
+    (dict(cp=2, tp=4), 1, r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
+    (dict(gradient_accumulation_steps=3), 2,
+     r"^gradient_accumulation_steps=3 % dp=2 != 0 .*; try --gradient_accumulation_steps=4$"),
+])
+def test_layouts_that_do_not_fill_the_world(keys, world, message):
+    with pytest.raises(ConfigError, match=message):
+        degrees(Config(**keys), world)
+
+
+def test_layouts_that_do():
+    for tp, cp, accumulation, world, dp in ((1, 1, 1, 1, 1), (2, 2, 1, 4, 1), (2, 1, 4, 8, 4), (1, 4, 6, 8, 2)):
+        assert degrees(Config(tp=tp, cp=cp, gradient_accumulation_steps=accumulation), world) == dp
+
+
+def places(host):
+    mesh = open_mesh(host, 2, 2, CPU)
+    assert mesh.world.size == 8 and mesh.world.rank == host.rank
+    members = {a.name: a.objects(host.rank) for a in (mesh.tp, mesh.cp, mesh.data, mesh.world)}
+    return (mesh.dp.rank, mesh.cp.rank, mesh.tp.rank), members
+
+
+def test_tp_is_innermost_and_data_are_the_ranks_with_the_same_parameters():
+    for rank, (where, members) in enumerate(pool(8).run(places)):
+        dp, cp, tp = where
+        assert rank == (dp * 2 + cp) * 2 + tp
+        assert members == dict(tp=[rank - tp, rank - tp + 1], cp=[4 * dp + tp, 4 * dp + 2 + tp],
+                               data=list(range(tp, 8, 2)), world=list(range(8)))
+
+
+def talk(host, dtype):
+    """Every call gives what it says; with nobody at the other ends, the same bytes are counted and shapes given."""
+    axis = Axis("tp", host.size, host.rank, host.group)
+    silent = Axis("tp", host.size, host.rank)
+    n, r = axis.size, axis.rank
+    everybody = torch.stack([torch.arange(12.) + 3 * i for i in range(n)]).to(dtype)  # (n, 12): what each rank has
+    mine, table = everybody[r].clone(), torch.stack([everybody[r] + i for i in range(n)])
+    calls = dict(gather=(lambda a: a.gather(mine.view(3, 4)), everybody.view(n, 3, 4)),
+                 scatter_sum=(lambda a: a.scatter_sum(table), everybody.sum(0) + n * r),
+                 sum=(lambda a: a.sum(mine.clone()), everybody.sum(0)),
+                 exchange=(lambda a: a.exchange(table), everybody + r),
+                 shift=(lambda a: torch.stack(a.shift(mine, mine * 2).wait()),
+                        torch.stack([everybody[r - 1], 2 * everybody[r - 1]])))
+    for name, (call, wanted) in calls.items():
+        axis.sent_bytes = silent.sent_bytes = 0
+        got, shape = call(axis), call(silent).shape
+        assert torch.equal(got, wanted) and shape == got.shape, name
+        factor = dict(gather=n - 1, scatter_sum=n - 1, sum=2 * (n - 1) / n, exchange=n - 1, shift=2)[name]
+        assert axis.sent_bytes == silent.sent_bytes == int(mine.nbytes * factor), name
+    here = torch.zeros(n, 12, dtype=dtype)
+    here[r] = mine
+    assert torch.equal(axis.start_gather(here[r], here).wait(), everybody)  # in place
+    assert torch.equal(axis.start_scatter_sum(here, here[r]).wait(), everybody[r] * n)
+    assert axis.max(r, -r) == [n - 1, 0] and axis.objects({"r": r}) == [{"r": i} for i in range(n)]
+    assert axis.gather(mine[:0]).shape == (n, 0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_the_ranks_say_to_each_other(size, dtype):
+    pool(size).run(talk, dtype)
+
+
+def test_one_rank_talks_to_nobody():
+    x = torch.ones(3)
+    a = ALONE.tp
+    assert a.sum(x) is x and a.exchange(x) is x and a.max(1, 2) == (1, 2) and a.objects(5) == [5]
+    assert a.gather(x).data_ptr() == x.data_ptr() == a.scatter_sum(x[None]).data_ptr()
+    assert ALONE.take_sent_bytes() == {}
+
+
+def fail(host, ranks, same):
+    def work():
+        if host.rank in ranks:
+            raise ConfigError("n_layer=0 must be at least 1" if same else f"out_dir={host.rank} cannot be written")
+        return host.rank
+    try:
+        return together(host, work)
+    except Agreed as e:
+        return str(e)
+
+
+def test_an_error_on_one_rank_is_one_line_on_all():
+    assert pool(2).run(fail, [], True) == [0, 1]
+    assert pool(2).run(fail, [0, 1], True) == ["n_layer=0 must be at least 1"] * 2
+    assert pool(2).run(fail, [1], False) == [f"rank 1 ({socket.gethostname()}): out_dir=1 cannot be written"] * 2
+
+
+def differ(host, what):
+    try:
+        same_everywhere(host, what[host.rank], "start all ranks alike")
+    except Agreed as e:
+        return str(e)
+
+
+def test_ranks_that_were_told_different_things_are_found_out():
+    assert pool(2).run(differ, [dict(seed=1, n_layer=2)] * 2) == [None, None]
+    wanted = f"rank 1 ({socket.gethostname()}) has n_layer=3, rank 0 n_layer=2; start all ranks alike"
+    assert pool(2).run(differ, [dict(seed=1, n_layer=2), dict(seed=1, n_layer=3)]) == [wanted] * 2
