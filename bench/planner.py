@@ -40,7 +40,7 @@ STEPS = 12
 
 def trace_of(S, L, alpha=0.5):
     """The Trace of the 7B model's step at S tokens with L layers, bf16."""
-    cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--n_layer={L}"])
+    cfg = load_config(["config/7b_1m.py", "--tp=1", "--cp=1", f"--block_size={S}", f"--n_layer={L}"])
     placement = Placement(L, 2, S, {t.name: int(alpha * S) if t.other else S for t in TABLE})
     return traced(lambda device: GPT(cfg, device, torch.bfloat16), 1, S, [placement.missing(i) for i in range(L)])
 

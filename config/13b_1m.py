@@ -1,4 +1,7 @@
-"""The 13B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2."""
+"""The 13B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2.
+
+torchrun --nproc_per_node=8 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py config/13b_1m.py
+"""
 dataset = "text"
 out_dir = "out/13b_1m"
 
@@ -7,6 +10,9 @@ n_head = 40
 n_embd = 5120
 block_size = 1048576
 vocab_size = 50257
+
+tp = 8
+cp = 2
 
 max_iters = 1000
 learning_rate = 3e-4

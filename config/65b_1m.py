@@ -1,4 +1,7 @@
-"""The 65B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2."""
+"""The 65B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2.
+
+torchrun --nproc_per_node=8 --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py config/65b_1m.py
+"""
 dataset = "text"
 out_dir = "out/65b_1m"
 
@@ -7,6 +10,9 @@ n_head = 64
 n_embd = 8192
 block_size = 1048576
 vocab_size = 50257
+
+tp = 8
+cp = 8
 
 max_iters = 1000
 learning_rate = 3e-4

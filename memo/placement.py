@@ -66,11 +66,11 @@ def host_limit(cfg, launch):
         return 0
     share, shard = host_bytes(cfg.host_memory_gb, launch.local_world), 12 * parameters(cfg) // launch.world  # fp32, three
     states = shard if cfg.optimizer_device == "auto" else 2 * shard
-    if states > share:
-        raise OutOfHostMemory(f"optimizer_device={cfg.optimizer_device} needs {states / 2**30:.4g} GiB of host memory for a "
-                              f"rank's master weights and moments or their copy for a checkpoint, its share is "
-                              f"{share / 2**30:.4g} GiB; try a larger host_memory_gb or more ranks")
-    return share - states
+    if states > share and cfg.optimizer_device == "cpu":
+        raise OutOfHostMemory(f"optimizer_device=cpu needs {states / 2**30:.4g} GiB of host memory for a rank's master "
+                              f"weights, moments and their copy for a checkpoint, its share is {share / 2**30:.4g} GiB; "
+                              "try a larger host_memory_gb, more ranks, or optimizer_device=auto")
+    return max(0, share - states)
 
 
 def check(cfg, device, dtype, limit):
@@ -143,12 +143,25 @@ def plan_memory(cfg, model):
     without, and says so."""
     if cfg.memory_plan == "off":
         return
+
+    def without(why):
+        print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {why}; training goes on without it",
+              file=sys.stderr)
+    host, arena, why = model.mesh.host, None, None
     try:
         arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
-        arena.replay(requests_of_a_step(model, arena))
+    except Unavailable as e:
+        why = str(e)
+    if whys := [w for w in host.objects(why) if w]:  # on any rank: a rehearsal takes all of them
+        if host.rank == 0:
+            without(whys[0])
+        return
+    trace = requests_of_a_step(model, arena)
+    try:
+        arena.replay(trace)
         model.arena = arena
     except Unavailable as e:
-        print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {e}; training goes on without it", file=sys.stderr)
+        without(e)
 
 
 def where_it_lives(cfg, decision, model, optimizer):

@@ -1,0 +1,82 @@
+"""Does a run that loses a rank again and again end as if nothing had happened?
+
+    python bench/kills.py [--kills=10]
+
+Trains a small model over four ranks (tp=2, cp=2) under torchrun --max-restarts, kills one of them with SIGKILL at a random
+moment, ten times, and compares every loss with those of a run that was left alone. Writes bench/results/kills.json.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.machine import machine
+from memo.metrics import read_metrics
+
+ROOT = Path(__file__).parents[1]
+RANKS = 4
+MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, dataset="stdlib", device="cpu", alpha=0.5, tp=2, cp=2,
+             learning_rate=1e-3, warmup_iters=20, eval_interval=0, save_interval=5)
+
+
+def start(out, iters, kills):
+    keys = [f"--{k}={v}" for k, v in (MODEL | dict(out_dir=out, max_iters=iters)).items()]
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}",
+                             f"--max-restarts={kills}", "train.py", *keys], cwd=ROOT)
+
+
+def steps_done(out):
+    path = out / "metrics.jsonl"
+    return max((r["iter"] for r in read_metrics(path)), default=-1) if path.exists() else -1
+
+
+def workers(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_step(run, out, step):
+    while steps_done(out) < step:
+        if run.poll() is not None:
+            raise SystemExit(f"the run ended before step {step}")
+        time.sleep(0.05)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    n = parser.parse_args().kills
+    rng, iters, kills = random.Random(0), 12 * (n + 1), []
+    with tempfile.TemporaryDirectory() as folder:
+        left_alone, killed = Path(folder) / "alone", Path(folder) / "killed"
+        if start(left_alone, iters, 0).wait():
+            raise SystemExit("the run that was left alone failed")
+        run = start(killed, iters, n)
+        for i in range(n):
+            wait_for_step(run, killed, 12 * i + rng.randrange(7, 12))
+            time.sleep(rng.random() * 0.5)
+            rank, before, at = rng.randrange(RANKS), steps_done(killed), time.monotonic()
+            victims = workers(run.pid)
+            os.kill(victims[rank], signal.SIGKILL)
+            while len(alive := set(workers(run.pid)) - set(victims)) < RANKS and run.poll() is None:
+                time.sleep(0.05)
+            kills.append(dict(rank=rank, after_step=before, new_ranks=len(alive), restarted_after_s=time.monotonic() - at))
+            print(kills[-1], flush=True)
+        code = run.wait()
+        a, b = ([(r["iter"], r["loss"], r["grad_norm"]) for r in read_metrics(out / "metrics.jsonl")]
+                for out in (left_alone, killed))
+    result = dict(machine=machine(), model=MODEL, iterations=iters, kills=kills, exit_code=code, losses_compared=len(a),
+                  bitwise_equal=a == b)
+    (ROOT / "bench/results/kills.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{n} kills, exit code {code}; {len(a)} losses and gradient norms {'bitwise equal' if a == b else 'DIFFER'}")
+
+
+if __name__ == "__main__":
+    main()
