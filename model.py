@@ -45,6 +45,7 @@ from memo.tp import (
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 HEAD_ROWS = 1024  # tokens whose logits exist at once
+ALIGNED = 128  # elements: where a layer's parameters begin, and a rank's part of them
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 EVERY_ROW = {t.name: slice(None) for t in TABLE}
 LAYER_BIASES = ("q_b", "k_b", "v_b", "fc1_b", "proj_b", "fc2_b", "ln1_b", "ln2_b")
@@ -259,7 +260,7 @@ class GPT:
         self.attention = across(attention, mesh.cp, cfg.context_parallel)
         self.full_shapes = parameter_shapes(cfg)
         shapes = {name: local_shape(name, shape, mesh.tp.size) for name, shape in self.full_shapes.items()}
-        self.layout, self.buckets = flat_layout(shapes, mesh.data.size)
+        self.layout, self.buckets = flat_layout(shapes, ALIGNED * mesh.data.size)
         numel = self.buckets[-1][1]
         self.params = torch.zeros(numel, dtype=dtype, device=device)
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)

@@ -13,6 +13,7 @@ import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import torch
 
@@ -77,9 +78,9 @@ class StopSignal:
             signal.signal(s, handler)
 
 
-def lock(out, launch):
+def lock(out, text):
     """Makes `out` and holds it for this process, so that two runs never write there at once; returns the open lock, which
-    says who holds it."""
+    holds `text`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / ".lock", "a")  # noqa: SIM115  held until the process ends
@@ -87,19 +88,36 @@ def lock(out, launch):
         raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another --out_dir") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
+    except OSError as e:  # some network file systems know no locks
+        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it", file=sys.stderr)
     file.truncate(0)
-    file.write(launch.id)
+    file.write(text)
     file.flush()
     return file
 
 
-def restarted(cfg, launch):
+def see(out, text):
+    """Errors: `out` is another folder here than where rank 0 locked it."""
+    for _ in range(20):
+        with contextlib.suppress(OSError):
+            if (out / ".lock").read_text() == text:
+                return
+        time.sleep(0.5)  # a network file system may show it late
+    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts share")
+
+
+def restarted(argv, host, launches):
     """Whether torchrun starts this run again after a failure, and there is a checkpoint of it to go on from."""
-    held_by = Path(cfg.out_dir) / ".lock"
-    return (launch.restarts > 0 and cfg.init_from != "resume" and checkpoint.latest(cfg.out_dir) is not None
-            and held_by.exists() and held_by.read_text() == launch.id)
+    ours = False  # rank 0 looks
+    if host.rank == 0 and any(launch.restarts for launch in launches):
+        with contextlib.suppress(ConfigError, OSError):  # for check() to tell
+            cfg = load_config(argv)
+            held_by = (Path(cfg.out_dir) / ".lock").read_text().splitlines()
+            ours = (cfg.init_from != "resume" and checkpoint.latest(cfg.out_dir) is not None
+                    and any(launch.id in held_by for launch in launches))
+    return host.objects(ours)[0]
 
 
 def check_tokenizer(data, folder, whose):
@@ -113,8 +131,6 @@ def check_tokenizer(data, folder, whose):
 def check(argv, launch):
     """What can be wrong before the device is touched, and needs no other rank -> what was found on the way."""
     cfg = load_config(argv)
-    if restarted(cfg, launch):
-        cfg = load_config([*argv, "--init_from=resume"])
     degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
@@ -139,11 +155,19 @@ def check(argv, launch):
 
 def setup(argv, launch, host):
     """Everything a run needs. `host`: the Axis of all ranks."""
+    launches = host.objects(launch)
+    if restarted(argv, host, launches):
+        argv = [*argv, "--init_from=resume"]
     run = together(host, check, argv, launch)
     cfg, device, dtype, ckpt = run.cfg, run.device, run.dtype, run.ckpt
-    same_everywhere(host, asdict(cfg) | {"torch": torch.__version__}, "start all ranks with the same command")
+    here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(dtype)}
+    same_everywhere(host, asdict(cfg) | here, "start all ranks with the same command, on hosts that are alike")
     same_everywhere(host, {f"hash of dataset {cfg.dataset}": run.data.fingerprint()}, "give all hosts the same data")
-    run.lock = together(host, lambda: lock(run.out, launch) if launch.rank == 0 else None)
+    who = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
+    run.lock = together(host, lambda: lock(run.out, who) if launch.rank == 0 else None)
+    together(host, see, run.out, who)
+    if launch.threads:
+        torch.set_num_threads(launch.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cfg.seed)
@@ -152,9 +176,10 @@ def setup(argv, launch, host):
     run.model = model = GPT(cfg, device, dtype, mesh=run.mesh)
     run.optimizer = Optimizer(model, cfg)
     if ckpt is not None:
-        checkpoint.restore(ckpt, model, run.optimizer)
+        together(host, checkpoint.restore, ckpt, model, run.optimizer)
+        run.optimizer.publish()
     elif run.hf:
-        run.optimizer.load(convert.hf_tensors(run.hf, cfg))
+        together(host, lambda: run.optimizer.load(convert.hf_tensors(run.hf, cfg)))
     else:
         run.optimizer.load(initial_weights(cfg, cfg.seed, device))
     run.first = ckpt.iter if ckpt is not None else 0
@@ -225,7 +250,7 @@ def save(run, it, last=False):
             print(f"\nwarning: {e}; training goes on", file=sys.stderr)
     run.saver.save(run.optimizer.pieces(saved=True), run.cfg, it)
     if last:
-        run.saver.wait()
+        together(run.mesh.host, run.saver.wait)
 
 
 def not_finite(run, it, loss, grad_norm):
@@ -267,11 +292,11 @@ def train(run, loggers, stop):
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
         if arena.settle() and run.speaks:
-            save_plan(run)
+            beside(save_plan, run)
         if run.speaks and it == min(run.first + 2, cfg.max_iters - 1):
-            picture(timeline, spans, run.out / "timeline.json", run.out / "timeline.png", f"step {it}, {title(run)}")
+            beside(timeline, spans, run.out / "timeline.json", run.out / "timeline.png", f"step {it}, {title(run)}")
             if arena.plans:
-                picture(memory_plan, *arena.plans[0], run.out / "memory_plan.png", title(run))
+                beside(memory_plan, *arena.plans[0], run.out / "memory_plan.png", title(run))
         if it % cfg.log_interval == 0 or val_loss is not None or last:
             for logger in loggers:
                 logger.log(stats)
@@ -290,11 +315,11 @@ def title(run):
     return f"{run.data.folder.name}, {parameters(run.cfg) / 1e6:.1f}M parameters, context {run.cfg.block_size:,}"
 
 
-def picture(draw, *args):
+def beside(work, *args):
     try:
-        draw(*args)
+        work(*args)
     except Exception as e:  # a picture is not worth a run
-        print(f"warning: no {draw.__name__}: {type(e).__name__}: {e}", file=sys.stderr)
+        print(f"warning: no {work.__name__}: {type(e).__name__}: {e}", file=sys.stderr)
 
 
 def main(argv=None):
@@ -315,19 +340,19 @@ def main(argv=None):
 
 @contextlib.contextmanager
 def leaving(host, run=None):
-    """A rank of several ends at once where it fails: for an orderly end it would have to wait for ranks that may be gone."""
+    """A rank of several that fails says so and ends at once; where all fail together rank 0 speaks for them."""
     try:
         yield
     except Exception as e:
         if host.size == 1:
             raise
-        if not isinstance(e, (Agreed, TrainingError)):  # its own
-            where = place(host.rank) + (f", step {run.step}" if run else "")
-            print(f"error: {where}: {last_line(e) or traceback.format_exc()}", file=sys.stderr, flush=True)
-        elif host.rank == 0:
-            print(f"error: {last_line(e)}", file=sys.stderr, flush=True)
-        if isinstance(e, (Agreed, TrainingError)):
-            host.objects("said")  # torchrun ends all ranks when the first one is gone
+        common, where = isinstance(e, (Agreed, TrainingError)), place(host.rank) + (f", step {run.step}" if run else "")
+        if host.rank == 0 or not common:
+            line = last_line(e) or traceback.format_exc()
+            print(f"error: {line if common else f'{where}: {line}'}", file=sys.stderr, flush=True)
+        if common and host.rank > 0:
+            time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
+        sys.stdout.flush()
         os._exit(1)
 
 
@@ -349,6 +374,7 @@ def go(run):
         with StopSignal(quiet=not run.speaks) as stop:
             done = train(run, loggers, stop)
             save(run, done, last=True)
+            stop.number = int(*run.mesh.host.max(stop.number))  # it may have come to some ranks while they saved
     finally:
         for logger in loggers:
             logger.close()
@@ -360,7 +386,7 @@ def go(run):
 def finish(run, done, stop):
     """The last picture and the last lines."""
     cfg = run.cfg
-    picture(loss_curve, run.out / "metrics.jsonl", run.out / "loss.png", title(run), cfg.vocab_size)
+    beside(loss_curve, run.out / "metrics.jsonl", run.out / "loss.png", title(run), cfg.vocab_size)
     if stop.number:
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")

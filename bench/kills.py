@@ -63,11 +63,9 @@ def main():
             wait_for_step(run, killed, 12 * i + rng.randrange(7, 12))
             time.sleep(rng.random() * 0.5)
             rank, before, at = rng.randrange(RANKS), steps_done(killed), time.monotonic()
-            victims = workers(run.pid)
-            os.kill(victims[rank], signal.SIGKILL)
-            while len(alive := set(workers(run.pid)) - set(victims)) < RANKS and run.poll() is None:
-                time.sleep(0.05)
-            kills.append(dict(rank=rank, after_step=before, new_ranks=len(alive), restarted_after_s=time.monotonic() - at))
+            os.kill(workers(run.pid)[rank], signal.SIGKILL)
+            wait_for_step(run, killed, before + 1)  # through the steps since the last checkpoint once more
+            kills.append(dict(rank=rank, after_step=before, next_step_after_s=time.monotonic() - at))
             print(kills[-1], flush=True)
         code = run.wait()
         a, b = ([(r["iter"], r["loss"], r["grad_norm"]) for r in read_metrics(out / "metrics.jsonl")]
@@ -76,6 +74,7 @@ def main():
                   bitwise_equal=a == b)
     (ROOT / "bench/results/kills.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"{n} kills, exit code {code}; {len(a)} losses and gradient norms {'bitwise equal' if a == b else 'DIFFER'}")
+    sys.exit(code or a != b)
 
 
 if __name__ == "__main__":

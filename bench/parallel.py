@@ -62,10 +62,10 @@ def count(host, cfg):
     model.arena = meter = Meter(mesh)
     tokens = torch.zeros(B, T, dtype=torch.int64)
     model.forward(tokens, tokens, scale=1.0)
-    tp_before = mesh.tp.sent_bytes
     model.backward(optimizer.reduce)
-    shared = mesh.tp.sent_bytes - tp_before - sum(meter.sent.get(k, {}).get("tp", 0) for k in ("recompute", "backward"))
+    before = mesh.tp.sent_bytes
     optimizer.clip(1.0)
+    shared = mesh.tp.sent_bytes - before
     optimizer.step(1e-3)
     activations = sum(t.nbytes for t in placement.tensors_of(cfg, torch.float32).values())
     model.close()

@@ -192,7 +192,7 @@ class Saver:
             return False
         self.folder.mkdir(exist_ok=True)
         for leftover in self.folder.glob("*.tmp"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # what stays is overwritten
         return True
 
     def write_files(self, folder, pieces):
@@ -352,8 +352,8 @@ def check(ckpt, model, prefixes):
 
 
 def restore(ckpt, model, optimizer=None):
-    """Sets the master weights and parameters, the moments and the steps; only the model's parameters where there is no
-    optimizer. Errors come before anything is overwritten: see check()."""
+    """Sets the master weights, the moments and the steps; the model's parameters only where there is no optimizer, otherwise
+    optimizer.publish() does. Talks to no other rank. Errors come before anything is overwritten: see check()."""
     moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
     check(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:
@@ -366,4 +366,3 @@ def restore(ckpt, model, optimizer=None):
             if not p.name.startswith("params."):
                 p.tensor.zero_()
     optimizer.steps.fill_(ckpt.iter)
-    optimizer.publish()

@@ -43,6 +43,7 @@ def merge(out, lse, out_, lse_):
 
 
 def ring_forward(attention, axis, q, k, v, causal, scale):
+    assert causal  # parts() knows no other
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None  # the next block travels while this one is used
@@ -57,6 +58,7 @@ def ring_forward(attention, axis, q, k, v, causal, scale):
 
 
 def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
+    assert causal
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format) for t in (q, k, v))
     gradients = None

@@ -18,7 +18,6 @@ def whole(name, tensor):
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-
 @dataclass(frozen=True)
 class Param:
     """Where a parameter lies. `offset` in elements."""

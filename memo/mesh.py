@@ -9,18 +9,24 @@ library's algorithm (sums, gathers) the least that it must send, as a ring does.
 import ctypes
 import os
 import socket
+import sys
+import threading
+import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from memo.config import ConfigError
 
-Launch = namedtuple("Launch", "rank world local_rank local_world restarts id")  # `id`: the same until torchrun ends
+# `id`: of a node's torchrun, the same until it ends; `threads`: for a rank, where torchrun left it just one
+Launch = namedtuple("Launch", "rank world local_rank local_world restarts id threads", defaults=(0,))
 
 
 def launched(environment=os.environ):
@@ -31,8 +37,11 @@ def launched(environment=os.environ):
         int(environment.get(name, default)) for name, default in (
             ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0)))
     name = environment.get("TORCHELASTIC_RUN_ID", "none")  # "none" is everybody's who gave none
+    threads = 0
+    if local_world > 1 and environment.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
+        threads = max(1, len(os.sched_getaffinity(0)) // local_world)
     return Launch(rank, world, local_rank, local_world, restarts,
-                  name if name != "none" else f"{socket.gethostname()} {os.getppid()}")
+                  name if name != "none" else f"{socket.gethostname()} {os.getppid()}", threads)
 
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -138,12 +147,12 @@ class Axis:
         return Works(dist.batch_isend_irecv(ops), tensors, here)
 
     def another(self):
-        """A group of the same ranks, for a thread that talks beside this one; None where there are no others."""
-        return dist.new_group(backend="gloo") if self.size > 1 else None
+        """A gloo group of the same ranks, for a thread that talks beside this one; None where there are no others."""
+        return dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo") if self.size > 1 else None
 
     def objects(self, value):
         """[every rank's value]; anything that can be pickled."""
-        if self.size == 1:
+        if self.group is None:
             return [value]
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
@@ -218,19 +227,63 @@ def degrees(cfg, world):
     return dp
 
 
+def meeting(store, rank, world):
+    """A name for what the ranks that are there now write into the store. torchrun may keep its store over a restart, and its
+    count of restarts is each node's own: the addresses of ranks that are gone must not be found again."""
+    me = uuid4().hex
+    if rank > 0:
+        store.set(f"hello {rank}", me)
+        name = store.get(f"answer {me}").decode()  # waits
+        store.add(f"here {name}", 1)
+        return name
+    answered = set()
+    while store.add(f"here {me}", 0) < world - 1:
+        for r in range(1, world):
+            if store.check([f"hello {r}"]) and (who := store.get(f"hello {r}").decode()) not in answered:
+                store.set(f"answer {who}", me)
+                answered.add(who)
+        time.sleep(0.01)
+    return me
+
+
+class Pulse:
+    """Ends this process at once when the rank before it is gone: a GPU would wait for that one's messages for minutes, and
+    torchrun on another node would not notice. A thread that waits for a message which comes with stop() only."""
+
+    def __init__(self, rank, world):
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self.before, self.next = (rank - 1) % world, (rank + 1) % world
+        self.thread = threading.Thread(target=self.listen, name="memo pulse", daemon=True)
+        self.thread.start()
+
+    def listen(self):
+        try:
+            dist.recv(torch.zeros(1), self.before, self.group)
+        except RuntimeError:
+            time.sleep(1)  # whoever knows more may say it first
+            print(f"error: {place(dist.get_rank())}: lost rank {self.before}; the last checkpoint is whole", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def stop(self):
+        """All ranks leave in good order."""
+        dist.send(torch.ones(1), self.next, self.group)
+        self.thread.join()
+
+
 @contextmanager
 def connected(launch):
-    """The Axis of all ranks, over gloo, while the process is one of several."""
+    """The Axis of all ranks, over gloo, while the process is one of several. Where it ends with an error so does the
+    process: for an orderly end it would have to wait for ranks that may be gone."""
     if launch.world == 1:
         yield Axis("host")
         return
     store, rank, world = next(dist.rendezvous("env://", launch.rank, launch.world))
-    # torchrun may keep its store over a restart: the addresses of the ranks that are gone must not be found there
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt {launch.restarts}", store), rank=rank, world_size=world)
-    try:
-        yield Axis("host", world, rank, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(meeting(store, rank, world), store), rank=rank, world_size=world)
+    pulse = Pulse(rank, world)
+    yield Axis("host", world, rank, dist.group.WORLD)
+    pulse.stop()
+    dist.destroy_process_group()
 
 
 def open_mesh(host, cp, tp, device):

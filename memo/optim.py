@@ -4,6 +4,7 @@ only, one global norm.
 Every rank of mesh.data has all gradients of its part of the model, and the optimizer's states of its piece of each bucket:
 
     backward    as soon as a bucket's gradients are complete they are summed over the ranks, each getting its piece
+    clip        what all tp ranks hold, and saw the gradients of their own tokens of, is summed over them; one global norm
     step        AdamW on the pieces, bucket by bucket; each goes to all ranks while the next is worked on
     forward     waits for a bucket where it is first needed
 
@@ -38,14 +39,14 @@ class Optimizer:
         for start, end in model.buckets:
             part = (end - start) // data.size
             self.own.append(Range(start + part * data.rank, start + part * (data.rank + 1), start // data.size))
-        self.decays, self.counted, self.shared = [], [], []  # of each bucket: ranges that do or do not, own and all ranks'
+        self.decays, self.counted, self.shared = [], [], []  # of each bucket, own ranges
         for k, (start, end) in enumerate(model.buckets):
             here = {name: p for name, p in model.layout.items() if start <= p.offset < end}
             shared = [(p.offset, p.end, True) for name, p in here.items() if split_dim(name) is None]
             split = [(p.offset, p.end, True) for name, p in here.items() if split_dim(name) is not None]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for p in here.values())))
             self.counted.append(self.within(k, joined(split + shared * (model.mesh.tp.rank == 0))))  # once in a tp group
-            self.shared.append(joined(shared))
+            self.shared.append(self.within(k, joined(shared)))
         self.reducing = []
 
     def within(self, k, ranges):
@@ -92,18 +93,18 @@ class Optimizer:
 
     def reduce(self, k):
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks."""
-        model, own = self.model, self.own[k]
-        for start, end, _ in self.shared[k]:
-            model.mesh.tp.sum(model.grads[start:end])  # each tp rank saw its own tokens only
-        start, end = model.buckets[k]
+        model, own, (start, end) = self.model, self.own[k], self.model.buckets[k]
         self.reducing.append(model.mesh.data.start_scatter_sum(model.grads[start:end], model.grads[own.start:own.end]))
 
     def clip(self, max_norm):
-        """Scales the gradients to a global norm of at most `max_norm` (0: leaves them); returns the norm before."""
-        grads, world = self.model.grads, self.model.mesh.world
+        """Completes the gradients, and scales them to a global norm of at most `max_norm` (0: leaves them); returns the norm
+        before."""
+        grads, tp, world = self.model.grads, self.model.mesh.tp, self.model.mesh.world
         for works in self.reducing:
             works.wait()
         self.reducing.clear()
+        for r, _ in [r for bucket in self.shared for r in bucket]:
+            tp.sum(grads[r.start:r.end])
         norms = [torch.linalg.vector_norm(grads[r.start:r.end]) for bucket in self.counted for r, _ in bucket]
         norm = torch.linalg.vector_norm(torch.stack([*norms, grads.new_zeros(())]))
         if world.size > 1:

@@ -115,9 +115,9 @@ def embedding_forward(axis, ids, w, out):  # (n, tp), (V/tp, C) -> (n, C)
 
 def embedding_backward(axis, ids, dx, dw):  # (n, tp), (n, C) -> onto (V/tp, C)
     for ids_, dx_ in zip(ids.unbind(1), axis.gather(dx), strict=True):
-        for ids_, dx_ in zip(ids_.split(CHUNK_ROWS), dx_.split(CHUNK_ROWS), strict=True):  # noqa: B020, PLW2901
-            own, mine = own_ids(axis, ids_, len(dw))
-            dw.index_add_(0, own, dx_.float() * mine[:, None])
+        for chunk, dx_chunk in zip(ids_.split(CHUNK_ROWS), dx_.split(CHUNK_ROWS), strict=True):
+            own, mine = own_ids(axis, chunk, len(dw))
+            dw.index_add_(0, own, dx_chunk.float() * mine[:, None])
 
 
 def softmax(axis, logits):  # (rows, V/tp) -> fp32, this rank's part of the softmax over all V

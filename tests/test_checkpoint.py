@@ -89,6 +89,7 @@ def test_a_resumed_run_is_the_run(tmp_path, device, dtype):
     other = fresh(dtype=dtype, device=device, seed=1)
     train(*other, range(2))
     checkpoint.restore(ckpt, *other)
+    other[1].publish()
     assert (ckpt.iter, ckpt.config, ckpt.path) == (3, asdict(CFG), tmp_path / "ckpt" / "3")
     assert same(state(*other), before)
     assert train(*other, range(ckpt.iter, 6)) == wanted
@@ -106,6 +107,7 @@ def test_rotary_positions_may_grow(tmp_path):
     trained, _ = saved(tmp_path)
     model, optimizer = fresh(replace(CFG, block_size=96, rope_theta=5e4))
     checkpoint.restore(checkpoint.load(tmp_path), model, optimizer)
+    optimizer.publish()
     assert torch.equal(model.params, trained.params)
 
 
@@ -318,6 +320,7 @@ def train_forever(out_dir):
     model, optimizer = fresh(LARGER, seed=1)
     ckpt = checkpoint.load(out_dir)
     checkpoint.restore(ckpt, model, optimizer)
+    optimizer.publish()
     saver = Saver(out_dir)
     for i in itertools.count(ckpt.iter):
         train(model, optimizer, [i])
@@ -349,6 +352,7 @@ def kill_twenty_times(out_dir):
     assert ckpt.iter >= 1
     model, optimizer = fresh(LARGER, seed=1)
     checkpoint.restore(ckpt, model, optimizer)
+    optimizer.publish()
     unbroken = fresh(LARGER)
     train(*unbroken, range(ckpt.iter))
     assert same(state(model, optimizer), state(*unbroken))

@@ -2,13 +2,28 @@
 
 import os
 import socket
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from memo.allocator import Arena
 from memo.config import Config, ConfigError
-from memo.mesh import ALONE, Agreed, Axis, Launch, degrees, launched, open_mesh, same_everywhere, together
-from tests.ranks import pool
+from memo.mesh import (
+    ALL_GATHER,
+    ALONE,
+    REDUCE_SCATTER,
+    Agreed,
+    Axis,
+    Launch,
+    degrees,
+    launched,
+    open_mesh,
+    same_everywhere,
+    together,
+)
+from tests.ranks import Ranks, pool
 
 CPU = torch.device("cpu")
 
@@ -18,6 +33,9 @@ def test_torchruns_environment():
     given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="2",
                  TORCHELASTIC_RUN_ID="job 7")
     assert launched(given) == Launch(5, 8, 1, 4, 2, "job 7")
+    cores = len(os.sched_getaffinity(0))
+    assert launched(given | dict(OMP_NUM_THREADS="1")).threads == max(1, cores // 4)  # torchrun's default
+    assert launched(given | dict(OMP_NUM_THREADS="2")).threads == 0
     given["TORCHELASTIC_RUN_ID"] = "none"  # torchrun's when none is given
     assert launched(given).id == f"{socket.gethostname()} {os.getppid()}"
 
@@ -95,6 +113,23 @@ def test_one_rank_talks_to_nobody():
     assert ALONE.take_sent_bytes() == {}
 
 
+def stuck(host):
+    """As in a kernel that waits for a rank which is gone."""
+    if host.rank == 1:
+        os._exit(9)
+    time.sleep(600)
+
+
+def test_ranks_end_when_the_one_before_them_is_gone_whatever_they_do():
+    ranks = Ranks(3)
+    assert ranks.run(fail, [], True) == [0, 1, 2]
+    for pipe in ranks.pipes:
+        pipe.send((stuck, ()))
+    for process in ranks.processes:
+        process.join(30)
+    assert [process.exitcode for process in ranks.processes] == [1, 9, 1]
+
+
 def fail(host, ranks, same):
     def work():
         if host.rank in ranks:
@@ -123,3 +158,29 @@ def test_ranks_that_were_told_different_things_are_found_out():
     assert pool(2).run(differ, [dict(seed=1, n_layer=2)] * 2) == [None, None]
     wanted = f"rank 1 ({socket.gethostname()}) has n_layer=3, rank 0 n_layer=2; start all ranks alike"
     assert pool(2).run(differ, [dict(seed=1, n_layer=2), dict(seed=1, n_layer=3)]) == [wanted] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_single_rank_over_nccl_inside_a_planned_segment(tmp_path):
+    """What size 1 leaves out, done all the same: every collective over NCCL, from the arena, in place where it may be."""
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        axis = Axis("tp", 1, 0, dist.new_group([0], backend="nccl"))
+        arena, x = Arena(device, guard=True), torch.arange(2**20, device=device, dtype=torch.float32)
+
+        def segment():
+            for call in (ALL_GATHER, REDUCE_SCATTER, dist.all_to_all_single):
+                out = torch.zeros_like(x)
+                assert torch.equal(axis.start(0, call, out, x).wait(), x)
+                assert torch.equal(axis.start(0, call, x, x).wait(), x)  # in place
+            k, v = axis.shift(x, x + 1).wait()
+            assert torch.equal(k, x) and torch.equal(v, x + 1)
+        for _ in range(3):
+            arena.run("talk", segment)
+            arena.settle()
+        assert arena.stats().misses == 0
+    finally:
+        dist.destroy_process_group()

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, models
 import train
 from memo import checkpoint, sample
 from memo.config import ConfigError
-from memo.mesh import Launch
 from memo.metrics import read_metrics
 from memo.slab import HostSlab
 from model import Block
@@ -198,7 +197,7 @@ def test_scratch_never_overwrites_a_checkpoint(dataset, tmp_path):
 
 
 def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
-    held = train.lock(tmp_path, Launch(0, 1, 0, 1, 0, ""))
+    held = train.lock(tmp_path, "somebody")
     with pytest.raises(ConfigError, match="is in use by another run; wait for it or choose another --out_dir"):
         train.main(argv(dataset, tmp_path))
     held.close()
