@@ -136,12 +136,12 @@ def per_tensor(problem, recompute_s):
     return plan(problem, {n: float(f) for f, tensors in zip(f, GROUPS.values(), strict=True) for n in tensors})
 
 
-def given(problem, alpha, block_size):
+def given(problem, alpha, block_size, multiple=1):
     """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot hold it."""
     chosen = plan(problem, dict.fromkeys(OTHERS, float(alpha)))
     if chosen.input_only_layers:
         limit = problem.limits["host"]
-        shorter = f"the largest block_size with this alpha {largest_block_size(problem, block_size, alpha=alpha)}"
+        shorter = f"the largest block_size with this alpha {largest_block_size(problem, block_size, multiple, alpha)}"
         remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}, {shorter}" if limit >= 0 else
                   f"not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; {shorter}")
         layer = problem.always_bytes + int(alpha * problem.others_bytes)
@@ -190,14 +190,15 @@ def place(cfg, problem, n_rows, recompute_s=None):
     if cfg.activation == "recompute":
         return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
     if not cfg.finds_alpha:
-        chosen = given(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size)
+        chosen = given(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size, cfg.block_multiple)
     elif cfg.alpha_mode == "per_tensor" and problem.swapped_layers:
         chosen = per_tensor(problem, recompute_s)
     else:
         chosen = paper(problem)
     if not chosen.fits:
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes["x"],
-                                 f"the largest block_size that fits is {largest_block_size(problem, cfg.block_size)}")
+                                 "the largest block_size that fits is "
+                                 f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
     granularity = max(1, min(ROWS, N // 16))
     kept = {t.name: rows(chosen.fractions.get(t.name, 1), N, granularity) for t in TABLE}
     chosen = replace(plan(problem, {name: kept[name] / N for name in OTHERS}), binds=chosen.binds)

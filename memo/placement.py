@@ -97,6 +97,7 @@ def room(cfg, model, rates):
     p = problem(cfg, model.dtype, 0)
     if spare < (least := p.least_device_bytes):
         longest = cfg.block_size * free // (rates.transient_bytes * 5 // 4 + least)  # all of it grows with the sequence
+        longest -= longest % cfg.block_multiple
         raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for two buffers of "
                           f"activations, the model's states and a layer's temporaries leave {spare / 2**30:.4g} GiB; "
                           f"try --block_size={longest}, or --alpha=0 to try all the same")
