@@ -254,7 +254,7 @@ def save(run, it, last=False):
 
 
 def not_finite(run, it, loss, grad_norm):
-    run.saver.close()  # the one under way is good
+    run.saver.join()  # the one under way is good
     cfg, saved = run.cfg, checkpoint.latest(run.out)
     good = f"the last good checkpoint is {saved}, before step {saved.name}" if saved else "there is no good checkpoint yet"
     offsets = [o for micro in range(cfg.gradient_accumulation_steps)
@@ -333,8 +333,8 @@ def main(argv=None):
     with connected(launch) as host:
         with leaving(host):
             run = setup(argv, launch, host)
-        with (contextlib.closing(run.model.arena), contextlib.closing(run.model), contextlib.closing(run.saver),
-              leaving(host, run)):
+        with (contextlib.closing(run.mesh), contextlib.closing(run.model.arena), contextlib.closing(run.model),
+              contextlib.closing(run.saver), leaving(host, run)):
             return go(run)
 
 

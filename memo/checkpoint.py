@@ -147,16 +147,22 @@ class Saver:
     def wait(self):
         """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or another; the
         previous checkpoint is whole. Each failure is raised once, on every rank."""
-        self.close()
+        self.join()
         error, self.error = self.error, None
         if error is not None:
             raise error
 
-    def close(self):
-        """As wait(), but silent."""
+    def join(self):
         if self.thread is not None:
             self.thread.join()
         self.thread = None
+
+    def close(self):
+        """As wait(), but silent, and the last of all; the group goes too."""
+        self.join()
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+        self.group = None
 
     def write(self, pieces, config, iter):
         path = self.folder / str(iter)

@@ -163,6 +163,13 @@ class Mesh(namedtuple("Mesh", "tp cp dp data world host", defaults=map(Axis, ("t
     """The axes of this rank. `data`: the dp * cp ranks that hold the same parameters, among which the optimizer is sharded;
     `world` and `host`: all ranks, over the devices' network and over gloo, for tensors in host memory; `dp` only counts."""
 
+    def close(self):
+        """Gives the groups back that open_mesh() made."""
+        for axis in (self.tp, self.cp, self.data, self.world):
+            if axis.group is not None:
+                dist.destroy_process_group(axis.group)
+                axis.group = None
+
     def silent(self):
         """The same mesh with nobody at the other ends."""
         return Mesh(*(Axis(a.name, a.size, a.rank) for a in self))

@@ -57,7 +57,8 @@ def here(host, argv, console=os.devnull):
         except Exception as e:
             return f"{type(e).__name__}: {e}"
         try:
-            with contextlib.closing(run.model.arena), contextlib.closing(run.model), contextlib.closing(run.saver):
+            with (contextlib.closing(run.mesh), contextlib.closing(run.model.arena), contextlib.closing(run.model),
+                  contextlib.closing(run.saver)):
                 return train.go(run)
         finally:
             if run.lock:

@@ -26,6 +26,17 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), *(dict(activatio
 LAYOUTS = ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"]
 
 
+MESHES = {}  # of this process: groups have threads
+
+
+def mesh_of(host, cfg):
+    """The Mesh of a layout, opened once."""
+    key = host.size, cfg.cp, cfg.tp
+    if key not in MESHES:
+        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU)
+    return MESHES[key]
+
+
 def degrees_of(text):
     """"tp2 cp2" -> dict(tp=2, cp=2, dp=1)."""
     return dict(tp=1, cp=1, dp=1) | {name: int(n) for name, n in re.findall(r"(\w\w)(\d)", text)}
@@ -90,8 +101,7 @@ def assembled(ranks):
 
 def gradients(host, cfgs, plan):
     """For each config (loss, gradient norm, gradients as whole() gives them, requests that missed the plan)."""
-    mesh = open_mesh(host, cfgs[0].cp, cfgs[0].tp, CPU)
-    made = []
+    mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
         model, optimizer = build(cfg, mesh)
         if plan:
@@ -172,7 +182,7 @@ def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
 
 def everything(host, cfg, dtype):
     """(loss, norm, gradients as whole() gives them) of a step over three micro batches."""
-    mesh = open_mesh(host, cfg.cp, cfg.tp, CPU)
+    mesh = mesh_of(host, cfg)
     model = GPT(cfg, CPU, dtype, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
@@ -207,7 +217,7 @@ def test_a_layers_forward_sends_what_the_formulas_say(tp, cp, kind):
 
 def both_traces(host, cfg):
     """Requests of this rank's step, recorded and traced with nobody at the other ends, and bytes sent in each."""
-    mesh = open_mesh(host, cfg.cp, cfg.tp, CPU)
+    mesh = mesh_of(host, cfg)
     model, _ = build(cfg, mesh)
     arena = Arena(CPU, "greedy")
     made, silent = [], mesh.silent()
