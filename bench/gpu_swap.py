@@ -37,6 +37,7 @@ from memo.alpha import OTHERS, OutOfHostMemory, place
 from memo.config import Config, ConfigError
 from memo.device import device_name
 from memo.hardware import peak_flops_per_s
+from memo.mesh import launched
 from memo.metrics import mfu, percent, tgs
 from memo.optim import Optimizer
 from memo.plots import timeline
@@ -85,7 +86,7 @@ class Ours:
         self.optimizer = Optimizer(self.model, cfg)
         self.optimizer.load(initial_weights(cfg, 0, device))
         self.batch = tokens, targets
-        self.decision = placement.decide(cfg, self.model)
+        self.decision = placement.decide(cfg, self.model, placement.host_limit(cfg, launched()))
 
     def step(self):
         self.model.swap.streams.timeline.clear()

@@ -66,7 +66,7 @@ class Bench:
 
     def chosen(self, mode):
         """What alpha=auto comes to at the present rate."""
-        return placement.decide(replace(CFG, alpha_mode=mode), self.model, streams=self.streams)
+        return placement.decide(replace(CFG, alpha_mode=mode), self.model, 2**50, streams=self.streams)
 
     def run(self, p):
         """[(seconds, spans)] of the steps with placement `p`, after one that warms up."""

@@ -109,7 +109,7 @@ def test_a_checkpoint_is_resumed_in_any_other_layout(dataset, tmp_path, alone):
     first = tmp_path / "tp2 cp2 dp2"
     assert pool(8).run(here, argv(dataset, first, tp=2, cp=2, max_iters=5, lr_decay_iters=10)) == [0] * 8
     assert len(list((first / "ckpt" / "5").glob("*.distcp"))) == 8
-    for name, ranks, keys in (("tp4", 4, dict(tp=4)), ("cp4", 4, dict(cp=4)), ("one", 1, {})):
+    for name, ranks, keys in (("tp4", 4, dict(tp=4)), ("cp8", 8, dict(cp=8)), ("one", 1, {})):
         out = tmp_path / name
         shutil.copytree(first, out)
         keys = [f"--{k}={v}" for k, v in (dict(tp=1, cp=1) | keys | dict(out_dir=out, max_iters=10)).items()]
