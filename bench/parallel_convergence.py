@@ -13,12 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
+from bench.swap_convergence import plot
 from memo.metrics import read_metrics
-from memo.plots import smooth
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=2048, batch_size=1, gradient_accumulation_steps=2, dataset="stdlib",
@@ -30,21 +28,6 @@ RUNS = {"one process": (1, {}), "tp2": (2, dict(tp=2)), "cp2": (2, dict(cp=2)),
 def train(ranks, keys):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     subprocess.run([sys.executable, *launcher, "train.py", *(f"--{k}={v}" for k, v in keys.items())], cwd=ROOT, check=True)
-
-
-def plot(curves, differences, path):
-    fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1), layout="constrained")
-    for i, (name, c) in enumerate(curves.items()):
-        top.plot(smooth(c["loss"], 0.9), lw=9 - 1.5 * i, alpha=0.7, label=f"{name}: validation {c['val_loss'][-1]:.5f}")
-        bottom.plot(differences[name], lw=1.5, alpha=0.8)
-    top.set(ylabel="training loss, smoothed", title=f"memo on the stdlib data, {MODEL['n_layer']} layers, context "
-            f"{MODEL['block_size']:,}: {len(curves)} layouts, one curve")
-    top.legend(frameon=False)
-    bottom.set(ylabel="loss minus\none process's", xlabel="step", ylim=(-1e-3, 1e-3))
-    for ax in (top, bottom):
-        ax.grid(alpha=0.2)
-        ax.spines[["top", "right"]].set_visible(False)
-    fig.savefig(path)
 
 
 def main():
@@ -67,7 +50,9 @@ def main():
     results = Path(__file__).parent / "results"
     result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows)
     (results / "parallel_convergence.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(curves, differences, results / "parallel_convergence.png")
+    labels = {n: f"validation {c['val_loss'][-1]:.5f}" for n, c in curves.items()}
+    title = f"memo on the stdlib data, 4 layers, context 2,048: {len(curves)} layouts, one curve"
+    plot(curves, labels, "one process", 1e-3, title, results / "parallel_convergence.png")
     for r in rows:
         print(f"{r['layout']:12} largest difference to one process {r['largest_difference']:.1e}, "
               f"validation loss {r['val_loss'][-1]:.6f}")

@@ -26,16 +26,16 @@ RUNS = {"keep": dict(activation="keep"), "recompute": dict(activation="recompute
         **{f"alpha {a}": dict(activation="memo", alpha=a) for a in (0, 0.25, 0.5, 1)}}
 
 
-def plot(curves, path):
+def plot(curves, labels, first, limit, title, path):
+    """Smoothed losses of runs that should be one curve, above their differences to the run `first`."""
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1), layout="constrained")
-    keep = curves["keep"]["loss"]
     for i, (name, c) in enumerate(curves.items()):
-        label = f"{name}: validation {c['val_loss'][-1]:.4f}, host {c['host_bytes'] / 2**20:.0f} MiB"
-        top.plot(smooth(c["loss"], 0.95), lw=9 - 1.5 * i, alpha=0.7, label=label)
-        bottom.plot([a - b for a, b in zip(c["loss"], keep, strict=True)], lw=9 - 1.5 * i, alpha=0.7)
-    top.set(ylabel="training loss, smoothed", title="memo on the stdlib data, 4 layers, context 2,048: six runs, one curve")
+        style = dict(lw=9 - 1.5 * i, alpha=0.7)
+        top.plot(smooth(c["loss"], 0.95), label=f"{name}: {labels[name]}", **style)
+        bottom.plot([a - b for a, b in zip(c["loss"], curves[first]["loss"], strict=True)], **style)
+    top.set(ylabel="training loss, smoothed", title=title)
     top.legend(frameon=False)
-    bottom.set(ylabel="loss minus keep's", xlabel="step", ylim=(-1e-6, 1e-6))
+    bottom.set(ylabel=f"loss minus\n{first}'s", xlabel="step", ylim=(-limit, limit))
     for ax in (top, bottom):
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)
@@ -62,7 +62,9 @@ def main():
     results = Path(__file__).parent / "results"
     result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows)
     (results / "swap_convergence.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(curves, results / "swap_convergence.png")
+    labels = {n: f"validation {c['val_loss'][-1]:.4f}, host {c['host_bytes'] / 2**20:.0f} MiB" for n, c in curves.items()}
+    plot(curves, labels, "keep", 1e-6, "memo on the stdlib data, 4 layers, context 2,048: six runs, one curve",
+         results / "swap_convergence.png")
     for r in rows:
         print(f"{r['run']:12} largest difference to keep {r['largest_difference']:.1e}, "
               f"validation loss {r['val_loss'][-1]:.6f}")
