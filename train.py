@@ -162,7 +162,8 @@ def setup(argv, launch, host):
     cfg, device, dtype, ckpt = run.cfg, run.device, run.dtype, run.ckpt
     here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(dtype)}
     same_everywhere(host, asdict(cfg) | here, "start all ranks with the same command, on hosts that are alike")
-    same_everywhere(host, {f"hash of dataset {cfg.dataset}": run.data.fingerprint()}, "give all hosts the same data")
+    if host.size > 1:  # it reads much of the data
+        same_everywhere(host, {f"hash of dataset {cfg.dataset}": run.data.fingerprint()}, "give all hosts the same data")
     who = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
     run.lock = together(host, lambda: lock(run.out, who) if launch.rank == 0 else None)
     together(host, see, run.out, who)

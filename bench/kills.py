@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from memo.metrics import read_metrics
+from tests.ranks import children
 
 ROOT = Path(__file__).parents[1]
 RANKS = 4
@@ -36,10 +37,6 @@ def start(out, iters, kills):
 def steps_done(out):
     path = out / "metrics.jsonl"
     return max((r["iter"] for r in read_metrics(path)), default=-1) if path.exists() else -1
-
-
-def workers(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for_step(run, out, step):
@@ -63,7 +60,7 @@ def main():
             wait_for_step(run, killed, 12 * i + rng.randrange(7, 12))
             time.sleep(rng.random() * 0.5)
             rank, before, at = rng.randrange(RANKS), steps_done(killed), time.monotonic()
-            os.kill(workers(run.pid)[rank], signal.SIGKILL)
+            os.kill(children(run.pid)[rank], signal.SIGKILL)
             wait_for_step(run, killed, before + 1)  # through the steps since the last checkpoint once more
             kills.append(dict(rank=rank, after_step=before, next_step_after_s=time.monotonic() - at))
             print(kills[-1], flush=True)

@@ -118,6 +118,7 @@ def bytes_table(S):
 # --- balance ---
 
 def scores(queries, keys, causal, T):
+    """Scores that are computed: all of a rectangle of queries and keys, or those under the diagonal."""
     a, b = len(range(T)[queries]), len(range(T)[keys])
     return a * (a + 1) / 2 if causal else a * b
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from bench.swap_convergence import plot
-from memo.metrics import read_metrics
+from bench.swap_convergence import curve, plot
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=2048, batch_size=1, gradient_accumulation_steps=2, dataset="stdlib",
@@ -39,12 +38,10 @@ def main():
         for name, (ranks, keys) in RUNS.items():
             out = Path(folder) / name.replace(" ", "_")
             train(ranks, MODEL | keys | dict(max_iters=iters, out_dir=out))
-            rows = read_metrics(out / "metrics.jsonl")
-            curves[name] = dict(loss=[r["loss"] for r in rows], val_loss=[r["val_loss"] for r in rows if "val_loss" in r],
-                                sent_bytes=rows[-1]["sent_bytes"])
+            curves[name] = curve(out, "sent_bytes")
     alone = curves["one process"]["loss"]
-    differences = {name: [a - b for a, b in zip(c["loss"], alone, strict=True)] for name, c in curves.items()}
-    rows = [dict(layout=name, ranks=RUNS[name][0], largest_difference=max(map(abs, differences[name])),
+    rows = [dict(layout=name, ranks=RUNS[name][0],
+                 largest_difference=max(abs(a - b) for a, b in zip(c["loss"], alone, strict=True)),
                  losses_compared=len(alone), last_loss=c["loss"][-1], val_loss=c["val_loss"], sent_bytes=c["sent_bytes"])
             for name, c in curves.items()]
     results = Path(__file__).parent / "results"

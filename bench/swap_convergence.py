@@ -26,6 +26,13 @@ RUNS = {"keep": dict(activation="keep"), "recompute": dict(activation="recompute
         **{f"alpha {a}": dict(activation="memo", alpha=a) for a in (0, 0.25, 0.5, 1)}}
 
 
+def curve(out, *last):
+    """Losses of the run in `out`, and what its last line says of these keys."""
+    rows = read_metrics(out / "metrics.jsonl")
+    losses = dict(loss=[r["loss"] for r in rows], val_loss=[r["val_loss"] for r in rows if "val_loss" in r])
+    return losses | {key: rows[-1][key] for key in last}
+
+
 def plot(curves, labels, first, limit, title, path):
     """Smoothed losses of runs that should be one curve, above their differences to the run `first`."""
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1), layout="constrained")
@@ -51,9 +58,7 @@ def main():
         for name, keys in RUNS.items():
             out = Path(folder) / name.replace(" ", "_")
             train.main([f"--{k}={v}" for k, v in (MODEL | keys | dict(max_iters=iters, out_dir=out)).items()])
-            rows = read_metrics(out / "metrics.jsonl")
-            curves[name] = dict(loss=[r["loss"] for r in rows], val_loss=[r["val_loss"] for r in rows if "val_loss" in r],
-                                host_bytes=rows[-1]["host_bytes"], alpha=rows[-1]["alpha"])
+            curves[name] = curve(out, "host_bytes", "alpha")
     keep = curves["keep"]["loss"]
     rows = [dict(run=name, largest_difference=max(abs(a - b) for a, b in zip(c["loss"], keep, strict=True)),
                  losses_compared=len(c["loss"]), alpha=c["alpha"],

@@ -97,8 +97,6 @@ class Axis:
 
     def start_gather(self, x, out):
         """Works of `out`, (size, *x.shape) or flat: every rank's x. x may be this rank's part of `out`."""
-        if self.size == 1:
-            return Works((), None, out)
         return self.start(x.nbytes * (self.size - 1), ALL_GATHER, out, x)
 
     def gather(self, x):
@@ -107,8 +105,6 @@ class Axis:
 
     def start_scatter_sum(self, x, out):
         """Works of `out`, the sum over all ranks of this rank's part of x. It may be that part."""
-        if self.size == 1:
-            return Works((), None, out)
         return self.start(x.nbytes // self.size * (self.size - 1), REDUCE_SCATTER, out, x)
 
     def scatter_sum(self, x):
@@ -300,13 +296,12 @@ def open_mesh(host, cp, tp, device):
     backend = "nccl" if device.type == "cuda" else "gloo"
 
     def axis(name, lines):
-        mine, axis = None, Axis(name)
+        mine = Axis(name)
         for line in lines.tolist() if lines.shape[1] > 1 else ():
             group = dist.new_group(line, backend=backend)
             if host.rank in line:
-                mine, axis = group, Axis(name, len(line), line.index(host.rank), group)
-        assert axis.size == 1 or mine is not None
-        return axis
+                mine = Axis(name, len(line), line.index(host.rank), group)
+        return mine
     return Mesh(axis("tp", ranks.view(-1, tp)), axis("cp", ranks.transpose(1, 2).reshape(-1, cp)),
                 Axis("dp", dp, host.rank // (cp * tp)), axis("data", ranks.permute(2, 0, 1).reshape(tp, -1)),
                 axis("world", ranks.view(1, -1)), host)

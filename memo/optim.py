@@ -20,7 +20,18 @@ from memo.flat import Piece, boxes, joined, views
 from memo.tp import local, split_dim
 
 EPS = 1e-8
-Range = namedtuple("Range", "start end at")  # in the flat buffers, and where that begins in the shard
+
+
+class Range(namedtuple("Range", "start end at")):
+    """A part of the flat buffers that a rank owns, and where that begins in its shard."""
+
+    @property
+    def flat(self):
+        return slice(self.start, self.end)
+
+    @property
+    def shard(self):
+        return slice(self.at, self.at + self.end - self.start)
 
 
 class Optimizer:
@@ -67,7 +78,7 @@ class Optimizer:
             part, p = local(name, tensor, model.mesh.tp), model.layout[name]
             mine[name].copy_(part)
             for r in self.shard_of(p):
-                self.master[r.at:r.at + r.end - r.start] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
+                self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
 
     def states(self):
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
@@ -94,7 +105,7 @@ class Optimizer:
     def reduce(self, k):
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks."""
         model, own, (start, end) = self.model, self.own[k], self.model.buckets[k]
-        self.reducing.append(model.mesh.data.start_scatter_sum(model.grads[start:end], model.grads[own.start:own.end]))
+        self.reducing.append(model.mesh.data.start_scatter_sum(model.grads[start:end], model.grads[own.flat]))
 
     def clip(self, max_norm):
         """Completes the gradients, and scales them to a global norm of at most `max_norm` (0: leaves them); returns the norm
@@ -104,15 +115,15 @@ class Optimizer:
             works.wait()
         self.reducing.clear()
         for r, _ in [r for bucket in self.shared for r in bucket]:
-            tp.sum(grads[r.start:r.end])
-        norms = [torch.linalg.vector_norm(grads[r.start:r.end]) for bucket in self.counted for r, _ in bucket]
+            tp.sum(grads[r.flat])
+        norms = [torch.linalg.vector_norm(grads[r.flat]) for bucket in self.counted for r, _ in bucket]
         norm = torch.linalg.vector_norm(torch.stack([*norms, grads.new_zeros(())]))
         if world.size > 1:
             norm = world.sum(norm.square()).sqrt()
         if max_norm > 0:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for own in self.own:
-                grads[own.start:own.end].mul_(scale)
+                grads[own.flat].mul_(scale)
         return norm
 
     def step(self, lr):
@@ -120,8 +131,8 @@ class Optimizer:
         cfg, grads = self.cfg, self.model.grads
         for k, ranges in enumerate(self.decays):
             for r, decays in ranges:
-                w, m, v = ([t[r.at:r.at + r.end - r.start]] for t in self.states().values())
-                adamw(w, [grads[r.start:r.end].to(self.master.device)], m, v, [], [self.steps.clone()], fused=True,
+                w, m, v = ([t[r.shard]] for t in self.states().values())
+                adamw(w, [grads[r.flat].to(self.master.device)], m, v, [], [self.steps.clone()], fused=True,
                       amsgrad=False, beta1=cfg.beta1, beta2=cfg.beta2, lr=lr, eps=EPS, maximize=False,
                       weight_decay=cfg.weight_decay if decays else 0.0)
             self.send(k)
@@ -131,9 +142,9 @@ class Optimizer:
     def send(self, k):
         """Sends this rank's part of bucket k's master weights on its way into the parameters of all data ranks."""
         model, own = self.model, self.own[k]
-        part = model.params[own.start:own.end]
+        part = model.params[own.flat]
         if self.master is not model.params:
-            part.copy_(self.master[own.at:own.at + own.end - own.start])
+            part.copy_(self.master[own.shard])
         model.arriving[k] = model.mesh.data.start_gather(part, model.params[slice(*model.buckets[k])])
 
     def publish(self):

@@ -169,7 +169,7 @@ def where_it_lives(cfg, decision, model, optimizer):
     """[(what, device bytes, host bytes)], which add up to all that is held from step to step."""
     p, tensors = decision.placement, tensors_of(cfg, model.dtype)
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
-    on_host = states if optimizer.master.device != model.device or cfg.optimizer_device == "cpu" else 0
+    on_host = states if cfg.optimizer_device == "cpu" else 0
     buffers = p.buffer_bytes(tensors)
     inputs = buffers.pop("x")
     swapped = {"x": 0, "attn_out, lse": 0, "others": 0}

@@ -6,6 +6,7 @@ import os
 import socket
 import traceback
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -64,6 +65,11 @@ class Ranks:
                 pipe.send(None)
         for process in self.processes:
             process.join(10)
+
+
+def children(pid):
+    """The processes that another one started: a torchrun's are its ranks, in order."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @cache

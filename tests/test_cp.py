@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench.parallel import scores
 from memo.attention import BACKENDS
 from memo.cp import across, held, parts
 from memo.mesh import Axis
@@ -53,10 +54,6 @@ def test_every_token_is_held_once():
 
 
 def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
-    """Scores that are computed: all of a rectangle of queries and keys, or those under the diagonal."""
-    def scores(queries, keys, causal, T):
-        a, b = len(range(T)[queries]), len(range(T)[keys])
-        return a * (a + 1) / 2 if causal else a * b
     T = 128
     for cp in (2, 4, 16, 64):
         work = [[scores(*parts((rank - step) % cp, rank, T), T) for step in range(cp)] for rank in range(cp)]

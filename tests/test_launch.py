@@ -22,7 +22,7 @@ import train
 from memo import checkpoint, convert
 from memo.mesh import Agreed, Launch
 from memo.metrics import read_metrics
-from tests.ranks import pool
+from tests.ranks import children, pool
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
@@ -239,10 +239,6 @@ def torchrun(argv, *options, ranks=4):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options, "train.py", *argv]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=os.environ | dict(OMP_NUM_THREADS="1"))
-
-
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for_rows(out, n, seconds=240):

@@ -18,14 +18,12 @@ from tests.test_model import perturbed_weights, random_batch
 from tests.test_swap import COSTS
 
 CPU = torch.device("cpu")
-S, MICRO_BATCHES = 2048, 2
-KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S, gradient_accumulation_steps=MICRO_BATCHES)
+S = 2048
+KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S, gradient_accumulation_steps=2)
 POSITIONS = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh")}
 MODES = [dict(activation="keep"), dict(activation="recompute"), *(dict(activation="memo", alpha=a) for a in (0.0, 0.5, 1.0)),
          dict(activation="memo", alpha_mode="per_tensor")]
 LAYOUTS = ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"]
-
-
 MESHES = {}  # of this process: groups have threads
 
 
@@ -42,39 +40,30 @@ def degrees_of(text):
     return dict(tp=1, cp=1, dp=1) | {name: int(n) for name, n in re.findall(r"(\w\w)(\d)", text)}
 
 
-def build(cfg, mesh):
+def build(cfg, mesh, dtype=torch.float32):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the gradients of q
     and k are so small that one process misses them by 2e-4 in fp32."""
-    model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+    model = GPT(cfg, CPU, dtype, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
-    B, T = cfg.batch_size, S // cfg.cp
-    nbytes = {name: t.nbytes for name, t in placement.tensors_of(cfg, torch.float32).items()}
+    nbytes = {name: t.nbytes for name, t in placement.tensors_of(cfg, dtype).items()}
     hidden = 0.6 if cfg.finds_alpha else 1.0
     p = placement.Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0, 10**12)
-    model.reserve(B, T, placement.place(cfg, p, placement.n_rows(cfg), COSTS)[0])
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement.place(cfg, p, placement.n_rows(cfg), COSTS)[0])
     return model, optimizer
 
 
-def local_batch(model, cfg, seed):
-    """This rank's tokens and targets of a batch that the seed gives."""
-    tokens, targets = random_batch(cfg, cfg.batch_size, S, CPU, seed)
-    mine = model.positions[:S // cfg.cp]
-    return tokens[:, mine].contiguous(), targets[:, mine].contiguous()
-
-
-def step(model, optimizer, cfg, seed=3):
+def step(model, optimizer, cfg):
     """Loss of a step, as all ranks know it; gradients are reduced."""
-    mesh, loss = model.mesh, torch.zeros(())
-    micros = list(range(mesh.dp.rank, MICRO_BATCHES, mesh.dp.size))
+    mesh, loss, part = model.mesh, torch.zeros(()), 1 / (cfg.gradient_accumulation_steps * cfg.cp)
+    mine = model.positions[:cfg.block_size // cfg.cp]
+    micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
     for micro in micros:
-        batch = local_batch(model, cfg, seed + micro)
-        part = 1 / (MICRO_BATCHES * cfg.cp)
+        batch = (t[:, mine].contiguous() for t in random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro))
         loss += model.forward(*batch, scale=part) * part
         model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
-    mesh.data.sum(loss)
-    return loss
+    return mesh.data.sum(loss)
 
 
 def whole(optimizer, flat):
@@ -99,27 +88,27 @@ def assembled(ranks):
     return tensors
 
 
-def gradients(host, cfgs, plan):
+def gradients(host, cfgs, plan, dtype=torch.float32):
     """For each config (loss, gradient norm, gradients as whole() gives them, requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
-        model, optimizer = build(cfg, mesh)
+        model, optimizer = build(cfg, mesh, dtype)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
             arena.replay(placement.requests_of_a_step(model, arena))
             model.arena = arena
         loss = step(model, optimizer, cfg)
         norm = optimizer.clip(0.0)
-        shard = torch.cat([model.grads[own.start:own.end] for own in optimizer.own])
+        shard = torch.cat([model.grads[own.flat] for own in optimizer.own])
         made.append((loss.item(), norm.item(), whole(optimizer, shard), model.arena.stats().misses))
         model.close()
     return made
 
 
-def on_ranks(text, cfgs, plan=True):
+def on_ranks(text, cfgs, *how):
     """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; all ranks agree on the loss and the norm."""
     size = degrees_of(text)
-    ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(gradients, cfgs, plan)
+    ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(gradients, cfgs, *how)
     made = []
     for case in zip(*ranks, strict=True):
         assert len({r[:2] for r in case}) == 1
@@ -153,7 +142,7 @@ def test_every_layout_gives_the_gradients_of_one_process(text, kind, position, a
         pytest.skip("nothing to exchange")
     modes = MODES if position == "rope" else [MODES[1], MODES[3]]
     keys = KEYS | POSITIONS[position] | dict(tp=size["tp"], cp=size["cp"], context_parallel=kind)
-    first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes])
+    first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes], True)
     loss, norm, reference = alone[position]
     assert abs(first[0] - loss) <= 1e-5 * loss
     assert abs(first[1] - norm) <= 1e-4 * norm  # torch sums squares on the CPU in fp32, one after the other
@@ -172,34 +161,11 @@ def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
     size = degrees_of(text)
     keys = dict(n_layer=3, n_head=6, n_embd=48, vocab_size=300, batch_size=2, block_size=216, bias=True, alpha=0.5,
                 gradient_accumulation_steps=3)
-    loss, norm, reference = everything(Axis("host"), Config(**keys), dtype)
-    ranks = pool(3).run(everything, Config(**keys, tp=size["tp"], cp=size["cp"]), dtype)
-    assert all(abs(r[0] - loss) <= limit * loss and abs(r[1] - norm) <= max(limit, 1e-4) * norm for r in ranks)
-    mine = assembled([r[2] for r in ranks])
+    [(loss, norm, reference, _)] = gradients(Axis("host"), [Config(**keys)], False, dtype)
+    [(mine_loss, mine_norm, mine, _)] = on_ranks(text, [Config(**keys, tp=size["tp"], cp=size["cp"])], False, dtype)
+    assert abs(mine_loss - loss) <= limit * loss and abs(mine_norm - norm) <= max(limit, 1e-4) * norm
     worst = max((relative_error(mine, assembled([reference]), name), name) for name in mine)
     assert worst[0] <= limit, worst
-
-
-def everything(host, cfg, dtype):
-    """(loss, norm, gradients as whole() gives them) of a step over three micro batches."""
-    mesh = mesh_of(host, cfg)
-    model = GPT(cfg, CPU, dtype, mesh=mesh)
-    optimizer = Optimizer(model, cfg)
-    large = ("q_w", "k_w", "wte", "wpe")
-    optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
-    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp)
-    loss, part = torch.zeros(()), 1 / (cfg.gradient_accumulation_steps * cfg.cp)
-    micros = list(range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size))
-    mine = model.positions[:cfg.block_size // cfg.cp]
-    for micro in micros:
-        batch = (t[:, mine].contiguous() for t in random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, micro))
-        loss += model.forward(*batch, scale=part) * part
-        model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
-    mesh.data.sum(loss)
-    norm = optimizer.clip(0.0)
-    gradients = whole(optimizer, torch.cat([model.grads[own.start:own.end] for own in optimizer.own]))
-    model.close()
-    return loss.item(), norm.item(), gradients
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
