@@ -23,7 +23,7 @@ from memo.activations import TABLE, Placement
 from memo.allocator import NoArena
 from memo.attention import resolve_attention
 from memo.cp import across, held
-from memo.flat import flat_layout, views
+from memo.flat import LAYER_BIASES, local_layout, parameter_shapes, views
 from memo.mesh import ALONE
 from memo.swap import Swap
 from memo.tp import (
@@ -35,7 +35,6 @@ from memo.tp import (
     embedding_backward,
     embedding_forward,
     local,
-    local_shape,
     own_ids,
     row_linear_backward,
     row_linear_forward,
@@ -45,10 +44,8 @@ from memo.tp import (
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 HEAD_ROWS = 1024  # tokens whose logits exist at once
-ALIGNED = 128  # elements: where a layer's parameters begin, and a rank's part of them
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 EVERY_ROW = {t.name: slice(None) for t in TABLE}
-LAYER_BIASES = ("q_b", "k_b", "v_b", "fc1_b", "proj_b", "fc2_b", "ln1_b", "ln2_b")
 
 
 def span(n, *slices):
@@ -215,22 +212,6 @@ class Block:
 
 # --- the model ---
 
-def parameter_shapes(cfg):
-    """{name: shape}, whole: embeddings, then layer by layer its matrices and its vectors, then the final norm. In each of
-    these what all tp ranks hold stands last."""
-    C, V = cfg.n_embd, cfg.padded_vocab_size
-    shapes = {"wte": (V, C)}
-    if cfg.position == "learned":
-        shapes["wpe"] = (cfg.block_size, C)
-    for i in range(cfg.n_layer):
-        layer = dict.fromkeys(("q_w", "k_w", "v_w", "proj_w"), (C, C)) | {"fc1_w": (4 * C, C), "fc2_w": (C, 4 * C)}
-        if cfg.bias:
-            layer |= dict.fromkeys(LAYER_BIASES, (C,)) | {"fc1_b": (4 * C,)}
-        layer |= {"ln1_w": (C,), "ln2_w": (C,)}
-        shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes | {"lnf_w": (C,)} | ({"lnf_b": (C,)} if cfg.bias else {})
-
-
 def initial_weights(cfg, seed, device):
     """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over sqrt(2L)."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -259,8 +240,7 @@ class GPT:
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
         self.attention = across(attention, mesh.cp, cfg.context_parallel)
         self.full_shapes = parameter_shapes(cfg)
-        shapes = {name: local_shape(name, shape, mesh.tp.size) for name, shape in self.full_shapes.items()}
-        self.layout, self.buckets = flat_layout(shapes, ALIGNED * mesh.data.size)
+        self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
         numel = self.buckets[-1][1]
         self.params = torch.zeros(numel, dtype=dtype, device=device)
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)

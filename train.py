@@ -20,11 +20,12 @@ import torch
 from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
 from memo.batch import open_dataset
-from memo.config import ConfigError, help_text, load_config, save_config, save_json
+from memo.budget import estimate, traced_arena
+from memo.config import ConfigError, degrees, help_text, load_config, save_config, save_json
 from memo.cp import held
-from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
+from memo.device import device_name, device_peak_bytes, own_bytes, pick_device, set_deterministic
 from memo.hardware import peak_flops_per_s
-from memo.mesh import Agreed, connected, degrees, launched, open_mesh, place, same_everywhere, together
+from memo.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
 from memo.metrics import (
     ConsoleLogger,
     JsonlLogger,
@@ -38,9 +39,11 @@ from memo.metrics import (
 )
 from memo.optim import Optimizer
 from memo.plots import loss_curve, memory_plan, timeline
+from memo.search import explain, remedies
 from memo.streams import stall_s
 from memo.tokens import load_tokenizer
 from model import GPT, initial_weights
+from trace_step import trace_step
 
 
 class TrainingError(RuntimeError):
@@ -53,6 +56,22 @@ def learning_rate(cfg, it):
         return cfg.learning_rate * (it + 1) / cfg.warmup_iters
     done = min(1.0, (it - cfg.warmup_iters) / max(1, cfg.decay_iters - cfg.warmup_iters))
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
+
+
+class OutOfMemory(RuntimeError):
+    """The device's memory is used up on this rank. One line."""
+
+
+@contextlib.contextmanager
+def growing(run, region):
+    """Names the region of memory that grows meanwhile, should there be too little: a key of budget.Line.region."""
+    try:
+        yield
+    except RuntimeError as e:
+        text = str(e).splitlines()[0] if str(e) else type(e).__name__
+        if isinstance(e, OutOfMemory) or not (isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text):
+            raise  # torch has no class of its own for the CPU's
+        raise OutOfMemory(explain(run.expected, region, own_bytes(run.device), text)) from e
 
 
 class StopSignal:
@@ -113,7 +132,7 @@ def restarted(argv, host, launches):
     ours = False  # rank 0 looks
     if host.rank == 0 and any(launch.restarts for launch in launches):
         with contextlib.suppress(ConfigError, OSError):  # for check() to tell
-            cfg = load_config(argv)
+            cfg = load_config([arg for arg in argv if arg != "--force"])
             held_by = (Path(cfg.out_dir) / ".lock").read_text().splitlines()
             ours = (cfg.init_from != "resume" and checkpoint.latest(cfg.out_dir) is not None
                     and any(launch.id in held_by for launch in launches))
@@ -128,9 +147,30 @@ def check_tokenizer(data, folder, whose):
                           f"data/text/prepare.py --tokenizer={theirs}")
 
 
+def arena_here(cfg, machine):
+    """budget.traced_arena in this process."""
+    return traced_arena(cfg, machine, lambda keys: trace_step(cfg, keys["device"]))
+
+
+def expect(cfg, device, launch, force):
+    """The Estimate of this run, None where it is not to be had. Errors: ConfigError where it cannot fit, unless `force`."""
+    machine = placement.machine_of(device, launch)
+    try:
+        expected = estimate(cfg, machine, launch.world, arena_here)
+    except Exception as e:  # an estimate is not worth a run
+        print(f"warning: no estimate: {type(e).__name__}: {e}", file=sys.stderr)
+        return None
+    if not expected.fits and not force:
+        others = [text for text, _ in remedies(expected, arena_here)]
+        raise ConfigError(f"block_size={cfg.block_size} does not fit: {expected.why}; try "
+                          f"{' or '.join([*others, '--force'])} (to run it all the same)")
+    return expected
+
+
 def check(argv, launch):
     """What can be wrong before the device is touched, and needs no other rank -> what was found on the way."""
-    cfg = load_config(argv)
+    force = "--force" in argv
+    cfg = load_config([arg for arg in argv if arg != "--force"])
     degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
@@ -150,7 +190,9 @@ def check(argv, launch):
     resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
     limit = placement.host_limit(cfg, launch)
     placement.check(cfg, device, dtype, limit)
-    return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit)
+    expected = expect(cfg, device, launch, force) if launch.rank == 0 else None
+    return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit,
+                           expected=expected)
 
 
 def setup(argv, launch, host):
@@ -174,8 +216,11 @@ def setup(argv, launch, host):
     torch.manual_seed(cfg.seed)
     run.mesh = open_mesh(host, cfg.cp, cfg.tp, device)
     run.ranges = held(cfg.block_size, run.mesh.cp, cfg.context_parallel)
-    run.model = model = GPT(cfg, device, dtype, mesh=run.mesh)
-    run.optimizer = Optimizer(model, cfg)
+    run.expected = host.objects(run.expected)[0]
+    with growing(run, "params"):
+        run.model = model = GPT(cfg, device, dtype, mesh=run.mesh)
+    with growing(run, "optimizer"):
+        run.optimizer = Optimizer(model, cfg)
     if ckpt is not None:
         together(host, checkpoint.restore, ckpt, model, run.optimizer)
         run.optimizer.publish()
@@ -184,8 +229,11 @@ def setup(argv, launch, host):
     else:
         run.optimizer.load(initial_weights(cfg, cfg.seed, device))
     run.first = ckpt.iter if ckpt is not None else 0
-    run.decision = placement.decide(cfg, model, run.limit)
-    placement.plan_memory(cfg, model)
+    with growing(run, "rounding_buffers"):
+        run.decision = placement.decide(cfg, model, run.limit)
+    with growing(run, "transient"):
+        placement.plan_memory(cfg, model)
+    run.lines = placement.where_it_lives(cfg, run.decision, model, run.optimizer)
     run.saver = checkpoint.Saver(run.out, host.another())
     run.peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
     run.speaks = launch.rank == 0  # prints, logs and draws
@@ -210,7 +258,7 @@ def describe(run):
           f"{placement.n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, attention={m.attention.name}, "
           f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}\n"
-          f"{placement.describe(cfg, run.decision, m, run.optimizer)}\n"
+          f"{placement.describe(cfg, run.decision, run.lines, run.expected)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
 
 
@@ -309,7 +357,7 @@ def train(run, loggers, stop):
 
 
 def save_plan(run):
-    save_json(placement.as_dict(run.cfg, run.decision, run.model), run.out / "plan.json")
+    save_json(placement.as_dict(run.cfg, run.decision, run.model, run.lines, run.expected), run.out / "plan.json")
 
 
 def title(run):
@@ -372,7 +420,7 @@ def go(run):
     if run.speaks and cfg.wandb_log:
         loggers.append(WandbLogger(cfg, asdict(cfg)))
     try:
-        with StopSignal(quiet=not run.speaks) as stop:
+        with StopSignal(quiet=not run.speaks) as stop, growing(run, "transient"):
             done = train(run, loggers, stop)
             save(run, done, last=True)
             stop.number = int(*run.mesh.host.max(stop.number))  # it may have come to some ranks while they saved
@@ -402,12 +450,10 @@ def finish(run, done, stop):
 
 def last_line(e):
     """What is said of the exception that ends a run; None where it should be shown whole."""
-    if isinstance(e, (ConfigError, TrainingError, OSError)):
+    if isinstance(e, (ConfigError, TrainingError, OutOfMemory, OSError)):
         return str(e)
     if isinstance(e, RuntimeError):
         text = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if isinstance(e, torch.OutOfMemoryError) or "allocate" in text:  # torch has no class of its own for the CPU's
-            return f"out of memory ({text}); try a smaller --batch_size, --block_size or --n_embd"
         if any(word in text for word in ("gloo", "Gloo", "NCCL", "TCPStore")):
             return f"lost another rank ({text}); the last checkpoint is whole; the other ranks' errors say why"
     return None

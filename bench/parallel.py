@@ -67,7 +67,7 @@ def count(host, cfg):
     optimizer.clip(1.0)
     shared = mesh.tp.sent_bytes - before
     optimizer.step(1e-3)
-    activations = sum(t.nbytes for t in placement.tensors_of(cfg, torch.float32).values())
+    activations = sum(t.nbytes for t in placement.tensors_of(cfg, 4).values())
     model.close()
     return dict(sent=meter.sent, data=mesh.data.sent_bytes, parameters=model.params.numel(), activations=activations,
                 tp_gradients=shared)

@@ -108,7 +108,7 @@ def measure(bench, bytes_per_s, rounds):
     for mode in ("paper", "per_tensor"):
         d = bench.chosen(mode)
         cases[mode], limits[mode] = (d.alpha, d.placement), d.swap_plan.limits
-    tensors = placement.tensors_of(CFG, torch.float32)
+    tensors = placement.tensors_of(CFG, 4)
     seen = {name: dict(step_s=[], hidden_s=[], sum_s=[]) for name in cases}
     for _ in range(rounds):
         for name, (_, p) in cases.items():
@@ -152,7 +152,7 @@ def main():
     args = parser.parse_args()
     bench = Bench(args.steps)
     forward_s = bench.chosen("paper").rates.forward_s
-    whole = sum(t.nbytes for t in placement.tensors_of(CFG, torch.float32).values())
+    whole = sum(t.nbytes for t in placement.tensors_of(CFG, 4).values())
     results = []
     for ratio in COPY_OVER_FORWARD:
         bytes_per_s = whole / (ratio * forward_s)

@@ -14,6 +14,8 @@ vocab_size = 50257
 tp = 4
 cp = 2
 
+alpha_mode = "paper"  # two rounding buffers and one alpha; per_tensor is a little faster
+
 max_iters = 1000
 learning_rate = 3e-4
 min_lr = 3e-5

@@ -59,6 +59,16 @@ def layout(B, T, C, H, itemsize, tp=1):
     return tensors
 
 
+def tensors_of(cfg, itemsize):
+    """The layout() of a rank of a config."""
+    return layout(cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd, cfg.n_head, itemsize, cfg.tp)
+
+
+def n_rows(cfg):
+    """Rows of a rank's own."""
+    return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where the skeletal activations of L layers are between their forward and their backward.

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from memo import planner
+from memo.config import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
@@ -31,14 +32,6 @@ Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks 
 
 class Unavailable(RuntimeError):
     """Memory requests cannot be recorded or replayed here: no compiler, say. Training can go on without."""
-
-
-def cache_folder():
-    """Where compiled code and plans are kept from run to run."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memo"
-    except RuntimeError:  # nobody's home
-        return Path(tempfile.gettempdir()) / f"memo-{os.getuid()}"
 
 
 def compiled(folder, *flags):

@@ -177,6 +177,23 @@ def largest_block_size(problem, block_size, multiple=1, alpha=None):
     return tokens // multiple * multiple
 
 
+def copies(cfg):
+    """Whether the mode swaps any layers."""
+    return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
+
+
+def n_buffers(cfg, problem, spare_bytes):
+    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of a GPU are left for them.
+
+    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken; with
+    alpha_mode=paper, either all of them or two.
+    """
+    fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes["x"]) // sum(problem.nbytes.values()))
+    if fit <= 2 or (cfg.alpha_mode == "paper" and fit < cfg.n_layer):
+        return 2, spare_bytes
+    return fit, inf
+
+
 def place(cfg, problem, n_rows, recompute_s=None):
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and cfg.alpha_mode made
     rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it.

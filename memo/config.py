@@ -5,6 +5,7 @@ import difflib
 import json
 import math
 import os
+import tempfile
 import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -341,6 +342,27 @@ def load_config(argv):
         for name in its if mode in given else ():
             base.pop(name, None)  # that of another mode
     return Config(**{**base, **given})
+
+
+def degrees(cfg, world):
+    """dp. Errors: a layout that does not fill the world, or whose dp ranks would not get equally many micro batches."""
+    dp = max(1, world // (cfg.cp * cfg.tp))
+    if dp * cfg.cp * cfg.tp != world:
+        raise ConfigError(f"dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with torchrun "
+                          f"--nproc_per_node={cfg.cp * cfg.tp} (or a multiple) on one node, or change tp or cp")
+    if cfg.gradient_accumulation_steps % dp:
+        more = -(-cfg.gradient_accumulation_steps // dp) * dp
+        raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a step's micro "
+                          f"batches are dealt to the dp ranks); try --gradient_accumulation_steps={more}")
+    return dp
+
+
+def cache_folder():
+    """Where compiled code and plans are kept from run to run."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memo"
+    except RuntimeError:  # nobody's home
+        return Path(tempfile.gettempdir()) / f"memo-{os.getuid()}"
 
 
 def readable_json(value, pad=""):

@@ -7,6 +7,7 @@ import sys
 import torch
 
 from memo.config import ConfigError
+from memo.hardware import CONTEXT_BYTES
 
 
 def pick_device(cfg, local_rank=0):
@@ -49,3 +50,10 @@ def free_bytes(device):
     """(bytes still free on a CUDA device, bytes it has)."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
+
+
+def own_bytes(device):
+    """What other processes leave of a CUDA device's memory; None where the device is the host."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT_BYTES

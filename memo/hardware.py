@@ -1,24 +1,204 @@
-"""What is known of the GPUs: dense bf16 peak FLOPs per second, with where the figure stands."""
+"""What is known of GPUs, of the nodes they come in, and of how fast a rank gets its work done on them: plain data, with
+where each figure stands, and what `python -m memo.profiler --calibrate` measured on the machine at hand.
 
+Every figure can be overridden on the command line of memo.estimate. Bandwidths are of one GPU and one direction.
+"""
+
+import difflib
+import json
+import math
 import re
+from dataclasses import dataclass, fields, replace
 
-PEAK_FLOPS_PER_S = {  # a pattern for the whole name that CUDA reports: peak
-    # NVIDIA A100 datasheet: 312 TFLOPS BF16, dense. The A800 has the same cores (MEMO section 5.1: 312 TFLOPS).
-    r"(NVIDIA )?A(100|800)[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?": 312e12,
-    # NVIDIA H100 datasheet: SXM 1,979 and PCIe 1,513 TFLOPS BF16 with sparsity, which doubles the dense figure.
-    r"NVIDIA H100 80GB HBM3": 989.4e12,
-    r"NVIDIA H100 PCIe": 756e12,
-    # NVIDIA H200 datasheet: SXM 1,979 TFLOPS BF16 with sparsity.
-    r"NVIDIA H200": 989.4e12,
-    # NVIDIA HGX B200 datasheet: 36 PFLOPS BF16 with sparsity for eight GPUs.
-    r"NVIDIA B200": 2250e12,
-    # NVIDIA L40S datasheet: 362.05 TFLOPS BF16, dense.
-    r"NVIDIA L40S": 362.05e12,
-    # NVIDIA Ada architecture whitepaper, appendix A: RTX 4090, 165.2 TFLOPS BF16 with fp32 accumulation, dense.
-    r"NVIDIA GeForce RTX 4090": 165.2e12,
+from memo.config import ConfigError, cache_folder
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GPU:
+    """`peak_flops_per_s`: dense bf16. `memory_bytes`: what CUDA reports in all. `node`: the one it usually comes in."""
+
+    pattern: str  # of the whole name that CUDA reports
+    peak_flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    node: str
+    efficiency: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """`pcie_bytes_per_s`: what each GPU gets while all of the node copy at once. `network_bytes_per_s`: to other nodes."""
+
+    gpus_per_node: int
+    host_memory_bytes: int
+    nvlink_bytes_per_s: float
+    pcie_bytes_per_s: float
+    network_bytes_per_s: float
+    host_bytes_per_s: float  # of the host's own memory, all cores
+
+
+# total memory: torch's own "total capacity" on such a device; peaks and memory bandwidths: NVIDIA's datasheets, which give
+# the Hopper and Blackwell peaks with sparsity, twice the dense figure
+GPUS = {
+    # A100 datasheet: 312 TFLOPS BF16, 2,039 GB/s
+    "a100-80gb": GPU(r"(NVIDIA )?A100[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12, int(79.1 * GIB), 2.039e12,
+                     "dgx-a100", "ampere"),
+    # MEMO 5.1: the same cores, 80 GB
+    "a800-80gb": GPU(r"(NVIDIA )?A800[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12, 80 * 10**9, 2.039e12,
+                     "memo-a800", "ampere"),
+    # H100 datasheet: SXM 1,979 and PCIe 1,513 TFLOPS BF16 with sparsity; 3.35 and 2 TB/s
+    "h100-80gb": GPU(r"NVIDIA H100 80GB HBM3", 989.4e12, int(79.1 * GIB), 3.35e12, "dgx-h100", "hopper"),
+    "h100-pcie": GPU(r"NVIDIA H100 PCIe", 756e12, int(79.1 * GIB), 2.0e12, "pcie-server", "hopper"),
+    # H200 datasheet: 1,979 TFLOPS BF16 with sparsity, 4.8 TB/s
+    "h200-141gb": GPU(r"NVIDIA H200", 989.4e12, int(139.7 * GIB), 4.8e12, "dgx-h100", "hopper"),
+    # HGX B200 datasheet: 36 PFLOPS BF16 with sparsity and 62 TB/s for eight GPUs
+    "b200": GPU(r"NVIDIA B200", 2250e12, int(178.3 * GIB), 7.7e12, "dgx-b200", "blackwell"),
+    # L40S datasheet: 362.05 TFLOPS BF16, 864 GB/s
+    "l40s": GPU(r"NVIDIA L40S", 362.05e12, int(44.4 * GIB), 864e9, "pcie-server", "ada"),
+    # Ada architecture whitepaper, appendix A: 165.2 TFLOPS BF16 with fp32 accumulation, 1,008 GB/s
+    "rtx4090": GPU(r"NVIDIA GeForce RTX 4090", 165.2e12, int(23.6 * GIB), 1.008e12, "workstation", "ada"),
 }
+
+# PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (this reproduces the best alphas of its
+# Table 5). In the others pairs of GPUs share a switch's x16 uplink: half of what one link carries, 25e9 (gen 4) or 50e9
+NODES = {
+    # MEMO 5.1: 2 TB, NVLink 400 GB/s both ways together, InfiniBand 200 GB/s a node
+    "memo-a800": Node(8, 2 * 10**12, 200e9, 10.5e9, 25e9, 300e9),
+    # DGX A100 user guide: 2 TB (of the 640 GB model), NVLink 600 GB/s, eight ports of 200 Gb/s
+    "dgx-a100": Node(8, 2 * 10**12, 300e9, 12.5e9, 25e9, 300e9),
+    # DGX H100 and H200 user guide: 2 TB, NVLink 900 GB/s, eight ports of 400 Gb/s
+    "dgx-h100": Node(8, 2 * 10**12, 450e9, 25e9, 50e9, 400e9),
+    # DGX B200 datasheet: 2 TB (to 4 TB), NVLink 1,800 GB/s, eight ports of 400 Gb/s
+    "dgx-b200": Node(8, 2 * 10**12, 900e9, 25e9, 50e9, 500e9),
+    # no NVLink: what a GPU sends another goes over PCIe too
+    "pcie-server": Node(8, 10**12, 12.5e9, 12.5e9, 12.5e9, 300e9),
+    "workstation": Node(1, 128 * 10**9, 12.5e9, 25e9, 1e9, 60e9),
+}
+
+# set by hand: memory, and what NCCL gets of NVLink and of InfiniBand with large messages
+REST = {"memory": 0.8, "link": 0.8, "network": 0.9}
+# what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two products forward
+# and five backward), of its memory bandwidth, of a link
+EFFICIENCY = {
+    # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800)
+    "ampere": {"matmul": 0.764, "attention forward": 0.678, "attention backward": 0.599, **REST},
+    # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K: cuDNN, which torch brings
+    # along, 539 TFLOPS forward (causal) and 516 backward; flash_attn_3 itself would be 616 and 561. cuBLAS: assumed
+    "hopper": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
+    # not measured nor published for these kernels: taken as on Hopper, and as on Ampere
+    "blackwell": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
+    "ada": {"matmul": 0.764, "attention forward": 0.678, "attention backward": 0.599, **REST},
+}
+
+# device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels, all-to-all between
+# eight GPUs 3.3 GB (NVIDIA/nccl issues 864 and 1685); CUDA's context with cuBLAS and cuDNN loaded, about 0.7 GB
+COMMUNICATOR_BYTES = 400 * 10**6
+CONTEXT_BYTES = 700 * 10**6
+HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and whatever else the host does
+
+
+class Speeds:
+    """How fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, for elementwise passes that are not listed
+    those of "memory". What `size` is, memo/roofline.py says with each operation. `overhead_s`: of one kernel, at least."""
+
+    def __init__(self, table, overhead_s=0.0):
+        self.table, self.overhead_s = {op: sorted(map(tuple, points)) for op, points in table.items()}, overhead_s
+
+    def rate(self, op, size=1):
+        """Per second, log-linear between the sizes that are known, constant beyond them."""
+        points = self.table.get(op) or self.table["memory"]
+        for (a, slow), (b, fast) in zip(points, points[1:], strict=False):
+            if size < b:
+                part = max(0.0, math.log(size / a) / math.log(b / a))
+                return slow ** (1 - part) * fast**part
+        return points[-1][1]
+
+    def seconds(self, op, amount, size=1):
+        return amount / self.rate(op, size) + self.overhead_s
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is estimated for. `peak_flops_per_s` is None where it is not known, `speeds` where nothing was measured or
+    published, `memory_bytes` (of the device) where the device is the host, a CPU."""
+
+    name: str
+    node: Node
+    memory_bytes: int | None
+    peak_flops_per_s: float | None
+    speeds: Speeds | None
+
+    @property
+    def cpu(self):
+        return self.memory_bytes is None
+
+    def message_s(self, op, nbytes, span):
+        """Of so many bytes that a rank sends to its neighbour among `span` that follow each other; op: gather, scatter,
+        exchange or shift."""
+        if op in self.speeds.table:
+            return self.speeds.seconds(op, nbytes, max(1, nbytes))
+        if span <= self.node.gpus_per_node:
+            return nbytes / (self.speeds.rate("link") * self.node.nvlink_bytes_per_s)
+        return nbytes / (self.speeds.rate("network") * self.node.network_bytes_per_s)
+
+
+def nearest(kind, name, known):
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3) or list(known)
+    return ConfigError(f"--{kind}={name}: unknown {kind}; the nearest known: {', '.join(near)}")
+
+
+def machine(gpu, node=None, ranks=1, **figures):
+    """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many ranks. Any
+    figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory). Errors: ConfigError with the
+    nearest names."""
+    if "device_memory_bytes" in figures:
+        figures["memory_bytes"] = figures.pop("device_memory_bytes")
+    if node and node not in NODES:
+        raise nearest("node", node, NODES)
+    own = {k: v for k, v in figures.items() if k in known_figures(Node)}
+    if gpu == "here":
+        measured = calibration(ranks)
+        n = replace(NODES[node] if node else Node(**measured["node"]), **own)
+        return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
+                       figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
+                       Speeds(measured["speeds"], measured["overhead_s"]))
+    if gpu not in GPUS:
+        raise nearest("gpu", gpu, GPUS)
+    g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})
+    n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.efficiency]
+    of_peak = {op: [(1, e[op] * g.peak_flops_per_s)] for op in ("matmul", "attention forward", "attention backward")}
+    links = {op: [(1, e[op])] for op in ("link", "network")}  # parts of the node's figures
+    speeds = Speeds(of_peak | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]})
+    return Machine(gpu, n, int(g.memory_bytes), g.peak_flops_per_s, speeds)
+
+
+def known_figures(kind):
+    """The names of a GPU's or a Node's figures."""
+    return {f.name for f in fields(kind) if f.type is not str}
+
+
+def calibration_path(ranks):
+    return cache_folder() / f"calibration-{ranks}.json"
+
+
+def calibration(ranks):
+    """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did not."""
+    try:
+        return json.loads(calibration_path(ranks).read_text())
+    except (OSError, ValueError):
+        start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
+        raise ConfigError(f"--gpu=here: nothing was measured on this machine with ranks={ranks}; try {start} "
+                          f"-m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}") from None
+
+
+def gpu_named(device_name):
+    """The short name of the GPU that CUDA calls `device_name`; None where it is not known."""
+    return next((name for name, g in GPUS.items() if re.fullmatch(g.pattern, device_name)), None)
 
 
 def peak_flops_per_s(device_name):
     """Dense bf16 FLOPs per second of the GPU with this name; None where that is not known."""
-    return next((peak for pattern, peak in PEAK_FLOPS_PER_S.items() if re.fullmatch(pattern, device_name)), None)
+    name = gpu_named(device_name)
+    return name and GPUS[name].peak_flops_per_s

@@ -217,19 +217,6 @@ def place(rank):
     return f"rank {rank} ({socket.gethostname()})"
 
 
-def degrees(cfg, world):
-    """dp. Errors: a layout that does not fill the world, or whose dp ranks would not get equally many micro batches."""
-    dp = max(1, world // (cfg.cp * cfg.tp))
-    if dp * cfg.cp * cfg.tp != world:
-        raise ConfigError(f"dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with torchrun "
-                          f"--nproc_per_node={cfg.cp * cfg.tp} (or a multiple) on one node, or change tp or cp")
-    if cfg.gradient_accumulation_steps % dp:
-        more = -(-cfg.gradient_accumulation_steps // dp) * dp
-        raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a step's micro "
-                          f"batches are dealt to the dp ranks); try --gradient_accumulation_steps={more}")
-    return dp
-
-
 def meeting(store, rank, world):
     """A name for what the ranks that are there now write into the store. torchrun may keep its store over a restart, and its
     count of restarts is each node's own: the addresses of ranks that are gone must not be found again."""

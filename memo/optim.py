@@ -16,8 +16,8 @@ from collections import namedtuple
 import torch
 from torch.optim.adamw import adamw
 
-from memo.flat import Piece, boxes, joined, views
-from memo.tp import local, split_dim
+from memo.flat import Piece, boxes, joined, split_dim, views
+from memo.tp import local
 
 EPS = 1e-8
 

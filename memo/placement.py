@@ -7,14 +7,16 @@ from math import inf
 
 import torch
 
-from memo import profiler
-from memo.activations import Placement, layout
+from memo import hardware, profiler
+from memo.activations import Placement, n_rows, tensors_of
 from memo.allocator import Arena, Unavailable
-from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, place
+from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place
+from memo.budget import STATES_BYTES, Line, activation_lines
 from memo.config import ConfigError
-from memo.device import free_bytes
-from memo.metrics import parameters
-from memo.slab import host_bytes
+from memo.device import device_name, free_bytes
+from memo.estimate import as_dict as estimate_dict
+from memo.metrics import parameters, percent
+from memo.slab import available, host_bytes
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,6 @@ class Decision:
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def copies(cfg):
-    return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
-
-
-def tensors_of(cfg, dtype):
-    return layout(cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd, cfg.n_head, dtype.itemsize, cfg.tp)
-
-
-def n_rows(cfg):
-    """Rows of a rank's own in its tensors: see memo/activations.py."""
-    return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
-
-
 def gpu_decides(cfg, device):
     """Whether alpha and the number of buffers are left to what is measured on a GPU."""
     return copies(cfg) and cfg.finds_alpha and device.type == "cuda"
@@ -52,25 +41,46 @@ def gpu_decides(cfg, device):
 
 def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=inf):
     """The alpha program's problem; without rates every copy hides."""
-    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype).items()}
+    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype.itemsize).items()}
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
     if rates and rates.transient_bytes is not None and not cfg.pin_memory:
         seconds = 0.0  # on CUDA a copy to pageable memory holds the host up until it is done, and so hides behind nothing
     return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers, device_bytes)
 
 
+def machine_of(device, launch):
+    """The hardware.Machine that this rank runs on: what is known of its GPU and this host, and what --calibrate measured."""
+    try:
+        measured = hardware.machine("here", ranks=launch.world)
+    except ConfigError:
+        measured = None
+    name, cuda = device_name(device), device.type == "cuda"
+    short = hardware.gpu_named(name) if cuda else None
+    if measured and measured.name == name:
+        found = measured
+    elif short:
+        found = hardware.machine(short)
+    else:
+        found = hardware.Machine(name, hardware.NODES["workstation"], None, None, None)
+    node = replace(found.node, gpus_per_node=launch.local_world, host_memory_bytes=available())
+    return replace(found, node=node, memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else None)
+
+
 def host_limit(cfg, launch):
     """What a rank has of the host's memory to swap to: its share, but for master weights and moments, where
-    optimizer_device=cpu keeps them there, and for their copy that a checkpoint is written from. Errors: OutOfHostMemory."""
+    optimizer_device=cpu keeps them there; their copy that a checkpoint is written from comes on top. Errors:
+    OutOfHostMemory."""
     if not copies(cfg) and cfg.optimizer_device == "auto":
         return 0
-    share, shard = host_bytes(cfg.host_memory_gb, launch.local_world), 12 * parameters(cfg) // launch.world  # fp32, three
-    states = shard if cfg.optimizer_device == "auto" else 2 * shard
-    if states > share and cfg.optimizer_device == "cpu":
+    states = STATES_BYTES * parameters(cfg) // launch.world
+    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=states * launch.local_world)
+    if cfg.optimizer_device == "auto":
+        return share
+    if states > share:
         raise OutOfHostMemory(f"optimizer_device=cpu needs {states / 2**30:.4g} GiB of host memory for a rank's master "
-                              f"weights, moments and their copy for a checkpoint, its share is {share / 2**30:.4g} GiB; "
-                              "try a larger host_memory_gb, more ranks, or optimizer_device=auto")
-    return max(0, share - states)
+                              f"weights and moments, its share is {share / 2**30:.4g} GiB; try a larger host_memory_gb, "
+                              "more ranks, or optimizer_device=auto")
+    return share - states
 
 
 def check(cfg, device, dtype, limit):
@@ -83,12 +93,8 @@ def check(cfg, device, dtype, limit):
 
 
 def room(cfg, model, rates):
-    """(rounding buffers, bytes that the device has for them if they are two), beside one layer's transients.
-
-    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken. Two without a
-    bound where the device is the host, and where the user fixed alpha. Errors: ConfigError where not even two fit at
-    alpha = 0.
-    """
+    """alpha.n_buffers() beside one layer's transients. Two without a bound where the device is the host, and where the user
+    fixed alpha. Errors: ConfigError where not even two fit at alpha = 0."""
     if not gpu_decides(cfg, model.device):
         return 2, inf
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))  # of the fullest device
@@ -101,8 +107,7 @@ def room(cfg, model, rates):
         raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for two buffers of "
                           f"activations, the model's states and a layer's temporaries leave {spare / 2**30:.4g} GiB; "
                           f"try --block_size={longest}, or --alpha=0 to try all the same")
-    fit = (spare - p.nbytes["x"]) // sum(p.nbytes.values())
-    return (min(cfg.n_layer, fit), inf) if fit > 2 else (2, spare)
+    return n_buffers(cfg, p, spare)
 
 
 def decide(cfg, model, limit, streams=None):
@@ -110,15 +115,15 @@ def decide(cfg, model, limit, streams=None):
     and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
-    rates, n_buffers, device_bytes, host = None, 2, inf, model.mesh.host
+    rates, buffers, device_bytes, host = None, 2, inf, model.mesh.host
     limit = -int(*host.max(-limit))
     if copies(cfg):
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()
         model.close()
-        n_buffers, device_bytes = room(cfg, model, rates)
-    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, n_buffers, device_bytes), n_rows(cfg),
+        buffers, device_bytes = room(cfg, model, rates)
+    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, buffers, device_bytes), n_rows(cfg),
                                  rates and rates.recompute_s)
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
@@ -166,33 +171,40 @@ def plan_memory(cfg, model):
 
 
 def where_it_lives(cfg, decision, model, optimizer):
-    """[(what, device bytes, host bytes)], which add up to all that is held from step to step."""
-    p, tensors = decision.placement, tensors_of(cfg, model.dtype)
+    """[budget.Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     on_host = states if cfg.optimizer_device == "cpu" else 0
-    buffers = p.buffer_bytes(tensors)
-    inputs = buffers.pop("x")
-    swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
-    for i in range(p.n_layer):
-        for name, (_, n) in p.swapped(i, tensors).items():
-            swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += n
-    rows = [("parameters", model.params.nbytes, 0), ("gradients", model.grads.nbytes, 0),
-            ("optimizer", states - on_host, on_host),
-            (f"{p.n_buffers} buffer{'s' * (p.n_buffers > 1)} for {p.n_layer} layers", sum(buffers.values()), 0),
-            (f"{p.n_inputs} buffers for their inputs", inputs, 0),
-            ("arena of temporary tensors", model.arena.stats().arena_bytes, 0),
-            ("positions", model.positions.nbytes + (0 if model.turn is None else model.turn.nbytes), 0)]
-    return rows + [(f"{name} of {p.n_swapped} swapped layers", 0, n) for name, n in swapped.items() if n]
+    return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", model.grads.nbytes),
+            Line("optimizer", "optimizer", states - on_host, on_host),
+            *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
+            Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
+            Line("positions", "positions", model.positions.nbytes + (0 if model.turn is None else model.turn.nbytes))]
 
 
-def describe(cfg, decision, model, optimizer):
-    """The startup's table: what lives where, and what set alpha."""
-    rows = where_it_lives(cfg, decision, model, optimizer)
-    rows.append(("in all", sum(r[1] for r in rows), sum(r[2] for r in rows)))
-    lines = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB"]
-    for what, *nbytes in rows:
-        device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
-        lines.append(f"            {what:32}{device:>9}{host:>9}".rstrip())
+def describe(cfg, decision, lines, expected):
+    """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None: nothing is); what
+    set alpha, and how fast things go."""
+    regions = sorted({line.region for line in lines}, key=[line.region for line in lines].index)
+    rows = [line for line in lines if line.region in regions]
+    out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB" + ", (estimated)" * bool(expected)]
+
+    def row(what, device, host, region):
+        shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
+        guess = ""
+        if expected and region:
+            device, host = expected.bytes_of(region)
+            guess = f"   ({(device or host) / 2**30:.3f})"
+        out.append(f"            {what:32}{shown[0]:>9}{shown[1]:>9}{guess}".rstrip())
+    for i, line in enumerate(rows):
+        last = i + 1 == len(rows) or rows[i + 1].region != line.region  # the estimate is the whole region's
+        row(line.what, line.device_bytes, line.host_bytes, line.region if last else None)
+    row("in all", sum(line.device_bytes for line in rows), sum(line.host_bytes for line in rows), None)
+    return "\n".join(out + alpha_and_rates(cfg, decision, expected))
+
+
+def alpha_and_rates(cfg, decision, expected):
+    """The lines on what set alpha, and on what was measured."""
+    lines = []
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if decision.alpha is not None:
         allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
@@ -203,14 +215,19 @@ def describe(cfg, decision, model, optimizer):
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
         speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
         lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; {speed[0]} to the host, {speed[1]} back")
-    return "\n".join(lines)
+    if expected and expected.seconds:
+        ms = [f"{s * 1e3:.1f} ms" for s in (expected.layer.forward_s, expected.layer.backward_s)]
+        lines.append(f"estimated   a layer's forward {ms[0]}, backward {ms[1]}; "
+                     f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, MFU {percent(expected.mfu)}")
+    return lines
 
 
-def as_dict(cfg, decision, model):
-    """plan.json: what the run uses, and from which rates."""
+def as_dict(cfg, decision, model, lines, expected):
+    """plan.json: what the run uses, from which rates, and what was expected of it. `lines`: where_it_lives()."""
     plan = decision.swap_plan
     return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
                 placement=asdict(decision.placement), device_bytes=model.swap.device_bytes, host_bytes=model.swap.host_bytes,
                 host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
+                regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])

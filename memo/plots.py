@@ -171,3 +171,57 @@ def memory_plan(trace, plan, png_path, title, before=()):
     fig.suptitle(title.replace("$", r"\$"))
     fig.savefig(png_path)
     plt.close(fig)
+
+
+REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE, "transient": GREEN,
+                 "head": "#8fcfa8", "workspace": "#b7d968", "positions": "#e8c547", "batch": "#c9b458",
+                 "communication": GREY, "context": "#d0d3d8"}
+
+
+def dry_run(got, at, most, png_path):
+    """A PNG of an Estimate `got`: its device memory by region, stacked, with that of the longest context beside it (`most`,
+    None where there is none), below the capacity; and MFU against the context, from 4K to the longest. at(S) -> Estimate,
+    or None where S cannot be."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 5), dpi=130, width_ratios=(2, 3), layout="constrained")
+    bars = [got] + [most] * (most is not None and most.cfg.block_size != got.cfg.block_size)
+    gib, regions = 2**30, {line.region: None for bar in bars for line in bar.lines if line.device_bytes}
+    base = np.zeros(len(bars))
+    for region in regions:
+        heights = np.array([sum(line.device_bytes for line in bar.lines if line.region == region) for bar in bars]) / gib
+        left.bar(range(len(bars)), heights, 0.6, bottom=base, color=REGION_COLORS[region], label=region.replace("_", " "))
+        base += heights
+    if got.capacity is not None:
+        left.axhline(got.capacity / gib, color=RED, lw=1.5)
+        left.annotate(f"capacity {got.capacity / gib:.1f} GiB", (0, got.capacity / gib), xycoords=("axes fraction", "data"),
+                      xytext=(4, 4), textcoords="offset points", color=RED, fontsize=9)
+    highest = max([*base, (got.capacity or 0) / gib])
+    left.set(ylabel="device memory of a rank, GiB", xticks=range(len(bars)), xlim=(-0.6, len(bars) - 0.4),
+             xticklabels=[f"S = {bar.cfg.block_size:,}" for bar in bars], ylim=(0, 1.1 * highest))
+    handles, labels = left.get_legend_handles_labels()
+    left.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    end, unit = (most or got).cfg.block_size, got.cfg.block_multiple
+    lengths = sorted({max(unit, int(S) // unit * unit) for S in np.geomspace(min(4096, end), end, 24)})
+    points = [(one.cfg.block_size, one) for S in lengths if (one := at(S)) is not None]
+    if all(one.mfu is not None for _, one in points):
+        right.plot([S for S, _ in points], [100 * one.mfu for _, one in points], "o-", color=BLUE, ms=4, lw=1.5)
+        right.set(ylabel="MFU, %", ylim=(0, None))
+        if got.mfu is not None and got.fits:
+            here = got.cfg.block_size, 100 * got.mfu
+            right.plot(*here, "o", color=ORANGE, ms=9, zorder=3)
+            right.annotate(f"{here[1]:.1f}% at {here[0]:,}", here, xytext=(0, -16), textcoords="offset points", ha="center",
+                           va="top", color=ORANGE, fontsize=9)
+    elif all(one.tgs for _, one in points):
+        right.plot([S for S, _ in points], [one.tgs for _, one in points], "o-", color=BLUE, ms=4, lw=1.5)
+        right.set(ylabel="tokens per second and rank", ylim=(0, None))
+    right.set(xscale="log", xlabel="context, tokens")
+    ticks = [S for k in range(40) if lengths[0] <= (S := 2**k) <= end][::-2][::-1]
+    right.xaxis.set_major_locator(FixedLocator(ticks))
+    right.xaxis.set_minor_locator(FixedLocator([]))
+    right.set_xticklabels([f"{S // 2**20}M" if S >= 2**20 else f"{S // 1024}K" if S >= 1024 else str(S) for S in ticks])
+    for ax in (left, right):
+        ax.grid(alpha=0.2, axis="y")
+        ax.spines[["top", "right"]].set_visible(False)
+    cfg = got.cfg
+    fig.suptitle(f"{got.world} x {got.machine.name}, tp={cfg.tp} cp={cfg.cp} dp={got.dp}, {cfg.activation}")
+    fig.savefig(png_path)
+    plt.close(fig)

@@ -5,6 +5,8 @@ of a step, recorded from a rehearsal, or traced with torch's fake tensors, witho
 The model or the block and its buffers are handed in; what they hold is overwritten, the gradients too.
 """
 
+import argparse
+import sys
 import time
 import weakref
 from contextlib import nullcontext
@@ -19,7 +21,11 @@ from torch.utils._pytree import tree_leaves
 from memo import planner
 from memo.activations import TABLE
 from memo.alpha import GROUPS
-from memo.mesh import ALONE
+from memo.calibrate import calibrate
+from memo.config import Config, ConfigError
+from memo.device import pick_device
+from memo.hardware import calibration_path
+from memo.mesh import ALONE, connected, launched, open_mesh
 from memo.slab import HostSlab
 from memo.streams import open_streams
 from memo.swap import copy_bytes
@@ -207,3 +213,41 @@ class FakeArena(TorchDispatchMode):
     def recorded(self):
         """The Trace so far."""
         return planner.check(self.log).settled()
+
+
+# --- the command ---
+
+def main(argv=None):
+    """python -m memo.profiler --calibrate; returns the exit code: 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m memo.profiler", description="Measures this machine for memo.estimate "
+                                     "--gpu=here; under torchrun with all its ranks at once.")
+    parser.add_argument("--calibrate", action="store_true", required=True)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    args, launch = parser.parse_args(argv), launched()
+    try:
+        device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    if launch.threads:
+        torch.set_num_threads(launch.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with connected(launch) as host:
+        mesh = open_mesh(host, 1, host.size, device)
+        measured = calibrate(mesh.tp, host, device, dtype, launch.local_world)
+        mesh.close()
+    if launch.rank == 0:
+        print(f"{measured['device']}, {measured['ranks']} rank{'s' * (measured['ranks'] > 1)}: slowest and fastest")
+        for op, points in sorted(measured["speeds"].items()):
+            if op in ("link", "network", "memory"):
+                continue
+            rates, unit = [rate for _, rate in points], "GFLOPs" if op.startswith(("matmul", "attention")) else "GB"
+            print(f"  {op:20}{min(rates) / 1e9:>12.2f}{max(rates) / 1e9:>12.2f}  {unit}/s")
+        print(f"stored in {calibration_path(measured['ranks'])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

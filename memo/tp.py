@@ -13,23 +13,13 @@ With one rank all this is a view. Source: MEMO 3.1, Megatron-LM (arXiv 2205.0519
 
 import torch
 
+from memo.flat import split_dim
+
 aten = torch.ops.aten
 CHUNK_ROWS = 2**16  # of what is done row by row: bounds its temporaries, and its indices stay below 2^31
-SPLIT = {"wte": 0, "q_w": 0, "k_w": 0, "v_w": 0, "fc1_w": 0, "q_b": 0, "k_b": 0, "v_b": 0, "fc1_b": 0,  # by what they give
-         "proj_w": 1, "fc2_w": 1}                                                                       # by what they take
 
 
 # --- parameters ---
-
-def split_dim(name):
-    """The dim along which a parameter is split among the tp ranks; None where each of them holds all of it."""
-    return SPLIT.get(name.rpartition(".")[2])
-
-
-def local_shape(name, shape, tp):
-    dim = split_dim(name)
-    return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
-
 
 def local(name, whole, axis):
     """This rank's part of a parameter, a view."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from memo.allocator import Arena
-from memo.config import Config, ConfigError
+from memo.config import Config, ConfigError, degrees
 from memo.mesh import (
     ALL_GATHER,
     ALONE,
@@ -17,7 +17,6 @@ from memo.mesh import (
     Agreed,
     Axis,
     Launch,
-    degrees,
     launched,
     open_mesh,
     same_everywhere,

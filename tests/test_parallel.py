@@ -47,7 +47,7 @@ def build(cfg, mesh, dtype=torch.float32):
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
-    nbytes = {name: t.nbytes for name, t in placement.tensors_of(cfg, dtype).items()}
+    nbytes = {name: t.nbytes for name, t in placement.tensors_of(cfg, dtype.itemsize).items()}
     hidden = 0.6 if cfg.finds_alpha else 1.0
     p = placement.Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0, 10**12)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement.place(cfg, p, placement.n_rows(cfg), COSTS)[0])

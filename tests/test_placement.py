@@ -23,7 +23,7 @@ RATES = Rates(1.0, 2.0, {}, 1e9, 1e9, transient_bytes=0)
 
 
 def tensors(cfg=CFG, dtype=torch.float32):
-    return placement.tensors_of(cfg, dtype)
+    return placement.tensors_of(cfg, dtype.itemsize)
 
 
 def whole(cfg=CFG):

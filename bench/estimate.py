@@ -1,0 +1,252 @@
+"""The dry run against what others and we measured.
+
+    python -m bench.estimate paper        fits the efficiencies to the paper's 7B rows, predicts all of Tables 3 to 5
+    python -m bench.estimate contexts     the longest contexts of an 8B-sized model on eight GPUs
+    python -m bench.estimate here [--device=cuda]     runs on this machine, after --calibrate: bytes and seconds
+    python -m bench.estimate all
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy.optimize import least_squares
+
+from bench.machine import machine as machine_at_hand
+from memo import hardware
+from memo.budget import ROOT, Arena, estimate, fast_arena, traced_arena
+from memo.config import load_config, save_json
+from memo.search import changed, degrees_of, longest, search
+
+RESULTS = Path(__file__).parent / "results"
+PAPER = json.loads((ROOT / "tests/facts/memo_paper.json").read_text())
+GPUS = {"7B": 8, "13B": 16, "30B": 32, "65B": 64}
+HOST_BYTES = 1.035e12  # what torch's pinned cache, which rounds up to powers of two, leaves of the paper's 2 TB
+FITTED = ("matmul", "attention forward", "attention backward")
+
+
+def paper_config(model, S, **keys):
+    """The preset of a model at another context, on the host memory that the paper could use."""
+    cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}"])
+    return replace(cfg, host_memory_gb=HOST_BYTES / 1e9, **keys)
+
+
+def rows_of_table3(model):
+    """[(context, MFU in percent)] of MEMO, from 64K on."""
+    return [(r["seq_tokens"], r["mfu"]) for r in PAPER["table3"]
+            if r["model"] == model and r["system"] == "memo" and r["seq_tokens"] >= 65536 and "mfu" in r]
+
+
+def fitted_rows():
+    """[(cfg, MFU in percent, weight)] of the 7B model."""
+    rows = [(paper_config("7B", S), mfu, 2.0) for S, mfu in rows_of_table3("7B")]
+    t4, t5 = PAPER["table4"], PAPER["table5"]
+    for name, mode in (("full_recompute+plan", "recompute"), ("full_swap+plan", "swap")):
+        cells = zip(t4["seq_tokens"], t4["mfu_percent"][name], strict=True)
+        rows += [(paper_config("7B", S, activation=mode), mfu, 1.0) for S, mfu in cells if mfu not in ("oom", "oohm")]
+    for S, cells in t5["mfu_percent"].items():
+        for alpha, mfu in zip(t5["alpha"], cells, strict=True):
+            rows.append((paper_config("7B", int(S), alpha=alpha), mfu, 0.7))
+    return rows
+
+
+def mfu_of(cfg, gpus, arena=fast_arena):
+    return 100 * estimate(cfg, hardware.machine("a800-80gb"), gpus, arena).mfu
+
+
+def fit():
+    """The three efficiencies that come nearest to the paper's 7B rows."""
+    rows, here = fitted_rows(), hardware.EFFICIENCY["ampere"]
+    before = dict(here)
+
+    def misses(x):
+        here.update(zip(FITTED, x, strict=True))
+        return [(mfu_of(cfg, 8, lambda cfg, machine: Arena(0, 0)) - mfu) * weight for cfg, mfu, weight in rows]
+    try:
+        return dict(zip(FITTED, least_squares(misses, [0.7, 0.65, 0.6], diff_step=0.01).x.round(4).tolist(), strict=True))
+    finally:
+        here.update(before)
+
+
+def paper():
+    """Everything that the paper measured, predicted from its hardware."""
+    machine, out = hardware.machine("a800-80gb"), dict(fitted=fit(), used=hardware.EFFICIENCY["ampere"])
+    for model in ("7B", "30B"):
+        rows = []
+        for S, mfu in rows_of_table3(model):
+            got = estimate(paper_config(model, S), machine, GPUS[model], fast_arena)
+            batch = paper_config(model, S, gradient_accumulation_steps=16)  # the paper's global batch, and its best layout
+            best = search(batch, machine, GPUS[model], fast_arena, best=1)[0]
+            rows.append(dict(S=S, paper=mfu, preset=100 * got.mfu, alpha=got.alpha, fits=got.fits, best=100 * best.mfu,
+                             best_layout=f"tp{best.cfg.tp} cp{best.cfg.cp} dp{best.dp} {best.cfg.activation}"))
+        out[f"table3 {model}"] = rows
+        for which in ("preset", "best"):
+            off = np.abs([row[which] - row["paper"] for row in rows])
+            out[f"table3 {model}, {which}: MFU points off"] = dict(mean=off.mean(), most=off.max())
+    t4, cells = PAPER["table4"], []
+    for i, S in enumerate(t4["seq_tokens"]):
+        memo, recompute, swap = (estimate(paper_config("7B", S, **keys), machine, 8, fast_arena)
+                                 for keys in ({}, dict(activation="recompute"), dict(activation="swap")))
+        cells.append(dict(S=S, recompute_over_memo=recompute.mfu / memo.mfu, memo=100 * memo.mfu, swap=100 * swap.mfu,
+                          swap_reason=swap.reason, paper={k: v[i] for k, v in t4["mfu_percent"].items()}))
+    out["table4"] = cells
+    t5 = {}
+    for S, mfus in PAPER["table5"]["mfu_percent"].items():
+        got = estimate(paper_config("7B", int(S)), machine, 8, fast_arena)
+        best = PAPER["table5"]["alpha"][int(np.argmax(mfus))]
+        predicted = [mfu_of(paper_config("7B", int(S), alpha=alpha), 8) for alpha in PAPER["table5"]["alpha"]]
+        t5[S] = dict(alpha=got.alpha, on_the_papers_grid=int(got.alpha * 8) / 8, papers_best=best, limits=got.plan.limits,
+                     predicted=predicted, paper=mfus)
+    out["table5"] = t5
+    draw(out)
+    return out
+
+
+def draw(out):
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), dpi=130, sharey=True, layout="constrained")
+    for ax, model in zip(axes, ("7B", "30B"), strict=True):
+        rows = out[f"table3 {model}"]
+        S = [row["S"] / 1024 for row in rows]
+        ax.plot(S, [row["paper"] for row in rows], "o-", color="#d9730d", label="MEMO paper, Table 3, measured")
+        ax.plot(S, [row["preset"] for row in rows], "s-", color="#2563a8", ms=4, label="estimated, the preset's layout")
+        ax.plot(S, [row["best"] for row in rows], ":", color="#8a8f98", label="estimated, the best layout for batches of 16")
+        ax.set(xscale="log", xlabel="context, K tokens", title=f"{model}, {GPUS[model]} A800" + ", fitted" * (model == "7B"),
+               ylim=(0, 60), xticks=[64, 128, 256, 512, 1024], xticklabels=["64", "128", "256", "512", "1024"])
+        ax.minorticks_off()
+        ax.grid(alpha=0.2)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("MFU, %")
+    axes[0].legend(frameon=False, loc="lower left", fontsize=9)
+    fig.savefig(RESULTS / "estimate_paper.png")
+    plt.close(fig)
+
+
+def contexts():
+    """The longest context of the 7B preset: on the paper's node, and on others in the best layout of all."""
+    cfg, out = load_config(["config/7b_1m.py"]), []
+
+    def row(name, most, **more):
+        out.append(dict(machine=name, layout=f"tp{most.cfg.tp} cp{most.cfg.cp} {most.cfg.context_parallel}",
+                        optimizer_device=most.cfg.optimizer_device, tokens=most.cfg.block_size, mfu=most.mfu,
+                        step_s=most.seconds["step"], device_share=most.device_bytes / most.capacity,
+                        host_share=most.host_bytes / most.host_capacity, **more))
+        print(out[-1], flush=True)
+    for gb in (HOST_BYTES / 1e9, 2000.0):
+        most = longest(replace(cfg, host_memory_gb=gb), hardware.machine("a800-80gb"), 8)
+        row(f"8 x a800-80gb, {gb:g} GB of host memory", most)
+    published = {"ALST (8B)": 3.7e6, "FPDT (8B)": 4e6, "Untied Ulysses (8B)": 5e6}
+    for gpu, gb in (("a800-80gb", 2000.0), ("h100-80gb", 1900.0), ("h200-141gb", 1900.0)):
+        machine, found = hardware.machine(gpu), []
+        for tp in degrees_of(8):
+            for kind in ("ring", "ulysses"):
+                for where in ("auto", "cpu"):
+                    one = changed(cfg, tp=tp, cp=8 // tp, context_parallel=kind, optimizer_device=where, host_memory_gb=gb,
+                                  block_size=2**20)
+                    found.append(one and longest(one, machine, 8, fast_arena))
+        best = max(filter(None, found), key=lambda most: (most.cfg.block_size, most.mfu))
+        most = longest(best.cfg, machine, 8, traced_arena)
+        row(f"8 x {gpu}, {gb:g} GB of host memory, best layout", most, published=published)
+    return out
+
+
+# --- runs on this machine ---
+
+CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activation=keep"),
+            (1, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --alpha=0.5"),
+            (1, "--n_layer=6 --n_embd=256 --n_head=4 --block_size=8192 --alpha=0.25"),
+            (1, "--n_layer=4 --n_embd=384 --n_head=6 --block_size=4096 --activation=recompute"),
+            (2, "--tp=2 --n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --alpha=0.5"),
+            (2, "--tp=2 --n_layer=3 --n_embd=512 --n_head=8 --block_size=2048 --activation=swap"),
+            (2, "--cp=2 --n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --alpha=0.5"),
+            (2, "--cp=2 --context_parallel=ulysses --n_layer=4 --n_embd=256 --n_head=4 --block_size=8192 "
+                "--activation=recompute"),
+            (2, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --gradient_accumulation_steps=2 --activation=keep"),
+            (2, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --gradient_accumulation_steps=2 --alpha=0.25")]
+GPU_RUNS = [(1, f"--n_layer={L} --n_embd=4096 --n_head=32 --vocab_size=50257 --block_size={S}{more}")
+            for L, S, more in ((8, 16384, ""), (8, 32768, ""), (8, 65536, ""), (8, 131072, ""), (8, 262144, ""),
+                               (8, 262144, " --activation=recompute"), (8, 393216, ""))]
+
+
+def started(ranks, *command):
+    """A command on so many ranks."""
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    done = subprocess.run([sys.executable, *launch, *command], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+
+
+def here(device, steps):
+    """Runs beside what is estimated of them: bytes of every region, seconds of a step."""
+    runs = GPU_RUNS if device == "cuda" else CPU_RUNS
+    with tempfile.TemporaryDirectory() as scratch:
+        for ranks in sorted({ranks for ranks, _ in runs}):
+            started(ranks, "-m", "memo.profiler", "--calibrate", f"--device={device}")
+        rows = [a_run(Path(scratch) / str(i), *run, device, steps) for i, run in enumerate(runs)]
+    worst = {k: max(abs(row[k] - 1) for row in rows) for k in ("bytes_ratio_worst", "step_ratio")}
+    return dict(machine=machine_at_hand(), steps=steps, runs=rows, worst=worst)
+
+
+def a_run(out_dir, ranks, keys, device, steps):
+    """One run of `steps` steps beside its estimate."""
+    started(ranks, "train.py", "--dataset=stdlib", f"--device={device}", f"--max_iters={steps}", "--warmup_iters=0",
+            "--eval_interval=0", "--save_interval=0", f"--out_dir={out_dir}", *keys.split())
+    plan = json.loads((out_dir / "plan.json").read_text())
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    expected, measured = plan["estimate"], {}
+    for line in plan["regions"]:
+        measured[line["region"]] = measured.get(line["region"], 0) + line["device_bytes"]
+    guessed = dict(expected["device_bytes"])
+    guessed["transient"] += guessed["head"]  # one arena
+    ratios = {name: guessed[name] / n for name, n in measured.items() if n}
+    ratios["host slab"] = expected["host_bytes"]["total"] / ranks / plan["host_bytes"] if plan["host_bytes"] else 1.0
+    step_s = median(line["step_s"] for line in lines[2:])
+    row = dict(ranks=ranks, keys=keys, bytes_ratio=ratios, bytes_ratio_worst=max(ratios.values(), key=lambda r: abs(r - 1)),
+               measured_bytes=measured, step_s=step_s, estimated_step_s=expected["seconds"]["step"],
+               step_ratio=expected["seconds"]["step"] / step_s, alpha=plan["alpha"], estimated_alpha=expected["alpha"],
+               device_peak_bytes=lines[-1]["device_peak_bytes"], estimated_device_bytes=expected["device_bytes"]["total"])
+    print(f"{keys}: step {step_s:.3f} s, estimated {row['step_ratio']:.3f} of it; bytes {row['bytes_ratio_worst']:.4f}",
+          flush=True)
+    return row
+
+
+def speed():
+    """Seconds of the command itself, without and with its cache, and of a search over 64 GPUs."""
+    out, command = {}, [sys.executable, "-m", "memo.estimate", "config/7b_1m.py", "--gpu=a800-80gb", "--json"]
+    with tempfile.TemporaryDirectory() as cache:
+        for name, more in (("7B at 1M, no cache", []), ("7B at 1M, cached", []),
+                           ("search over 64 GPUs", ["--gpus=64", "--gradient_accumulation_steps=8", "--search"])):
+            start = time.perf_counter()
+            subprocess.run([*command, *more], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+                           env=os.environ | dict(XDG_CACHE_HOME=cache))
+            out[name] = time.perf_counter() - start
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("paper", "contexts", "here", "speed", "all"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    parts = {"paper": paper, "contexts": contexts, "speed": speed, "here": lambda: here(args.device, args.steps)}
+    for name in parts if args.part == "all" else (args.part,):
+        result = parts[name]()
+        suffix = f"_{args.device}" if name == "here" else ""
+        save_json(result, args.out / f"estimate_{name}{suffix}.json")
+        if name != "contexts":
+            print(json.dumps({k: v for k, v in result.items() if k not in ("runs", "machine")}, indent=1)[:6000])
+
+
+if __name__ == "__main__":
+    main()

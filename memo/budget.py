@@ -1,0 +1,285 @@
+"""What a config needs and gives on a machine: bytes of every region, alpha, seconds of a step, MFU. Plain arithmetic; the
+one thing that takes the model itself, the arena of temporary tensors, is handed in or had from trace_step.py.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from math import inf
+from pathlib import Path
+
+from memo import alpha, planner
+from memo.activations import Placement, n_rows, tensors_of
+from memo.config import ConfigError, cache_folder, degrees, save_json
+from memo.flat import local_layout
+from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
+from memo.metrics import mfu, parameters, tgs
+from memo.roofline import Layer, data_s, head_s, optimizer_s, swap_s
+
+ROOT = Path(__file__).parents[1]
+ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
+PLANNING_S = 10.0  # for each of the plan's problems; what is found by then is used
+STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
+MODEL_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
+              "context_parallel", "dtype", "solver")  # that the requests of a layer depend on
+
+Line = namedtuple("Line", "region what device_bytes host_bytes", defaults=(0, 0))  # of a rank
+Arena = namedtuple("Arena", "transient head")  # bytes: of layers and embedding; what the head takes more
+
+
+# --- the arena of temporary tensors ---
+
+def arena_of(trace, solver, device):
+    """The Arena of a step's Trace, planned as the run plans it."""
+    def peak(trace):
+        return planner.cached(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
+    layers = [event for label, events in trace.segments.items() if not label.endswith("head") for event in events]
+    return Arena(transient := peak(planner.Trace(tuple(layers))), max(0, peak(trace) - transient))
+
+
+def trace_elsewhere(keys):
+    """The Trace of these keys of a config, by another process, which needs torch: some seconds. Errors: ConfigError."""
+    argv = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in keys.items()]
+    done = subprocess.run([sys.executable, ROOT / "trace_step.py", *argv], capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"the trace of a step failed ({why}); try --fast")
+    return planner.parse(done.stdout, "trace_step.py")
+
+
+def traced_arena(cfg, machine, trace=trace_elsewhere):
+    """The Arena of a rank, from the cache or from trace({key: value of the config}). Errors: those of `trace`, ConfigError
+    where there is no torch."""
+    device = "cpu" if machine.cpu else "cuda"
+    keys = {k: v for k, v in asdict(cfg).items() if k in MODEL_KEYS} | {"device": device}
+    try:
+        key = hashlib.sha256(repr((keys, version("torch"))).encode())
+    except PackageNotFoundError:
+        raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("memo/*.py")]):
+        key.update(path.read_bytes())
+    path = cache_folder() / f"arena-{key.hexdigest()[:16]}.json"
+    try:
+        return Arena(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # not there, or not what was written
+        arena = arena_of(trace(keys), cfg.solver, device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_json(arena._asdict(), path)
+    except OSError:
+        pass
+    return arena
+
+
+def fast_arena(cfg, machine, scale=1.0):
+    """An upper bound of the Arena, without a trace. `scale` multiplies it."""
+    itemsize, rows = itemsize_of(cfg, machine), cfg.batch_size * cfg.block_size // cfg.cp
+    b = rows * cfg.n_embd // cfg.tp * itemsize
+    return Arena(int(scale * 18 * b), 0)
+
+
+# --- the estimate ---
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where no speeds are
+    known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence."""
+
+    cfg: object
+    machine: object
+    world: int
+    dp: int
+    lines: tuple
+    placement: Placement
+    plan: alpha.SwapPlan | None
+    layer: Layer | None
+    seconds: dict
+    mfu: float | None
+    tgs: float | None
+    capacity: int | None
+    host_capacity: int
+    reason: str | None
+    why: str | None
+
+    @property
+    def fits(self):
+        return self.reason is None
+
+    @property
+    def local_ranks(self):
+        return min(self.world, self.machine.node.gpus_per_node)
+
+    @property
+    def device_bytes(self):
+        return sum(line.device_bytes for line in self.lines)
+
+    @property
+    def host_bytes(self):
+        return self.local_ranks * sum(line.host_bytes for line in self.lines)
+
+    @property
+    def alpha(self):
+        return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
+
+    @property
+    def binds(self):
+        """What keeps this from being faster."""
+        names = {"overlap": "PCIe", "host": "host memory", "device": "device memory"}
+        if not self.fits:
+            return "device memory" if self.reason == "oom" else "host memory"
+        return names.get(self.plan and self.plan.binds, "compute")
+
+    @property
+    def layer_offload_s(self):
+        """Of a layer that is swapped; None where none is."""
+        return self.plan.layer_offload_bytes / self.machine.node.pcie_bytes_per_s if self.alpha is not None else None
+
+    def bytes_of(self, region):
+        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
+        names = ("transient", "head") if region == "transient" else (region,)
+        mine = [line for line in self.lines if line.region in names]
+        return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
+
+
+def itemsize_of(cfg, machine):
+    return {"auto": 4 if machine.cpu else 2, "float32": 4, "bfloat16": 2}[cfg.dtype]
+
+
+def micro_batches(cfg, world):
+    """Of a rank, in a step."""
+    return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
+
+
+def host_capacity(cfg, machine, world):
+    """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may take: what
+    host_memory_gb grants, or what is left beside the copy that a checkpoint is written from."""
+    if cfg.host_memory_gb != "auto":
+        return int(cfg.host_memory_gb * 1e9)
+    snapshot = STATES_BYTES * parameters(cfg) // world * min(world, machine.node.gpus_per_node)
+    return max(0, int(machine.node.host_memory_bytes * HOST_SHARE) - snapshot)
+
+
+def states(cfg, machine, world, itemsize):
+    """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend on the
+    activations)."""
+    data = world // cfg.tp
+    numel = local_layout(cfg, cfg.tp, data)[1][-1][1]
+    whole = data == 1 and itemsize == 4 and (machine.cpu or cfg.optimizer_device == "auto")  # the weights are the masters
+    optimizer = (STATES_BYTES - 4 * whole) * numel // data
+    on_host = cfg.optimizer_device == "cpu"
+    T, D, micros = cfg.block_size // cfg.cp, cfg.n_embd // cfg.n_head, micro_batches(cfg, world)
+    rotations = 8 * D // 2 if cfg.position == "rope" else 0
+    lines = [Line("params", "parameters", itemsize * numel), Line("grads", "gradients", 4 * numel),
+             Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
+             Line("positions", "positions", cfg.batch_size * T * (8 + rotations))]
+    if not machine.cpu:
+        axes = sum(n > 1 for n in (cfg.tp, cfg.cp, data, world))
+        lines += [Line("batch", "tokens and targets", 16 * cfg.batch_size * T * micros),
+                  Line("communication", f"{axes} NCCL communicators", axes * COMMUNICATOR_BYTES),
+                  Line("context", "CUDA's context", CONTEXT_BYTES)]
+    return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
+
+
+def activation_lines(placement, tensors):
+    """[Line] of the skeletal activations, on device and host. `tensors` as from activations.layout."""
+    buffers = placement.buffer_bytes(tensors)
+    inputs, n = buffers.pop("x"), placement.n_buffers
+    swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
+    for i in range(placement.n_layer):
+        for name, (_, nbytes) in placement.swapped(i, tensors).items():
+            swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += nbytes
+    lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {placement.n_layer} layers", sum(buffers.values())),
+             Line("rounding_buffers", f"{placement.n_inputs} buffers for their inputs", inputs)]
+    of = f"of {placement.n_swapped} swapped layers"
+    return lines + [Line("swap", f"{name} {of}", 0, nbytes) for name, nbytes in swapped.items() if nbytes]
+
+
+def kernels_bytes(cfg, machine):
+    """Device memory that a trace does not see: what attention's backward takes inside its kernel, a gradient of the queries
+    in fp32 and one number a row (flash-attention and cuDNN alike), of one group of heads."""
+    if machine.cpu:
+        return 0
+    return cfg.batch_size * cfg.block_size // cfg.cp * (cfg.n_embd // cfg.tp + cfg.n_head // cfg.tp) * 4
+
+
+def decide(cfg, machine, itemsize, layer, limit, spare):
+    """(Placement, SwapPlan, message of OutOfHostMemory or None), as memo/placement.py decides in the run."""
+    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, itemsize).items()}
+    forward_s, rate = (layer.forward_s, machine.node.pcie_bytes_per_s) if layer else (inf, 1.0)
+    if not machine.cpu and not cfg.pin_memory:
+        forward_s = 0.0
+    problem = alpha.Problem(nbytes, cfg.n_layer, forward_s, rate, limit)
+    if not machine.cpu and alpha.copies(cfg) and cfg.finds_alpha:
+        n, device_bytes = alpha.n_buffers(cfg, problem, spare)
+        problem = replace(problem, n_buffers=n, device_bytes=device_bytes)
+    costs = layer.groups_s if layer else dict.fromkeys(alpha.GROUPS, 1.0)
+    try:
+        return *alpha.place(cfg, problem, n_rows(cfg), costs), None
+    except alpha.OutOfHostMemory as e:
+        least = problem.swapped_layers * nbytes["x"] if cfg.finds_alpha else 2**62  # what it would need
+        return *alpha.place(cfg, replace(problem, host_bytes=least), n_rows(cfg), costs), str(e)
+
+
+def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
+    """{part: seconds} of a step, which add up to its "step"."""
+    tensors, micros = tensors_of(cfg, itemsize), micro_batches(cfg, world)
+    recompute = [layer.recompute_s(placement.missing(i)) for i in range(cfg.n_layer)]
+    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s, recompute.__getitem__,
+                                      machine.node.pcie_bytes_per_s)
+    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
+             "recompute": sum(recompute), "stall": stall}
+    parts["rest of the layers"] = forward + backward - sum(parts.values())
+    parts["head and embedding"] = head_s(cfg, machine, itemsize)
+    parts = {name: micros * seconds for name, seconds in parts.items()}
+    parts["gradients and parameters"] = data_s(machine, numel, itemsize, data, world, forward, backward)
+    parts["optimizer"] = optimizer_s(cfg, machine, numel, data)
+    return parts | {"step": sum(parts.values())}
+
+
+def estimate(cfg, machine, world, arena=traced_arena):
+    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> Arena. Errors: ConfigError for what
+    cannot be, a layout that does not fill the world; not for what does not fit."""
+    dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
+    if not cfg.vocab_size:
+        raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
+    numel, data, lines = states(cfg, machine, world, itemsize)
+    layer = machine.speeds and Layer(cfg, machine, itemsize)
+    transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
+    kernels = kernels_bytes(cfg, machine)
+    local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
+    host = host_capacity(cfg, machine, world)
+    on_host = sum(line.host_bytes for line in lines)
+    spare = 0  # for the buffers; with the margins that the run leaves
+    if not machine.cpu:
+        spare = capacity - capacity // 32 - sum(line.device_bytes for line in lines) - (transient + kernels) * 5 // 4
+    placement, plan, why = decide(cfg, machine, itemsize, layer, max(0, host // local_ranks - on_host), spare)
+    lines += activation_lines(placement, tensors_of(cfg, itemsize))
+    lines += [Line("transient", "arena of temporary tensors", transient)]
+    lines += [Line("head", "more of it for the head", head)] * bool(head)
+    lines += [Line("workspace", "inside attention's kernels", kernels)] * bool(kernels)
+    seconds = step_s(cfg, machine, world, itemsize, layer, placement, numel, data) if layer else {}
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    peak = machine.peak_flops_per_s if itemsize == 2 else None
+    rate = tgs(tokens, world, seconds["step"]) if seconds else None
+    got = Estimate(cfg, machine, world, dp, tuple(lines), placement, plan, layer, seconds,
+                   mfu(cfg, rate, peak) if rate else None, rate, capacity, host, None, None)
+    return replace(got, **verdict(got, why))
+
+
+def verdict(got, why):
+    """Whether it fits: dict(reason=, why=)."""
+    device, gib = got.device_bytes, 2**30
+    if got.capacity is not None and device > got.capacity:
+        return dict(reason="oom", why=f"it needs {device / gib:.4g} GiB of device memory, a {got.machine.name} has "
+                                      f"{got.capacity / gib:.4g}: {(device - got.capacity) / gib:.3g} GiB too much")
+    host, capacity, what = got.host_bytes, got.host_capacity, "host memory to swap to"
+    if got.capacity is None:  # one memory for both
+        host, what = host + got.local_ranks * device, "memory"
+    if why or host > capacity:
+        return dict(reason="oohm", why=f"it needs {host / gib:.4g} GiB of {what} on a node, which grants "
+                                       f"{capacity / gib:.4g}: {(host - capacity) / gib:.3g} GiB too much")
+    return dict(reason=None, why=None)

@@ -1,0 +1,221 @@
+"""The dry run: whether a config fits a machine, which alpha it gets, how long a step takes, at what MFU, and how long the
+context could be. Without a GPU; with --fast without torch too.
+
+    python -m memo.estimate config/7b_1m.py --gpus=8 --gpu=a800-80gb [--search] [--max_context] [--json] [--plot] [--fast]
+                            [--node=NAME] [--<figure of the hardware>=NUMBER] [--key=value ...]
+"""
+
+import json
+import sys
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+
+from memo import hardware
+from memo.budget import ROOT, Line, estimate, fast_arena, traced_arena
+from memo.config import ConfigError, load_config
+from memo.metrics import parameters, percent
+from memo.search import changed, longest, remedies, search, tried
+
+GIB = 2**30
+FLAGS = ("json", "search", "max_context", "fast")
+OPTIONS = ("gpu", "node", "gpus", "plot")
+FIGURES = {"device_memory_bytes": "of one GPU"} | dict.fromkeys(
+    sorted((hardware.known_figures(hardware.GPU) | hardware.known_figures(hardware.Node)) - {"memory_bytes"}), "")
+
+
+def help_text():
+    return "\n".join([__doc__.strip(), "",
+                      f"  --gpu=      {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
+                      f"  --node=     {', '.join(hardware.NODES)} (default: what the GPU usually comes in)",
+                      "  --gpus=     ranks in all (default: tp * cp of the config)",
+                      "  --search    the five fastest layouts     --max_context  the greatest block_size that fits",
+                      "  --json      one object                   --plot[=FILE]  a picture (default: estimate.png)",
+                      "  --fast      a bound of the temporary tensors' memory instead of a trace of the step",
+                      "  --host_memory_bytes= (what a node grants) --device_memory_bytes= (of a GPU), and of the hardware",
+                      *(f"  --{name}=" for name in FIGURES if name not in ("host_memory_bytes", "device_memory_bytes"))])
+
+
+def read_arguments(argv):
+    """(options, rest): our own options and flags, and what belongs to the config. Errors: ConfigError."""
+    options, rest = {}, []
+    for arg in argv:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in (*FLAGS, *OPTIONS, *FIGURES):
+            rest.append(arg)
+        elif name in FLAGS or (name == "plot" and not equals):
+            if equals:
+                raise ConfigError(f"{arg}: --{name} takes no value; leave it out")
+            options[name] = True if name in FLAGS else "estimate.png"
+        else:
+            options[name] = value
+    for name in set(options) & {*FIGURES, "gpus"}:
+        try:
+            value = float(options[name])
+            options[name] = int(value) if value.is_integer() else value
+        except ValueError:
+            raise ConfigError(f"--{name}={options[name]} must be a number, as in 2e12") from None
+        if not isfinite(value) or value <= 0 or (name in ("gpus", "gpus_per_node") and value % 1):
+            rule = "a whole number of at least 1" if "gpus" in name else "above 0"
+            raise ConfigError(f"--{name}={options[name]} must be {rule}")
+    return options, rest
+
+
+def vocab_size_of(dataset):
+    """The dataset's, where it is here already; otherwise 0."""
+    folder = ROOT / "data" / dataset
+    try:
+        return json.loads(((folder if folder.is_dir() else Path(dataset)) / "meta.json").read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def prepare(argv):
+    """(cfg, machine, world, options). Errors: ConfigError."""
+    options, rest = read_arguments(argv)
+    cfg = load_config(rest)
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab_size_of(cfg.dataset))
+    figures = {name: options[name] for name in FIGURES if name in options}
+    if "host_memory_bytes" in figures:  # what is granted, not what is there
+        cfg = replace(cfg, host_memory_gb=figures.pop("host_memory_bytes") / 1e9)
+    world = options.get("gpus", cfg.tp * cfg.cp)
+    return cfg, hardware.machine(options.get("gpu", "here"), options.get("node"), world, **figures), world, options
+
+
+# --- for people ---
+
+def gib(n):
+    return f"{n / GIB:.2f}" if n else ""
+
+
+def layout_of(got):
+    cfg = got.cfg
+    kind = f" {cfg.context_parallel}" if cfg.cp > 1 else ""
+    return f"tp={cfg.tp} cp={cfg.cp}{kind} dp={got.dp}"
+
+
+def mode_of(got):
+    cfg = got.cfg
+    how = f" ({cfg.alpha_mode})" if cfg.finds_alpha else ""
+    return f"{cfg.activation}{how}{', optimizer on the host' * (cfg.optimizer_device == 'cpu')}"
+
+
+def table(got):
+    """The lines of one estimate for people: bytes of a rank, which add up, alpha, seconds, the verdict."""
+    cfg = got.cfg
+    nodes = -(-got.world // got.machine.node.gpus_per_node)
+    lines = [f"model       {parameters(cfg) / 1e9:.3g}B parameters, L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} "
+             f"V={cfg.vocab_size} S={cfg.block_size:,}",
+             f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, {layout_of(got)}",
+             f"activation  {mode_of(got)}",
+             f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
+    rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
+            Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
+    lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip() for row in rows]
+    if got.alpha is not None:
+        allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in got.plan.limits.items())
+        lines.append(f"alpha       {got.alpha:.3f}, {'set by ' + got.binds if cfg.finds_alpha else 'given'}: {allowed}")
+    if got.seconds:
+        parts = [f"{name} {s / got.seconds['step']:.1%}" for name, s in got.seconds.items() if name != "step" and s > 0]
+        lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(parts)}",
+                  f"            MFU {percent(got.mfu)}, TGS {got.tgs:,.1f}"]
+    else:
+        lines.append("step        n/a: nothing is known of this machine's speed; python -m memo.profiler --calibrate")
+    return lines
+
+
+def summary(got):
+    alpha = "" if got.alpha is None else f"{got.alpha:.2f}"
+    return f"{layout_of(got):26}{mode_of(got):42}{alpha:>6}{percent(got.mfu):>8}" \
+           f"{got.tgs or 0:>12,.1f}{got.device_bytes / GIB:>9.1f}  {got.binds}"
+
+
+HEADING = f"{'layout':26}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
+
+
+def advice(got, arena):
+    """The lines on what would make it fit."""
+    lines = [f"does not fit: {got.why}"]
+    states = sum(line.device_bytes for line in got.lines if line.region in ("params", "grads", "optimizer"))
+    if got.capacity is not None and states > got.capacity:
+        lines.append(f"            its parameters, gradients and optimizer alone take {states / GIB:.4g} GiB of each of the "
+                     f"{got.world} devices, {(states - got.capacity) / GIB:.3g} GiB more than there is")
+    for text, other in remedies(got, arena):
+        cost = "" if None in (got.mfu, other.mfu) else f" ({100 * (other.mfu - got.mfu):+.1f})"
+        lines.append(f"            it would with {text}: MFU {percent(other.mfu)}{cost}")
+    return lines
+
+
+# --- for programs ---
+
+def as_dict(got):
+    """--json, see DESIGN section 5. device_bytes are a rank's, host_bytes a node's; None is not known."""
+    layer = got.layer
+    regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
+    for line in got.lines:
+        if line.device_bytes:
+            regions[line.region] = regions.get(line.region, 0) + line.device_bytes
+    limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
+    return dict(layout=dict(tp=got.cfg.tp, cp=got.cfg.cp, pp=1, dp=got.dp), alpha=got.alpha, alpha_limits=limits,
+                binds=got.binds, device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
+                host_bytes=dict(total=got.host_bytes, capacity=got.host_capacity),
+                seconds=dict(layer_forward=layer and layer.forward_s, layer_offload=got.layer_offload_s,
+                             step=got.seconds.get("step"), parts={k: v for k, v in got.seconds.items() if k != "step"}),
+                mfu=got.mfu, tgs=got.tgs, fits=got.fits, reason=got.reason, why=got.why,
+                keys=dict(block_size=got.cfg.block_size, activation=got.cfg.activation, alpha_mode=got.cfg.alpha_mode,
+                          context_parallel=got.cfg.context_parallel, optimizer_device=got.cfg.optimizer_device))
+
+
+def main(argv=None):
+    """The command line; returns the exit code: 0 where it fits, 1 where it does not, 2 for bad input."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return 0
+    try:
+        return run(argv)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+def run(argv):
+    cfg, machine, world, options = prepare(argv)
+    arena = fast_arena if options.get("fast") else traced_arena
+    out, lines, found = {}, [], []
+    if options.get("search"):
+        found = search(cfg, machine, world, arena)
+        lines += [HEADING, *map(summary, found), ""]
+    got = found[0] if found else estimate(cfg, machine, world, arena)
+    lines += table(got)
+    if got.fits:
+        lines.append(f"fits        bound by {got.binds}")
+    else:
+        lines += advice(got, arena)
+    out = as_dict(got)
+    if options.get("search"):
+        out["candidates"] = [as_dict(other) for other in found[1:]]
+    if options.get("max_context"):
+        most = longest(got.cfg, machine, world, arena)
+        out["max_block_size"] = most.cfg.block_size if most else 0
+        lines.append(f"max_context {most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {limit_of(most)}" if most else
+                     "max_context none: what does not depend on the sequence is too much already")
+    if "plot" in options:
+        from memo.plots import dry_run  # matplotlib takes a second
+        dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena),
+                longest(got.cfg, machine, world, arena), options["plot"])
+        lines.append(f"picture     {options['plot']}")
+    print(json.dumps(out) if options.get("json") else "\n".join(lines))
+    return 0 if got.fits else 1
+
+
+def limit_of(most):
+    """What ends the context: the memory that is nearer to full."""
+    if most.capacity is None:
+        return "memory"
+    device, host = most.device_bytes / most.capacity, most.host_bytes / max(1, most.host_capacity)
+    return f"{'device' if device > host else 'host'} memory ({max(device, host):.0%} full)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""How long a step takes: the sum of its operations, each at the speed that it gets (memo/hardware.py), and what of its
+messages and copies does not hide behind them.
+
+A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose amounts are
+bytes read and written. Sizes that speeds depend on: of a matrix product the geometric mean of the weight's dims, of
+attention the keys of a rank's block, of elementwise passes their bytes.
+Source: MEMO 4.1 for what hides behind what; DESIGN section 2.
+"""
+
+from math import sqrt
+
+from memo.alpha import GROUPS
+
+
+class Layer:
+    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of alpha.GROUPS, all rows."""
+
+    def __init__(self, cfg, machine, itemsize):
+        self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
+        B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
+        self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
+        self.u = B * T * C * itemsize // cfg.tp
+        self.kv_bytes, self.itemsize = 2 * self.u, itemsize
+        scores = B * cfg.block_size**2 / 2 * C  # that the mask leaves, times C
+        self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
+        attention, norm, gather = self.attention_forward_s(), self.pass_s("norm forward", 2), self.tp_s("gather")
+        rope = self.pass_s("rotary", 2) if cfg.position == "rope" else 0.0
+        qkv = self.matmul_s(C, C)
+        self.groups_s = {"ln1_out": norm, "q": gather / 3 + qkv + rope, "k": gather / 3 + qkv + rope, "v": gather / 3 + qkv,
+                         "mid": self.into_residual_s(C), "ln2_out": norm, "fc1_out": gather + self.matmul_s(4 * C, C),
+                         "gelu_out": self.pass_s("gelu forward", 8)}
+        self.attention_s = attention + self.pass_s("copy", 2)  # into attn_out
+        self.forward_s = sum(self.groups_s.values()) + self.attention_s + self.into_residual_s(4 * C)
+        self.backward_s = self.backward()
+        self.attention_kernels_s = sum(self.kernels_s())
+        exposed = attention + self.attention_backward_s() - self.attention_kernels_s
+        self.messages_s = 6 * self.tp_s("gather") + 4 * self.tp_s("scatter") + exposed
+
+    def kernels_s(self):
+        """Of attention (forward, backward) on this rank's share of the scores."""
+        size = self.cfg.block_size // self.cp
+        return [self.speeds.seconds(f"attention {way}", part * self.attention_flops, size)
+                for way, part in (("forward", 1.0), ("backward", 2.5))]
+
+    def matmul_s(self, gives, takes):
+        """All rows times a weight that `takes` so many columns and `gives` so many, one of them split among the tp ranks."""
+        weights = gives * takes / self.tp
+        return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
+
+    def pass_s(self, op, units):
+        return self.speeds.seconds(op, units * self.u, units * self.u)
+
+    def tp_s(self, op):
+        """A gather or a scattered sum of all rows: exposed."""
+        return self.machine.message_s(op, self.u * (self.tp - 1), self.tp) if self.tp > 1 else 0.0
+
+    def into_residual_s(self, takes):
+        """residual + x w^T: each of the tp ranks has a part of the sum."""
+        return self.matmul_s(self.C, takes) + self.tp_s("scatter") + (self.pass_s("copy", 3) if self.tp > 1 else 0.0)
+
+    def backward(self):
+        # of each linear two products, dx and dw; gathers of dy, ln2_out, dy, ln1_out; two scattered sums
+        matmuls = 2 * (4 * self.matmul_s(self.C, self.C) + 2 * self.matmul_s(4 * self.C, self.C))
+        norms = 2 * (self.pass_s("norm backward", 3) + self.pass_s("copy", 3))
+        rope = self.pass_s("rotary", 4) if self.cfg.position == "rope" else 0.0
+        messages = 4 * self.tp_s("gather") + 2 * self.tp_s("scatter")
+        return matmuls + norms + rope + self.pass_s("gelu backward", 12) + messages + self.attention_backward_s()
+
+    # --- attention, over the ranks of cp ---
+
+    def hop_s(self, nbytes):
+        return self.machine.message_s("shift", nbytes, self.cp * self.tp)
+
+    def late_s(self, nbytes, block_s):
+        """What of a hop does not hide behind the block that is computed meanwhile; on a CPU, which carries the message
+        itself, nothing hides."""
+        return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
+
+    def exchange_s(self, tensors):
+        """All-to-alls of Ulysses: exposed."""
+        message = self.machine.message_s("exchange", self.u * (self.cp - 1) / self.cp, self.cp * self.tp)
+        return tensors * (message + self.pass_s("copy", 4))
+
+    def attention_forward_s(self):
+        kernels = self.kernels_s()[0]
+        if self.cp == 1:
+            return kernels
+        if self.cfg.context_parallel == "ulysses":
+            return kernels + self.exchange_s(4)
+        merge = self.pass_s("copy", 4 + 5 * (self.cp - 1) * 4 // self.itemsize)  # in fp32
+        return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
+
+    def attention_backward_s(self):
+        kernels = self.kernels_s()[1]
+        if self.cp == 1:
+            return kernels
+        if self.cfg.context_parallel == "ulysses":
+            return kernels + self.exchange_s(8)
+        gradients = 2 * self.kv_bytes * 4 // (2 * self.itemsize)  # dk and dv, in fp32
+        late = self.late_s(self.kv_bytes + gradients, kernels / self.cp)
+        merge = self.pass_s("copy", 6 + 3 * self.cp * (1 + 8 // self.itemsize))
+        return kernels + merge + (self.cp - 1) * late + self.hop_s(gradients)
+
+    def recompute_s(self, missing):
+        """Of these rows, {tensor: slice} as in activations.Placement.missing."""
+        if not missing:
+            return 0.0
+        own = self.rows / self.tp
+        part = {name: (r.stop - r.start) / own for name, r in missing.items()}
+        seconds = sum(part[group] * s for group, s in self.groups_s.items())
+        return seconds + (self.attention_s if part["attn_out"] else 0.0)
+
+
+def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
+    """(forward, backward, stall) seconds of all layers: the schedule of memo/swap.py, event by event. recompute_s(i): of
+    layer i."""
+    L, n = placement.n_layer, placement.n_buffers
+    copy_s = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values()) / bytes_per_s for i in range(L)]
+    now, stall, offloaded = 0.0, 0.0, []
+    for i in range(L):
+        start = max(now, offloaded[i - n] if i >= n else 0.0)
+        stall, now = stall + start - now, start + forward_s
+        offloaded.append(max(now, offloaded[-1] if offloaded else 0.0) + copy_s[i] if copy_s[i] else 0.0)
+    forward, prefetched, last = now, {}, 0.0
+    for i in reversed(range(L)):
+        start = max(now, prefetched.get(i, 0.0))
+        stall, now = stall + start - now, start + recompute_s(i) + backward_s
+        if i >= n and copy_s[i - n]:
+            last = prefetched[i - n] = max(now, last, offloaded[i - n]) + copy_s[i - n]
+    return forward, now - forward, stall
+
+
+def head_s(cfg, machine, itemsize):
+    """Final norm, logits, loss and their gradients, chunk by chunk; the embedding and its gradient."""
+    speeds, rows, C = machine.speeds, cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
+    V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
+    matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
+    softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
+    messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
+    norms = speeds.seconds("norm forward", 2 * u, u) + speeds.seconds("norm backward", 3 * u, u)
+    return matmuls + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
+
+
+def optimizer_s(cfg, machine, numel, data):
+    """The gradients' norm and scaling, AdamW on this rank's shard, the cast of its weights."""
+    speeds, shard = machine.speeds, numel / data
+    scale = speeds.seconds("copy", 12 * shard + 4 * numel, 4 * numel)  # norm, scale; all gradients to zero
+    if cfg.optimizer_device == "cpu" and not machine.cpu:  # gradients there, weights back
+        node = machine.node
+        return scale + 8 * shard / node.pcie_bytes_per_s + 32 * shard * node.gpus_per_node / node.host_bytes_per_s
+    return scale + speeds.seconds("adamw", 28 * shard, 28 * shard) + speeds.seconds("copy", 6 * shard, 6 * shard)
+
+
+def data_s(machine, numel, itemsize, data, world, forward_s, backward_s):
+    """What of the gradients' sum and of the parameters' way back does not hide behind the last backward and the next
+    forward. Their last and first bucket never do: taken as one in thirty. On a CPU nothing hides."""
+    if data == 1:
+        return 0.0
+    gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world)
+    params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world)
+    if machine.cpu:
+        return gradients + params
+    return max(gradients / 30, gradients - backward_s) + max(params / 30, params - forward_s)
+
+
+assert set(GROUPS) == {"ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out"}  # what groups_s knows

@@ -1,0 +1,148 @@
+"""Which layout is fastest, how long a context fits, and which change would make a run fit."""
+
+from dataclasses import replace
+from itertools import product
+
+from memo.budget import estimate, fast_arena, traced_arena
+from memo.config import ConfigError
+
+MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
+LONGEST = 2**27  # tokens; where the search for the longest context stops
+
+
+def changed(cfg, **keys):
+    """The config with other keys, or None where that cannot be. alpha by hand goes with activation=memo only."""
+    if keys.get("activation", "memo") != "memo":
+        keys["alpha"] = "auto"
+    try:
+        return replace(cfg, **keys)
+    except ConfigError:
+        return None
+
+
+def tried(cfg, machine, world, arena):
+    """The Estimate, or None where the config cannot be or has no such layout."""
+    try:
+        return cfg and estimate(cfg, machine, world, arena)
+    except ConfigError:
+        return None
+
+
+def degrees_of(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def speed(got):
+    """Estimates by tokens per second; where nothing is known of that, by memory."""
+    return got.tgs * got.world if got.tgs else -got.device_bytes
+
+
+def layouts(cfg, machine, world):
+    """Every config that differs in layout, activation mode or the optimizer's place only, and can be."""
+    dim = [tp for tp in degrees_of(min(world, machine.node.gpus_per_node)) if cfg.n_head % tp == 0]
+    modes = [dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
+             dict(activation="memo", alpha="auto", alpha_mode="paper"),
+             dict(activation="memo", alpha="auto", alpha_mode="per_tensor")]
+    for tp, mode, where in product(dim, modes, ("auto", "cpu")):
+        for cp in degrees_of(world // tp):
+            for kind in ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,):
+                if one := changed(cfg, tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, **mode):
+                    yield one
+
+
+def search(cfg, machine, world, arena=traced_arena, best=5):
+    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`. Errors:
+    ConfigError where there is no layout at all for so many ranks."""
+    found = [got for one in layouts(cfg, machine, world) if (got := tried(one, machine, world, fast_arena))]
+    if not found:
+        raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, 2*cp*tp block_size="
+                          f"{cfg.block_size}, dp gradient_accumulation_steps={cfg.gradient_accumulation_steps}); try "
+                          "another number, or a larger gradient_accumulation_steps")
+    chosen, seen = [], set()
+    for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
+        likeness = got.cfg.tp, got.cfg.cp, got.cfg.context_parallel, repr(got.placement), got.cfg.optimizer_device
+        if likeness in seen:  # modes that come to the same
+            continue
+        seen.add(likeness)
+        exact = got if arena is fast_arena else tried(got.cfg, machine, world, arena)
+        if exact and exact.fits:
+            chosen.append(exact)
+        if len(chosen) == best:
+            break
+    return chosen
+
+
+def longest(cfg, machine, world, arena=traced_arena):
+    """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp; None where not one of them does."""
+    unit = MULTIPLE * cfg.cp * cfg.tp
+
+    def fitting(arena):
+        """The greatest number of units by bisection: memory grows with the sequence."""
+        low, high = 0, max(1, LONGEST // unit) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            got = tried(changed(cfg, block_size=middle * unit), machine, world, arena)
+            low, high = (middle, high) if got and got.fits else (low, middle)
+        return low
+    n = fitting(fast_arena)
+    if arena is not fast_arena and n:  # the bound is a little above the trace: scale it there, then make sure
+        at = changed(cfg, block_size=n * unit)
+        traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
+        n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
+        while n and not tried(changed(cfg, block_size=n * unit), machine, world, arena).fits:
+            n -= max(1, n // 100)
+    return tried(changed(cfg, block_size=n * unit), machine, world, arena) if n else None
+
+
+def remedies(got, arena, most=3):
+    """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first."""
+    cfg, machine, world = got.cfg, got.machine, got.world
+    single = {"--optimizer_device=cpu": dict(optimizer_device="cpu"), "--activation=memo": dict(activation="memo"),
+              "--activation=recompute": dict(activation="recompute"), "--alpha=auto": dict(alpha="auto"),
+              "--context_parallel=ulysses": dict(context_parallel="ulysses"),
+              f"--batch_size={cfg.batch_size // 2}": dict(batch_size=cfg.batch_size // 2),
+              f"--cp={2 * cfg.cp}": dict(cp=2 * cfg.cp), f"--tp={2 * cfg.tp}": dict(tp=2 * cfg.tp),
+              f"--tp={cfg.tp // 2} --cp={2 * cfg.cp}": dict(tp=cfg.tp // 2, cp=2 * cfg.cp),
+              f"--tp={2 * cfg.tp} --cp={cfg.cp // 2}": dict(tp=2 * cfg.tp, cp=cfg.cp // 2)}
+    single = {text: keys for text, keys in single.items() if any(getattr(cfg, k) != v for k, v in keys.items())}
+    options = [(text, keys, world) for text, keys in single.items()]
+    options += [(f"{text} --optimizer_device=cpu", keys | single["--optimizer_device=cpu"], world)
+                for text, keys in single.items() if "--optimizer_device=cpu" in single and "optimizer_device" not in keys]
+    for gpus, name in ((2 * world, "cp"), (2 * world, "tp"), (4 * world, "cp"), (8 * world, "cp")):
+        degree = getattr(cfg, name) * gpus // world
+        options.append((f"--gpus={gpus} --{name}={degree}", {name: degree}, gpus))
+    fits = []
+    for text, keys, gpus in options:
+        if (name := keys.get("tp", 1)) > machine.node.gpus_per_node:
+            continue
+        other = tried(changed(cfg, **keys), machine, gpus, fast_arena)
+        if other and other.fits:
+            fits.append((text, other))
+    fits.sort(key=lambda item: (item[1].world > world, -(item[1].mfu or 0), len(item[0])))
+    chosen = fits[:most if len(fits) < most else most - 1]
+    if shorter := longest(cfg, machine, world, fast_arena):
+        chosen.append((f"--block_size={shorter.cfg.block_size}", shorter))
+    return chosen
+
+
+KNOBS = {"params": "--tp", "optimizer": "--optimizer_device=cpu, or more ranks",
+         "rounding_buffers": "--cp or --tp, or a lower --alpha", "transient": "--cp or --tp"}
+
+
+def explain(expected, region, capacity, text):
+    """The line on a run that found no memory for `region`: what was expected of it, the knob, the longest context.
+    `capacity`: the device's bytes that other processes leave, None where it is the host."""
+    line = f"out of memory ({text}) while the region {region} grew"
+    if expected is None:
+        return f"{line}; try {KNOBS[region]}, or a smaller --block_size"
+    cfg, machine = expected.cfg, expected.machine
+    if capacity is not None:
+        machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))
+    device, host = expected.bytes_of(region)
+    line += f", estimated at {(device or host) / 2**30:.4g} GiB of {expected.device_bytes / 2**30:.4g} in all"
+    most = longest(cfg, machine, expected.world, fast_arena)
+    if most is None:
+        return f"{line}; try {KNOBS[region]}; no block_size fits"
+    if most.cfg.block_size >= cfg.block_size:
+        line += ", which should fit: something else takes the memory, or the estimate is wrong"
+    return f"{line}; try {KNOBS[region]}; the greatest block_size that would fit is {most.cfg.block_size}"

@@ -1,0 +1,332 @@
+"""The dry run: against the paper, against the tensors and the plans of real models, and as a command."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from bench.estimate import PAPER, paper_config, rows_of_table3
+from memo import budget, estimate, hardware, placement, search
+from memo.activations import Placement, n_rows, tensors_of
+from memo.alpha import GROUPS
+from memo.budget import Arena, fast_arena, traced_arena
+from memo.config import Config, ConfigError, load_config
+from memo.mesh import Axis, Mesh
+from memo.optim import Optimizer
+from memo.roofline import swap_s
+from model import GPT
+from tests.test_train import argv as arguments
+
+ROOT = Path(__file__).parents[1]
+A800 = hardware.machine("a800-80gb")
+SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def paper(S, gpus=8, model="7B", **keys):
+    return budget.estimate(paper_config(model, S, **keys), A800, gpus, fast_arena)
+
+
+# --- the paper, from its hardware alone ---
+
+def test_alpha_is_the_papers_best_of_table_5():
+    for S, mfus in PAPER["table5"]["mfu_percent"].items():
+        best = PAPER["table5"]["alpha"][mfus.index(max(mfus))]
+        assert int(paper(int(S)).alpha * 8) / 8 == best, S
+
+
+def test_every_cell_without_host_memory_and_no_other():
+    cells = zip(PAPER["table4"]["seq_tokens"], PAPER["table4"]["mfu_percent"]["full_swap+plan"], strict=True)
+    for S, cell in cells:
+        got = paper(S, activation="swap")
+        assert got.reason == ("oohm" if cell == "oohm" else None), S
+    for S in PAPER["table5"]["mfu_percent"]:
+        assert all(paper(int(S), alpha=alpha).fits for alpha in PAPER["table5"]["alpha"])
+
+
+@pytest.mark.parametrize("model", ["7B", "30B"])
+def test_mfu_of_table_3(model):
+    """In the best layout for the paper's batch of 16 sequences, as the paper's rows are."""
+    gpus, off = PAPER["models"][model]["gpus"], []
+    for S, mfu in rows_of_table3(model):
+        if model == "7B":
+            got = paper(S)  # Table 4 says its layout, which is the preset's
+        else:
+            cfg = paper_config(model, S, gradient_accumulation_steps=16)
+            got = search.search(cfg, A800, gpus, fast_arena, best=1)[0]
+        assert got.fits
+        off.append(abs(100 * got.mfu - mfu))
+    assert max(off) < 3 and sum(off) / len(off) < 1.5, off
+
+
+def test_recompute_and_swap_of_table_4():
+    for i, S in enumerate(PAPER["table4"]["seq_tokens"][:6]):
+        memo, recompute = paper(S).mfu, paper(S, activation="recompute").mfu
+        assert recompute / memo == pytest.approx(0.8, abs=0.03)
+        assert 100 * recompute == pytest.approx(PAPER["table4"]["mfu_percent"]["full_recompute+plan"][i], abs=1)
+
+
+def test_the_longest_context_on_the_papers_node():
+    cfg = load_config(["config/7b_1m.py"])
+    assert search.longest(replace(cfg, host_memory_gb=1035.0), A800, 8).cfg.block_size >= 2**20
+    assert search.longest(replace(cfg, host_memory_gb=2000.0), A800, 8).cfg.block_size >= 2**21
+
+
+# --- memory, against the real thing ---
+
+def test_every_byte_is_in_a_line_and_a_region():
+    for argv in (["--activation=keep"], ["--optimizer_device=cpu"], ["--alpha=0.5"], []):
+        cfg = load_config(["config/7b_1m.py", *argv])
+        got = budget.estimate(cfg, A800, 8, lambda *_: Arena(10**9, 10**6))
+        out = estimate.as_dict(got)
+        regions = {k: v for k, v in out["device_bytes"].items() if k not in ("total", "capacity")}
+        assert sum(regions.values()) == out["device_bytes"]["total"] == sum(line.device_bytes for line in got.lines)
+        assert out["host_bytes"]["total"] == 8 * sum(line.host_bytes for line in got.lines)
+        assert all(isinstance(n, int) for line in got.lines for n in line[2:])
+        assert sum(out["seconds"]["parts"].values()) == pytest.approx(out["seconds"]["step"])
+        text = "\n".join(estimate.table(got))
+        assert all(line.what in text for line in got.lines)
+
+
+@pytest.mark.parametrize("keys", [dict(), dict(tp=2), dict(cp=2, position="learned", bias=True), dict(tp=2, cp=2),
+                                  dict(dtype="bfloat16"), dict(optimizer_device="cpu", cp=2), dict(activation="recompute")])
+def test_lines_are_the_bytes_of_a_real_model(keys):
+    cfg = Config(**dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300, gradient_accumulation_steps=2) | keys)
+    cpu, world = torch.device("cpu"), 2 * cfg.tp * cfg.cp
+    here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40), None, None, None)
+    got = budget.estimate(cfg, here, world, fast_arena)
+    mesh = Mesh(tp=Axis("tp", cfg.tp), cp=Axis("cp", cfg.cp), dp=Axis("dp", 2), data=Axis("data", 2 * cfg.cp))
+    model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
+    optimizer = Optimizer(model, cfg)
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, got.placement)
+    decision = placement.Decision(got.placement, got.plan, None, 0)
+    for line in placement.where_it_lives(cfg, decision, model, optimizer):
+        if line.region != "transient":
+            assert line in got.lines
+    assert model.swap.device_bytes == got.bytes_of("rounding_buffers")[0]
+    assert model.swap.host_bytes == got.bytes_of("swap")[1]
+    model.close()
+
+
+@cache
+def traced(*argv, device="cuda"):
+    cfg = load_config(["config/7b_1m.py", *argv])
+    machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
+    return traced_arena(cfg, machine), fast_arena(cfg, machine)
+
+
+@pytest.mark.parametrize("argv", [(), ("--tp=8", "--cp=1"), ("--tp=1", "--cp=8"), ("--block_size=65536",),
+                                  ("--context_parallel=ulysses",), ("--block_size=2097152",), ("--tp=1", "--cp=1", "--block_size=8192"),
+                                  ("--tp=2", "--cp=4", "--context_parallel=ulysses", "--block_size=262144")])
+def test_the_fast_bound_is_one_and_is_near(argv):
+    exact, bound = (sum(arena) for arena in traced(*argv))
+    assert exact <= bound <= 1.6 * exact + 2**28
+
+
+def test_a_run_finds_what_was_estimated(dataset, tmp_path):
+    train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    guessed, measured = plan["estimate"]["device_bytes"], {}
+    guessed["transient"] += guessed["head"]
+    for line in plan["regions"]:
+        measured[line["region"]] = measured.get(line["region"], 0) + line["device_bytes"]
+    assert {name: guessed[name] for name, n in measured.items() if n} == pytest.approx(
+        {name: n for name, n in measured.items() if n}, rel=0.01)
+    assert plan["estimate"]["host_bytes"]["total"] == plan["host_bytes"] and plan["estimate"]["alpha"] == plan["alpha"]
+
+
+# --- time ---
+
+def by_events(p, tensors, forward_s, backward_s, recompute_s, rate):
+    """The schedule once more: the time of each event from those it waits for."""
+    L, n = p.n_layer, p.n_buffers
+    copy = [sum(b for _, b in p.swapped(i, tensors).values()) / rate for i in range(L)]
+
+    @cache
+    def computed(i):
+        return 0.0 if i < 0 else max(computed(i - 1), offloaded(i - n)) + forward_s
+
+    @cache
+    def offloaded(i):
+        return 0.0 if i < 0 or not copy[i] else max(computed(i), offloaded(i - 1)) + copy[i]
+
+    @cache
+    def done(i):
+        return computed(L - 1) if i == L else max(done(i + 1), prefetched(i)) + recompute_s(i) + backward_s
+
+    @cache
+    def prefetched(i):
+        if i + n >= L or not copy[i]:
+            return 0.0
+        return max(done(i + n), prefetched(i + 1), offloaded(i)) + copy[i]
+    return computed(L - 1), done(0) - computed(L - 1)
+
+
+@pytest.mark.parametrize("n_buffers", [2, 3, 5, 8])
+@pytest.mark.parametrize("rate", [1e12, 3e8, 1e8, 2e7])
+def test_the_schedule_event_by_event(n_buffers, rate):
+    cfg = Config(n_layer=8, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
+    tensors, N = tensors_of(cfg, 4), n_rows(cfg)
+    p = Placement(8, n_buffers, N, {"gelu_out": N // 2, "fc1_out": 0}, input_only=2)
+    args = p, tensors, 0.01, 0.02, lambda i: 0.003 * (i % 3), rate
+    forward, backward, stall = swap_s(*args)
+    assert (forward, backward) == pytest.approx(by_events(*args))
+    assert forward + backward == pytest.approx(8 * 0.03 + sum(0.003 * (i % 3) for i in range(8)) + stall)
+    assert stall > 0 or rate > 1e8 or n_buffers == 8
+
+
+def test_speeds_lie_between_those_that_were_measured():
+    speeds = hardware.Speeds({"matmul": [(100, 1.0), (10000, 100.0)], "memory": [(1, 5.0)]})
+    assert [speeds.rate("matmul", n) for n in (1, 100, 1000, 10000, 10**6)] == pytest.approx([1, 1, 10, 100, 100])
+    assert speeds.rate("gelu forward", 17) == 5.0 and speeds.seconds("norm", 10) == 2.0
+
+
+def test_what_binds_and_more_hardware_is_never_slower():
+    slow_bus = replace(A800, node=replace(A800.node, pcie_bytes_per_s=4e9))
+    cfg = replace(load_config(["config/7b_1m.py", "--block_size=131072"]), host_memory_gb=2000.0)
+    got, slow = (budget.estimate(cfg, m, 8, fast_arena) for m in (A800, slow_bus))
+    assert slow.binds == "PCIe" and slow.alpha < got.alpha and slow.mfu < got.mfu
+    little = budget.estimate(replace(cfg, host_memory_gb=200.0), A800, 8, fast_arena)
+    assert little.binds == "host memory" and little.alpha < got.alpha and little.mfu < got.mfu
+    assert set(got.layer.groups_s) == set(GROUPS)
+
+
+# --- search ---
+
+def test_search_gives_the_fastest_that_fit():
+    cfg = load_config(["config/7b_1m.py", "--gradient_accumulation_steps=8"])
+    found = search.search(cfg, A800, 16, fast_arena)
+    assert len(found) == 5 and all(got.fits for got in found)
+    assert [got.tgs for got in found] == sorted((got.tgs for got in found), reverse=True)
+    every = [search.tried(one, A800, 16, fast_arena) for one in search.layouts(cfg, A800, 16)]
+    assert found[0].tgs == max(got.tgs for got in every if got and got.fits)
+    with pytest.raises(ConfigError, match=r"^--gpus=7: no layout divides them"):
+        search.search(load_config(["config/7b_1m.py"]), A800, 7, fast_arena)
+
+
+def test_the_longest_fits_and_a_longer_one_does_not():
+    cfg = load_config(["config/7b_1m.py"])
+    most = search.longest(cfg, A800, 8, fast_arena)
+    unit = 1024 * 8
+    assert most.fits and most.cfg.block_size % unit == 0
+    assert not budget.estimate(replace(cfg, block_size=most.cfg.block_size + unit), A800, 8, fast_arena).fits
+    assert search.longest(cfg, replace(A800, memory_bytes=10**9), 8, fast_arena) is None
+
+
+def test_remedies_fit():
+    cfg = load_config(["config/7b_1m.py", "--block_size=4194304"])
+    got = budget.estimate(cfg, A800, 8, fast_arena)
+    assert got.reason == "oom"
+    others = search.remedies(got, fast_arena)
+    assert len(others) == 3 and all(other.fits for _, other in others)
+    for text, other in others:
+        argv = [arg for arg in text.split() if not arg.startswith("--gpus=")]
+        assert load_config(["config/7b_1m.py", "--block_size=4194304", *argv]) == other.cfg
+
+
+# --- the command ---
+
+def command(*argv, capsys):
+    code = estimate.main([*argv, "--fast"])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_json_is_the_contracts(capsys):
+    code, out, _ = command(*SEVEN, "--json", "--max_context", "--host_memory_bytes=1.035e12", "--pcie_bytes_per_s=10.5e9",
+                           "--device_memory_bytes=80e9", capsys=capsys)
+    got = json.loads(out)
+    assert code == 0 and got["fits"] is True and got["reason"] is None
+    assert got["layout"] == dict(tp=4, cp=2, pp=1, dp=1)
+    assert {"overlap", "host"} <= set(got["alpha_limits"])
+    assert {"params", "grads", "optimizer", "rounding_buffers", "transient", "head", "total", "capacity"} <= set(got["device_bytes"])
+    assert got["device_bytes"]["capacity"] == 80 * 10**9 and got["host_bytes"]["capacity"] == 1035 * 10**9
+    assert {"layer_forward", "layer_offload", "step"} <= set(got["seconds"])
+    assert got["max_block_size"] >= 2**20 and 0.5 < got["mfu"] < 0.56 and 0 < got["alpha"] < 0.2
+    code, out, _ = command(*SEVEN, "--json", "--search", capsys=capsys)
+    assert len(json.loads(out)["candidates"]) == 4
+
+
+def test_a_table_for_people_and_a_picture(capsys, tmp_path):
+    code, out, _ = command(*SEVEN, f"--plot={tmp_path / 'e.png'}", capsys=capsys)
+    assert code == 0 and "in all" in out and "MFU 5" in out and "fits" in out
+    assert (tmp_path / "e.png").stat().st_size > 20_000
+    code, out, _ = command(*SEVEN, "--block_size=4194304", "--search", "--max_context", capsys=capsys)
+    assert code in (0, 1) and "layout" in out and "max_context" in out
+
+
+@pytest.mark.parametrize("argv, says", [
+    (("--gpu=a100",), r"^error: --gpu=a100: unknown gpu; the nearest known: a100-80gb"),
+    (("--gpu=a800-80gb", "--node=dgx-h10"), r"unknown node; the nearest known: dgx-h100"),
+    (("--gpu=a800-80gb", "--gpus=12"), r"^error: dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(12\)"),
+    (("--gpu=a800-80gb", "--gpus=7", "--search"), r"^error: --gpus=7: no layout divides them"),
+    (("--gpu=a800-80gb", "--gpus=eight"), r"^error: --gpus=eight must be a number"),
+    (("--gpu=a800-80gb", "--gpus=-8"), r"^error: --gpus=-8 must be a whole number of at least 1"),
+    (("--gpu=a800-80gb", "--pcie_bytes_per_s=0"), r"^error: --pcie_bytes_per_s=0 must be above 0"),
+    (("--gpu=a800-80gb", "--json=yes"), r"^error: --json=yes: --json takes no value"),
+    (("--gpu=a800-80gb", "--n_layr=3"), r"unknown key 'n_layr'; did you mean 'n_layer'\?"),
+    (("--gpu=a800-80gb", "--vocab_size=0", "--dataset=nowhere"), r"^error: vocab_size=0 must be known without a dataset"),
+    (("--gpu=here", "--gpus=8"), r"^error: --gpu=here: nothing was measured on this machine with ranks=8; try torchrun"),
+])
+def test_bad_input_is_a_line(argv, says, capsys, monkeypatch, tmp_path):
+    import re
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, out, err = command("config/7b_1m.py", *argv, capsys=capsys)
+    assert code == 2 and not out and re.search(says, err) and err.count("\n") == 1, err
+
+
+def test_a_model_larger_than_all_devices_says_by_how_much(capsys):
+    code, out, _ = command("config/65b_1m.py", "--gpus=8", "--gpu=rtx4090", "--tp=8", "--cp=1", capsys=capsys)
+    assert code == 1
+    assert "its parameters, gradients and optimizer alone take" in out and "of each of the 8 devices" in out
+    assert "GiB more than there is" in out
+
+
+def test_the_bound_needs_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
+    done = subprocess.run([sys.executable, "-m", "memo.estimate", *SEVEN, "--fast", "--json"], capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    assert done.returncode == 0 and json.loads(done.stdout)["fits"], done.stderr
+
+
+# --- train.py ---
+
+def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
+    full = hardware.Machine("CPU", replace(hardware.NODES["workstation"], gpus_per_node=1, host_memory_bytes=2**22), None, None, None)
+    monkeypatch.setattr(placement, "machine_of", lambda *args: full)
+    argv = arguments(dataset, tmp_path, activation="keep", max_iters=1)
+    with pytest.raises(ConfigError, match=r"^block_size=\d+ does not fit: it needs .* GiB of memory on a node, which grants .*--force"):
+        train.main(argv)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert train.main([*argv, "--force"]) == 0
+
+
+def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
+    """A process that may not take more than a few hundred MB beyond what torch itself takes."""
+    cfg = load_config(["config/7b_1m.py"])
+    expected = budget.estimate(cfg, A800, 8, fast_arena)
+    line = search.explain(expected, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
+    assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, estimated at ")
+    assert "try --cp or --tp" in line and "the greatest block_size that would fit is " in line
+    assert int(line.rpartition(" ")[2]) < cfg.block_size or "should fit" in line
+    argv = arguments(dataset, tmp_path, activation="keep", n_layer=16, n_embd=256, n_head=4, block_size=2048, max_iters=1)
+    code = "import resource, sys, torch, train\n" \
+           "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n" \
+           "resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)\n" \
+           "try:\n    train.main(sys.argv[1:])\n" \
+           "except Exception as e:\n    sys.exit(f'error: {train.last_line(e)}')"
+    done = subprocess.run([sys.executable, "-c", code, *argv, "--force"], capture_output=True, text=True, cwd=ROOT)
+    assert resource and done.returncode == 1
+    assert "while the region rounding_buffers grew, estimated at " in done.stderr, done.stderr
