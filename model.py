@@ -9,7 +9,8 @@
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
 
 Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
-skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer.
+skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer; what is
+token-wise goes chunk by chunk (memo/tp.py), attention group by group of heads (memo/attention.py).
 With one rank tp = cp = 1, and gather and scatter_sum (memo/tp.py) are views.
 Source: the layer of MEMO section 3.1 (pre-norm GPT).
 """

@@ -100,9 +100,9 @@ def ulysses_forward(attention, axis, q, k, v, causal, scale):
 
 def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     B, T, H, _ = q.shape
-    dout, q, k, v, out = (to_heads(axis, t) for t in (dout, q, k, v, out))
-    lse = lse.view(B, H // axis.size, axis.size * T)
-    return [to_tokens(axis, g) for g in attention.backward(dout, q, k, v, out, lse, causal, scale)]
+    gradients = attention.backward(*(to_heads(axis, t) for t in (dout, q, k, v, out)),
+                                   lse.view(B, H // axis.size, axis.size * T), causal, scale)
+    return [to_tokens(axis, g) for g in gradients]
 
 
 KINDS = {"ring": (ring_forward, ring_backward), "ulysses": (ulysses_forward, ulysses_backward)}
