@@ -9,29 +9,32 @@
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
 
 Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
-skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer.
+skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer; what is
+token-wise goes chunk by chunk (memo/tp.py), attention group by group of heads (memo/attention.py).
 With one rank tp = cp = 1, and gather and scatter_sum (memo/tp.py) are views.
 Source: the layer of MEMO section 3.1 (pre-norm GPT).
 """
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 
 from memo.activations import TABLE, Placement
 from memo.allocator import NoArena
-from memo.attention import resolve_attention
+from memo.attention import attend, attend_backward, resolve_attention
 from memo.cp import across, held
 from memo.flat import LAYER_BIASES, local_layout, parameter_shapes, views
 from memo.mesh import ALONE
 from memo.swap import Swap
 from memo.tp import (
-    CHUNK_ROWS,
     accumulate_product,
     bias_backward,
+    chunks,
     column_linear_backward,
     column_linear_forward,
+    cut,
     embedding_backward,
     embedding_forward,
     local,
@@ -48,15 +51,13 @@ TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of 
 EVERY_ROW = {t.name: slice(None) for t in TABLE}
 
 
-def span(n, *slices):
-    """(first, end) of the rows that slices of n rows hold, which lie next to each other; empty ones do not count."""
-    bounds = [s.indices(n)[:2] for s in slices if len(range(n)[s])]
-    return (min(first for first, _ in bounds), max(end for _, end in bounds)) if bounds else (0, 0)
-
-
-def chunks(*tensors):
-    """The tensors, cut into the same ranges of rows."""
-    return zip(*(t.split(CHUNK_ROWS) for t in tensors), strict=True)
+def stretches(n, rows):
+    """[(first, end, names)]: of n rows those that some of {name: slice} have, each with the names of all that have them."""
+    bounds = {name: r.indices(n)[:2] for name, r in rows.items()}
+    edges = sorted({edge for bound in bounds.values() for edge in bound})
+    held = [(first, end, [name for name, (start, stop) in bounds.items() if start <= first and end <= stop])
+            for first, end in pairwise(edges)]
+    return [stretch for stretch in held if stretch[2]]
 
 
 # --- layer norm: y = (x - mean) rstd w + b ---
@@ -94,7 +95,8 @@ def residual_layernorm_backward(residual, dy, x, mean, rstd, *parameters, out): 
 # --- GELU: y = x P(Z <= x), or its tanh approximation ---
 
 def gelu_forward(x, form, out):
-    return aten.gelu.out(x, approximate=form, out=out)
+    for x_, out_ in chunks(x, out):
+        aten.gelu.out(x_, approximate=form, out=out_)
 
 
 def gelu_backward(dy, x, form, out):  # `out` may be dy itself
@@ -107,7 +109,7 @@ def rotations(positions, D, theta):
     """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of tokens."""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
     table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
-    for rows, t in zip(table.split(2**16), positions.split(2**16), strict=True):
+    for rows, t in chunks(table, positions):
         angles = t[:, None] * frequencies
         rows.copy_(torch.polar(torch.ones_like(angles), angles))
     return table
@@ -148,24 +150,23 @@ class Block:
         attn_out is wanted and left alone, as it is there, if none is. Source: MEMO 4.1."""
         self.before_attention(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
-            attn_out, lse = self.attention.forward(*self.heads(s.q, s.k, s.v, like=s.lse), True, self.scale)
-            s.attn_out.view(attn_out.shape).copy_(attn_out)
-            s.lse.copy_(lse)
+            *qkv, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)
+            attend(self.attention, *qkv, True, self.scale, out, s.lse)
         self.after_attention(s, rows)
 
     def before_attention(self, s, turn, rows):
         """ln1_out, q, k, v from x."""
         w, r = self.w, rows["ln1_out"]
         layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
-        first, end = span(len(s.x), *(rows[name] for name in "qkv"))
-        x = self.tp.gather(s.ln1_out[first:end])
-        for name, w_, b in zip("qkv", *self.qkv(w), strict=True):
-            r = rows[name]
-            start, stop = span(len(s.x), r)
-            y = getattr(s, name)[r]
-            column_linear_forward(x[:, start - first:stop - first], w_, b, out=y)
-            if turn is not None and name != "v":
-                rotary_forward(y, turn[r])
+        linears = dict(zip("qkv", zip((s.q, s.k, s.v), *self.qkv(w), strict=True), strict=True))
+        for first, end, names in stretches(len(s.x), {name: rows[name] for name in "qkv"}):
+            for r in cut(first, end, self.tp.size):
+                x = self.tp.gather(s.ln1_out[r])
+                for y, w_, b in (linears[name] for name in names):
+                    column_linear_forward(x, w_, b, out=y[r])
+                del x  # before the next chunk's
+        for name in "qk" if turn is not None else "":
+            rotary_forward(getattr(s, name)[rows[name]], turn[rows[name]])
 
     def after_attention(self, s, rows):
         """mid, ln2_out, fc1_out, gelu_out from x and attn_out."""
@@ -175,28 +176,45 @@ class Block:
         r = rows["ln2_out"]
         layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
         r = rows["fc1_out"]
-        column_linear_forward(self.tp.gather(s.ln2_out[r]), w.fc1_w, w.fc1_b, out=s.fc1_out[r])
+        for x, y in chunks(s.ln2_out[r], s.fc1_out[r], ranks=self.tp.size):
+            column_linear_forward(self.tp.gather(x), w.fc1_w, w.fc1_b, out=y)
         r = rows["gelu_out"]
         gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
 
     def backward(self, dy, s, turn):
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of `s`."""
-        w, dw, tp = self.w, self.dw, self.tp
-        # mlp: y = mid + gelu(ln2(mid) fc1) fc2
-        bias_backward(dy, dw.fc2_b)
-        d = row_linear_backward(tp.gather(dy), s.gelu_out, w.fc2_w, dw.fc2_w, out=s.gelu_out)
-        d = gelu_backward(d, s.fc1_out, self.gelu, out=d)
-        d = column_linear_backward(tp, [d], tp.gather(s.ln2_out), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
-        residual_layernorm_backward(dy, d, s.mid, s.ln2_mean, s.ln2_rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
-        # attention: mid = x + attention(ln1(x) qkv) proj
-        bias_backward(dy, dw.proj_b)
-        d = row_linear_backward(tp.gather(dy), s.attn_out, w.proj_w, dw.proj_w, out=s.ln2_out.view(s.attn_out.shape))
-        dqkv = self.attention.backward(*self.heads(d, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True, self.scale)
+        dout = s.ln2_out.view(s.attn_out.shape)  # chunk by chunk it takes the place of ln2's output
+        for r in cut(0, len(dy), self.tp.size):
+            self.after_attention_backward(dy[r], s, r, dout[r])
+        dqkv = attend_backward(self.attention, *self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
+                               self.scale)
         dqkv = [g.reshape(s.q.shape) for g in dqkv]
         for g in dqkv[:2] if turn is not None else ():
             rotary_backward(g, turn)
-        d = column_linear_backward(tp, dqkv, tp.gather(s.ln1_out), self.qkv(w)[0], *self.qkv(dw))
-        return residual_layernorm_backward(dy, d, s.x, s.ln1_mean, s.ln1_rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
+        for r in cut(0, len(dy), self.tp.size):
+            self.before_attention_backward(dy[r], s, r, [g[r] for g in dqkv])
+        return s.x
+
+    def after_attention_backward(self, dy, s, r, dout):
+        """Of rows r: writes the gradients of mid over dy and of attn_out into `dout`."""
+        w, dw, tp = self.w, self.dw, self.tp
+        # mlp: y = mid + gelu(ln2(mid) fc1) fc2
+        bias_backward(dy, dw.fc2_b)
+        d = row_linear_backward(tp.gather(dy), s.gelu_out[r], w.fc2_w, dw.fc2_w, out=s.gelu_out[r])
+        d = gelu_backward(d, s.fc1_out[r], self.gelu, out=d)
+        d = column_linear_backward(tp, [d], tp.gather(s.ln2_out[r]), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
+        residual_layernorm_backward(dy, d, s.mid[r], s.ln2_mean[r], s.ln2_rstd[r], w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b,
+                                    out=dy)
+        # attention: mid = x + attn_out proj
+        bias_backward(dy, dw.proj_b)
+        row_linear_backward(tp.gather(dy), s.attn_out[r], w.proj_w, dw.proj_w, out=dout)
+
+    def before_attention_backward(self, dy, s, r, dqkv):
+        """Of rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv, over x."""
+        w, dw, tp = self.w, self.dw, self.tp
+        d = column_linear_backward(tp, dqkv, tp.gather(s.ln1_out[r]), self.qkv(w)[0], *self.qkv(dw))
+        residual_layernorm_backward(dy, d, s.x[r], s.ln1_mean[r], s.ln1_rstd[r], w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b,
+                                    out=s.x[r])
 
     @staticmethod
     def qkv(w):

@@ -2,6 +2,7 @@
 
 Shapes: q, k, v, out and their gradients (B, T, H, D), any strides with D innermost; lse (B, H, T) fp32, natural
 logarithm, scale included. A causal mask aligns the first query with the first key. The backend is resolved once.
+Heads know nothing of each other: attend() and attend_backward() go group by group of them, so that little exists at once.
 """
 
 import importlib.util
@@ -11,13 +12,44 @@ import torch
 
 from memo.config import ConfigError
 
-Attention = namedtuple("Attention", "name forward backward")  # what the blocks are handed
+# what the blocks are handed; it takes multiples of so many `heads`
+Attention = namedtuple("Attention", "name forward backward heads", defaults=(1,))
 aten = torch.ops.aten
+GROUP_ELEMENTS = 2**26  # of a (B, T, heads, D) tensor: bounds attention's temporaries, and indices stay below 2^31
 
 
 def heads_first(*tensors):
     """(B, T, H, D) <-> (B, H, T, D), as views."""
     return [t.transpose(1, 2) for t in tensors]
+
+
+# --- group by group of heads ---
+
+def head_groups(attention, q):
+    """Slices of the heads of q (B, T, H, D), of at most GROUP_ELEMENTS elements each, but of what `attention` takes."""
+    B, T, H, D = q.shape
+    heads = max(1, GROUP_ELEMENTS // (B * T * D * attention.heads)) * attention.heads
+    return [slice(i, i + heads) for i in range(0, H, heads)]
+
+
+def attend(attention, q, k, v, causal, scale, out, lse):
+    """Writes attention.forward into out (B, T, H, D) and lse (B, H, T)."""
+    for h in head_groups(attention, q):
+        out[:, :, h], lse[:, h] = attention.forward(*(t[:, :, h] for t in (q, k, v)), causal, scale)
+
+
+def attend_backward(attention, dout, q, k, v, out, lse, causal, scale):
+    """-> dq, dk, dv; of several groups they are written over q, k, v themselves, and are never there twice."""
+    groups = head_groups(attention, q)
+    for h in groups:
+        dout_, *qkv, out_ = (t[:, :, h] for t in (dout, q, k, v, out))
+        gradients = attention.backward(dout_, *qkv, out_, lse[:, h].contiguous(), causal, scale)
+        if len(groups) == 1:
+            return gradients
+        for t, g in zip(qkv, gradients, strict=True):
+            t.copy_(g)
+        del gradients, g  # before the next group's
+    return q, k, v
 
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---

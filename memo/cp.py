@@ -59,19 +59,20 @@ def ring_forward(attention, axis, q, k, v, causal, scale):
 
 def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     assert causal
-    T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
-    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format) for t in (q, k, v))
-    gradients = None
+    T, kv, gradients = q.shape[1], [k.contiguous(), v.contiguous()], None
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None
         queries, keys, causal = parts((axis.rank - step) % axis.size, axis.rank, T)
-        dq_, dk_, dv_ = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
-                                           lse[..., queries].contiguous(), causal, scale)
-        dq[:, queries] += dq_
-        if gradients:
+        new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
+                                 lse[..., queries].contiguous(), causal, scale)
+        if gradients is None:  # the rank's own block
+            dq, dk, dv = (g.float().contiguous() for g in new)
+        else:
             dk, dv = gradients.wait()  # of the block that is here now, from the ranks it was at before
-        dk[:, keys] += dk_
-        dv[:, keys] += dv_
+            for g, rows, g_ in zip((dq, dk, dv), (queries, keys, keys), new, strict=True):
+                g[:, rows] += g_
+            del g_
+        del new  # before the next step's
         gradients = axis.shift(dk, dv)
         kv = hop and hop.wait()
     return [g.to(q.dtype) for g in (dq, *gradients.wait())]  # home again
@@ -99,9 +100,9 @@ def ulysses_forward(attention, axis, q, k, v, causal, scale):
 
 def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     B, T, H, _ = q.shape
-    dout, q, k, v, out = (to_heads(axis, t) for t in (dout, q, k, v, out))
-    lse = lse.view(B, H // axis.size, axis.size * T)
-    return [to_tokens(axis, g) for g in attention.backward(dout, q, k, v, out, lse, causal, scale)]
+    gradients = attention.backward(*(to_heads(axis, t) for t in (dout, q, k, v, out)),
+                                   lse.view(B, H // axis.size, axis.size * T), causal, scale)
+    return [to_tokens(axis, g) for g in gradients]
 
 
 KINDS = {"ring": (ring_forward, ring_backward), "ulysses": (ulysses_forward, ulysses_backward)}
@@ -113,4 +114,4 @@ def across(attention, axis, kind):
         return attention
     forward, backward = KINDS[kind]
     return Attention(f"{kind} of {axis.size}, {attention.name}", partial(forward, attention, axis),
-                     partial(backward, attention, axis))
+                     partial(backward, attention, axis), heads=axis.size if kind == "ulysses" else 1)

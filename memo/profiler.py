@@ -143,7 +143,7 @@ class Rehearsal:
         name, _, number = label.rpartition(" ")
         kind = name if number.isdigit() else label
         if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
-            kind += str([r.stop - r.start for r in args[-1].values()])
+            kind += str(list(args[-1].values()))
         if kind not in self.first:
             self.first[kind] = label
             self.arena.run(label, work, *args)

@@ -11,12 +11,32 @@ range of own rows is a range of all ranks' rows too, and the order of the rows i
 With one rank all this is a view. Source: MEMO 3.1, Megatron-LM (arXiv 2205.05198).
 """
 
+from itertools import pairwise
+
 import torch
 
+from memo.alpha import ROWS
 from memo.flat import split_dim
 
 aten = torch.ops.aten
 CHUNK_ROWS = 2**16  # of what is done row by row: bounds its temporaries, and its indices stay below 2^31
+
+
+# --- what is done row by row is done chunk by chunk ---
+
+def cut(first, end, ranks=1):
+    """Slices of a rank's own rows first..end, nearly equal, each of at most CHUNK_ROWS rows of `ranks` ranks; but never of
+    fewer than ROWS own ones out of more, whose products would differ in their bits from those of the whole."""
+    whole = (end - first) // ROWS
+    n = max(1, min(whole, -(-(end - first) * ranks // CHUNK_ROWS)))
+    edges = [first - (-i * whole // n) * ROWS for i in range(n)] + [end]
+    return [slice(*edge) for edge in pairwise(edges)]
+
+
+def chunks(*tensors, ranks=1):
+    """The tensors, cut into the same ranges of rows."""
+    for r in cut(0, len(tensors[0]), ranks):
+        yield [t[r] for t in tensors]
 
 
 # --- parameters ---
@@ -69,14 +89,19 @@ def column_linear_backward(axis, dys, x, ws, dws, dbs):
 # --- row-parallel: y = residual + x w^T + b, where each rank has some of x's columns ---
 
 def row_linear_forward(axis, residual, x, w, b, out):  # (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C)
-    if axis.size == 1:
-        torch.addmm(residual, x[:, 0], w.t(), out=out)
-    else:
-        parts = out.new_empty(axis.size, *out.shape)
-        for x_, part in zip(x.unbind(1), parts, strict=True):
-            torch.mm(x_, w.t(), out=part)
-        torch.add(residual, axis.scatter_sum(parts), out=out)
+    for residual_, x_, out_ in chunks(residual, x, out, ranks=axis.size):
+        if axis.size == 1:
+            torch.addmm(residual_, x_[:, 0], w.t(), out=out_)
+        else:
+            torch.add(residual_, axis.scatter_sum(partial_sums(x_, w)), out=out_)
     return out if b is None else out.add_(b)
+
+
+def partial_sums(x, w):  # (n, tp, I/tp), (C, I/tp) -> (tp, n, C)
+    parts = x.new_empty(x.shape[1], len(x), len(w))
+    for x_, part in zip(x.unbind(1), parts, strict=True):
+        torch.mm(x_, w.t(), out=part)
+    return parts
 
 
 def row_linear_backward(dy, x, w, dw, out):  # (tp, n, C) -> dx (n, tp, I/tp); `out` may be x itself
@@ -95,19 +120,22 @@ def own_ids(axis, ids, V):
 
 
 def embedding_forward(axis, ids, w, out):  # (n, tp), (V/tp, C) -> (n, C)
-    parts = out[None] if axis.size == 1 else out.new_empty(axis.size, *out.shape)
-    for ids_, part in zip(ids.unbind(1), parts, strict=True):
-        own, mine = own_ids(axis, ids_, len(w))
-        torch.index_select(w, 0, own, out=part)
-        part.mul_(mine[:, None])
-    return out if axis.size == 1 else out.copy_(axis.scatter_sum(parts))
+    for chunk, out_ in chunks(ids, out, ranks=axis.size):
+        parts = out_[None] if axis.size == 1 else out.new_empty(axis.size, *out_.shape)
+        for ids_, part in zip(chunk.unbind(1), parts, strict=True):
+            own, mine = own_ids(axis, ids_, len(w))
+            torch.index_select(w, 0, own, out=part)
+            part.mul_(mine[:, None])
+        if axis.size > 1:
+            out_.copy_(axis.scatter_sum(parts))
+    return out
 
 
 def embedding_backward(axis, ids, dx, dw):  # (n, tp), (n, C) -> onto (V/tp, C)
-    for ids_, dx_ in zip(ids.unbind(1), axis.gather(dx), strict=True):
-        for chunk, dx_chunk in zip(ids_.split(CHUNK_ROWS), dx_.split(CHUNK_ROWS), strict=True):
-            own, mine = own_ids(axis, chunk, len(dw))
-            dw.index_add_(0, own, dx_chunk.float() * mine[:, None])
+    for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
+        for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
+            own, mine = own_ids(axis, ids_, len(dw))
+            dw.index_add_(0, own, dx_.float() * mine[:, None])
 
 
 def softmax(axis, logits):  # (rows, V/tp) -> fp32, this rank's part of the softmax over all V

@@ -7,10 +7,12 @@ import torch
 
 import model as memo_model
 from memo.activations import TABLE
+from memo.alpha import ROWS
 from memo.attention import BACKENDS, missing, resolve_attention
 from memo.config import Config, ConfigError
 from memo.flat import views
 from memo.optim import Optimizer
+from memo.tp import CHUNK_ROWS, cut
 from model import EVERY_ROW, GPT, initial_weights, rotary_backward, rotary_forward, rotations
 from tests.twin import Twin
 
@@ -118,6 +120,36 @@ def test_recompute_gives_the_same_bits(position):
     model.blocks[0].recompute(s, model.turn, dict.fromkeys(EVERY_ROW, slice(0)) | dict.fromkeys(names, tail))
     for n in names:
         assert torch.equal(getattr(s, n), kept[n]), n
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("most", [2**16, 300])
+def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most, monkeypatch):
+    monkeypatch.setattr("memo.tp.CHUNK_ROWS", most)
+    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=1700, bias=True)
+    model = GPT(cfg, "cpu", torch.float32)
+    model.load(perturbed_weights(cfg, "cpu"))
+    model.forward(*random_batch(cfg, 1, 1700, "cpu"))
+    (s,) = model.swap.layers
+    kept = dict(ln1_out=1280, q=256, k=1024, v=512, mid=1280, ln2_out=0, fc1_out=768, gelu_out=1700)
+    rows = {n: slice(0, 1700 - k) if first else slice(k, 1700) for n, k in kept.items()}
+    want = {n: getattr(s, n).clone() for n in kept}
+    for n, r in rows.items():
+        getattr(s, n)[r] = float("nan")
+    model.blocks[0].recompute(s, model.turn, dict.fromkeys(EVERY_ROW, slice(0)) | rows)
+    for n in kept:
+        assert torch.equal(getattr(s, n), want[n]), n
+
+
+@pytest.mark.parametrize("rows,ranks", [(0, 1), (1, 1), (255, 8), (700, 1), (2**16, 1), (2**16 + 1, 1), (2**20 + 300, 3),
+                                        (2**18 - 1, 8)])
+def test_a_chunk_is_neither_too_large_nor_too_small(rows, ranks):
+    parts = cut(5, 5 + rows, ranks)
+    assert [r.start for r in parts] == [5, *(r.stop for r in parts[:-1])] and parts[-1].stop == 5 + rows
+    sizes = [r.stop - r.start for r in parts]
+    assert max(sizes) - min(sizes) < 2 * ROWS and min(sizes) >= min(rows, ROWS)
+    assert max(sizes) <= max(ROWS, CHUNK_ROWS // ranks + ROWS * (CHUNK_ROWS % (ranks * ROWS) > 0))
+    assert all(r.start % ROWS == 5 for r in parts)
 
 
 def test_rotary_positions_stay_exact_at_ten_million_tokens():

@@ -5,9 +5,11 @@ import re
 import pytest
 import torch
 
-from memo import placement, profiler
+from memo import placement, planner, profiler
+from memo.activations import Placement
 from memo.allocator import Arena
-from memo.config import Config
+from memo.alpha import OTHERS
+from memo.config import Config, load_config
 from memo.flat import views
 from memo.mesh import ALONE, Axis, Mesh, open_mesh
 from memo.optim import Optimizer
@@ -105,10 +107,22 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
     return made
 
 
-def on_ranks(text, cfgs, *how):
+def make_small(m):
+    """Chunks are as small as they may be, a rank's 256 rows; so are groups of heads."""
+    m.setattr("memo.tp.CHUNK_ROWS", 256)
+    m.setattr("memo.attention.GROUP_ELEMENTS", 1)
+
+
+def gradients_in_pieces(*args):
+    with pytest.MonkeyPatch.context() as m:
+        make_small(m)
+        return gradients(*args)
+
+
+def on_ranks(text, cfgs, *how, work=gradients):
     """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; all ranks agree on the loss and the norm."""
     size = degrees_of(text)
-    ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(gradients, cfgs, *how)
+    ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(work, cfgs, *how)
     made = []
     for case in zip(*ranks, strict=True):
         assert len({r[:2] for r in case}) == 1
@@ -141,9 +155,19 @@ def test_every_layout_gives_the_gradients_of_one_process(text, kind, position, a
     if kind == "ulysses" and size["cp"] == 1:
         pytest.skip("nothing to exchange")
     modes = MODES if position == "rope" else [MODES[1], MODES[3]]
+    agree(text, kind, position, modes, alone[position], gradients)
+
+
+@pytest.mark.parametrize("text,kind", [("tp2", "ring"), ("tp2 cp2", "ring"), ("tp2 cp2", "ulysses")])
+def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, alone):
+    agree(text, kind, "rope", MODES, alone["rope"], gradients_in_pieces)
+
+
+def agree(text, kind, position, modes, reference, work):
+    size = degrees_of(text)
     keys = KEYS | POSITIONS[position] | dict(tp=size["tp"], cp=size["cp"], context_parallel=kind)
-    first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes], True)
-    loss, norm, reference = alone[position]
+    first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes], True, work=work)
+    loss, norm, reference = reference
     assert abs(first[0] - loss) <= 1e-5 * loss
     assert abs(first[1] - norm) <= 1e-4 * norm  # torch sums squares on the CPU in fp32, one after the other
     assert set(first[2]) == set(reference)
@@ -168,9 +192,12 @@ def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
     assert worst[0] <= limit, worst
 
 
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("tp,cp", [(2, 1), (1, 2), (2, 2), (8, 1), (4, 2)])
-def test_a_layers_forward_sends_what_the_formulas_say(tp, cp, kind):
+def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, monkeypatch):
+    if pieces:
+        make_small(monkeypatch)
     cfg = Config(**KEYS | dict(batch_size=2), tp=tp, cp=cp, context_parallel=kind)
     mesh = Mesh(tp=Axis("tp", tp, tp - 1), cp=Axis("cp", cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
@@ -179,6 +206,11 @@ def test_a_layers_forward_sends_what_the_formulas_say(tp, cp, kind):
     BTC = 2 * (S // cp) * cfg.n_embd * 2  # bytes, bf16
     assert mesh.tp.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
     assert mesh.cp.sent_bytes == (2 * BTC // tp * (cp - 1) if kind == "ring" else 4 * BTC // tp * (cp - 1) // cp)
+    mesh.take_sent_bytes()
+    model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
+    assert mesh.tp.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
+    home = 4 * BTC // tp * cp * (cp > 1)  # a ring's gradients of keys and values, fp32
+    assert mesh.cp.sent_bytes == (2 * BTC // tp * (cp - 1) + home if kind == "ring" else 8 * BTC // tp * (cp - 1) // cp)
 
 
 def both_traces(host, cfg):
@@ -219,6 +251,21 @@ def test_no_rank_ever_has_full_logits():
     model.forward(tokens, tokens, scale=1.0)
     largest = max(n for events in arena.recorded().segments.values() for verb, _, n in events if verb == "malloc")
     assert largest == 4 * HEAD_ROWS * 50304 // 4  # the softmax of a chunk of tokens, fp32, over a quarter of the vocabulary
+
+
+@pytest.mark.parametrize("S", [2**20, 2**21])
+@pytest.mark.parametrize("tp,cp,kind", [(4, 2, "ring"), (4, 2, "ulysses"), (8, 1, "ring"), (2, 4, "ring"), (1, 8, "ring"),
+                                        (1, 8, "ulysses")])
+def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
+    """At a million tokens and more: all of a step's temporary tensors in units of one (n, C)."""
+    monkeypatch.setattr(GPT, "head", lambda *args: None)  # which takes long to trace, in its many chunks, and little memory
+    cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}", f"--context_parallel={kind}",
+                       "--n_layer=3"])
+    mesh = Mesh(tp=Axis("tp", tp), cp=Axis("cp", cp))
+    N = placement.n_rows(cfg)
+    missing = [Placement(3, 1, N, dict.fromkeys(OTHERS, 0)).missing(0)] * 3
+    trace = profiler.traced(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
+    assert planner.bilevel(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
 
 
 def memory_of(S, **keys):

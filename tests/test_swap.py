@@ -83,6 +83,19 @@ def test_every_mode_and_alpha_is_bitwise_equal(B, dtype):
         assert same(trained(B, 4096, dtype, 5, n_layer=4, **mode), keep), mode
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("S", [2048, 1500])
+def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
+    keys = dict(n_layer=4, n_head=4, bias=True)
+    whole = trained(2, S, dtype, 1, activation="keep", **keys)
+    monkeypatch.setattr("memo.tp.CHUNK_ROWS", 600)
+    monkeypatch.setattr("memo.attention.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
+    keep = trained(2, S, dtype, 2, activation="keep", **keys)
+    assert torch.equal(keep[0], whole[0]) and error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
+    for mode in MODES:
+        assert same(trained(2, S, dtype, 2, **mode, **keys), keep), mode
+
+
 @pytest.mark.parametrize("position,bias", [("learned", True), ("learned", False), ("rope", True)])
 def test_with_biases_and_learned_positions_alike(position, bias):
     keys = dict(position=position, bias=bias, gelu="tanh")
