@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from memo.activations import TABLE, Placement
+from memo.activations import HEAD_ROWS, TABLE, Placement
 from memo.allocator import NoArena
 from memo.attention import attend, attend_backward, resolve_attention
 from memo.cp import across, held
@@ -46,7 +46,6 @@ from memo.tp import (
 
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
-HEAD_ROWS = 1024  # tokens whose logits exist at once
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 EVERY_ROW = {t.name: slice(None) for t in TABLE}
 

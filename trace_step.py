@@ -24,19 +24,19 @@ class Short(GPT):
         super().head(x[:rows], targets[:rows * tp], *args)
 
 
-def trace_step(cfg, device):
-    """The planner.Trace of a rank of cfg.tp and cfg.cp on "cuda" or "cpu"; nothing is recomputed in it, which requests no
-    more than the forward does. cfg.dtype auto: as there."""
+def trace_step(cfg, device, threads=1):
+    """The planner.Trace of a rank of cfg.tp and cfg.cp on "cuda" or a "cpu" with so many threads; nothing is recomputed in
+    it, which requests no more than the forward does. cfg.dtype auto: as there."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     cfg = replace(cfg, n_layer=1, attention="auto", activation="keep", alpha="auto")
     mesh = Mesh(tp=Axis("tp", cfg.tp), cp=Axis("cp", cfg.cp))
     return profiler.traced(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
-                           cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta")
+                           cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", threads)
 
 
 if __name__ == "__main__":
     try:
         config = load_config(sys.argv[1:])
-        print(trace_step(config, "cpu" if config.device == "cpu" else "cuda").text, end="")
+        print(trace_step(config, "cpu" if config.device == "cpu" else "cuda", torch.get_num_threads()).text, end="")
     except ConfigError as e:
         sys.exit(f"error: {e}")

@@ -149,7 +149,7 @@ def check_tokenizer(data, folder, whose):
 
 def arena_here(cfg, machine):
     """budget.traced_arena in this process."""
-    return traced_arena(cfg, machine, lambda keys: trace_step(cfg, keys["device"]))
+    return traced_arena(cfg, machine, lambda keys: trace_step(cfg, keys["device"], keys["threads"]))
 
 
 def expect(cfg, device, launch, force):

@@ -9,6 +9,11 @@ Source: MEMO 3.1 and 4.1; DESIGN section 2.
 from dataclasses import dataclass, field
 from math import prod
 
+# what bounds the temporary tensors of a layer and of the head
+CHUNK_ROWS = 2**16  # of all tp ranks, in what is done row by row; indices stay below 2^31 too
+GROUP_ELEMENTS = 2**26  # of a (B, T, heads, D) tensor in attention, which goes by groups of heads
+HEAD_ROWS = 1024  # tokens whose logits exist at once
+
 
 @dataclass(frozen=True)
 class Skeletal:

@@ -123,17 +123,16 @@ def paper(problem):
 def per_tensor(problem, recompute_s):
     """The SwapPlan that saves the most recompute seconds under the limits of `paper`. Source: DESIGN section 2.
 
-    recompute_s: {group of GROUPS: seconds to rebuild all rows of it in one layer}.
+    recompute_s: {group of GROUPS: seconds to rebuild all rows of it in one layer}. The limits are all of the same sum of
+    bytes, so the linear program is a knapsack: first what saves most per byte, the last one in part.
     """
-    import numpy as np
-    from scipy.optimize import linprog  # takes a second to import
-
-    weights = np.array([sum(problem.nbytes[n] for n in tensors) for tensors in GROUPS.values()]) / problem.others_bytes
-    saved = np.array([recompute_s[g] for g in GROUPS])
-    limits = np.maximum(0, list(problem.limits.values()))
-    f = linprog(-saved / max(saved.sum(), 1e-30), A_ub=[weights] * len(limits), b_ub=limits, bounds=(0, 1), method="highs").x
-    f = f.clip(0, 1) * min(1, limits.min() / max(weights @ f, 1e-30))  # the solver keeps its limits to 1e-7 only
-    return plan(problem, {n: float(f) for f, tensors in zip(f, GROUPS.values(), strict=True) for n in tensors})
+    room, fractions = problem.largest_alpha * problem.others_bytes, {}
+    nbytes = {group: sum(problem.nbytes[n] for n in tensors) for group, tensors in GROUPS.items()}
+    for group in sorted(GROUPS, key=lambda g: recompute_s[g] / nbytes[g], reverse=True):
+        f = min(1.0, room / nbytes[group]) if recompute_s[group] > 0 else 0.0
+        room = max(0.0, room - f * nbytes[group])
+        fractions |= dict.fromkeys(GROUPS[group], f)
+    return plan(problem, fractions)
 
 
 def given(problem, alpha, block_size, multiple=1):

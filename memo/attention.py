@@ -10,12 +10,12 @@ from collections import namedtuple
 
 import torch
 
+from memo.activations import GROUP_ELEMENTS
 from memo.config import ConfigError
 
 # what the blocks are handed; it takes multiples of so many `heads`
 Attention = namedtuple("Attention", "name forward backward heads", defaults=(1,))
 aten = torch.ops.aten
-GROUP_ELEMENTS = 2**26  # of a (B, T, heads, D) tensor: bounds attention's temporaries, and indices stay below 2^31
 
 
 def heads_first(*tensors):

@@ -4,6 +4,7 @@ one thing that takes the model itself, the arena of temporary tensors, is handed
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections import namedtuple
@@ -13,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from memo import alpha, planner
-from memo.activations import Placement, n_rows, tensors_of
+from memo.activations import CHUNK_ROWS, GROUP_ELEMENTS, HEAD_ROWS, Placement, n_rows, tensors_of
 from memo.config import ConfigError, cache_folder, degrees, save_json
 from memo.flat import local_layout
 from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
@@ -43,8 +44,9 @@ def arena_of(trace, solver, device):
 
 def trace_elsewhere(keys):
     """The Trace of these keys of a config, by another process, which needs torch: some seconds. Errors: ConfigError."""
-    argv = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in keys.items()]
-    done = subprocess.run([sys.executable, ROOT / "trace_step.py", *argv], capture_output=True, text=True)
+    argv = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in keys.items() if k != "threads"]
+    done = subprocess.run([sys.executable, ROOT / "trace_step.py", *argv], capture_output=True, text=True,
+                          env=os.environ | dict(OMP_NUM_THREADS=str(keys["threads"])))
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"the trace of a step failed ({why}); try --fast")
@@ -55,7 +57,7 @@ def traced_arena(cfg, machine, trace=trace_elsewhere):
     """The Arena of a rank, from the cache or from trace({key: value of the config}). Errors: those of `trace`, ConfigError
     where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
-    keys = {k: v for k, v in asdict(cfg).items() if k in MODEL_KEYS} | {"device": device}
+    keys = {k: v for k, v in asdict(cfg).items() if k in MODEL_KEYS} | dict(device=device, threads=machine.threads)
     try:
         key = hashlib.sha256(repr((keys, version("torch"))).encode())
     except PackageNotFoundError:
@@ -76,10 +78,33 @@ def traced_arena(cfg, machine, trace=trace_elsewhere):
 
 
 def fast_arena(cfg, machine, scale=1.0):
-    """An upper bound of the Arena, without a trace. `scale` multiplies it."""
-    itemsize, rows = itemsize_of(cfg, machine), cfg.batch_size * cfg.block_size // cfg.cp
-    b = rows * cfg.n_embd // cfg.tp * itemsize
-    return Arena(int(scale * 18 * b), 0)
+    """A bound of the Arena, without a trace: the most that is there at one time of attention over a group of heads, of a
+    chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces. `scale` multiplies it."""
+    e, tp, cp, C = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd
+    rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
+    own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
+    heads = group_heads(cfg)
+    group = rows * heads * C // cfg.n_head * e
+    gradients = 3 * group if heads == cfg.n_head // tp else 0  # dq, dk, dv: of several groups they take q's, k's, v's place
+    kernel = rows * heads * (C // cfg.n_head + 1) * 4  # inside attention's backward: see memo.profiler.workspace_bytes
+    if machine.cpu:
+        kernel = machine.threads * 256 * 512 * 2 * (4 + e % 4)
+    attention = 4.2 * group
+    if cp > 1:  # ring: two blocks and their gradients under way, in fp32
+        attention = (8.6 if cfg.context_parallel == "ulysses" else (4.6 if cp == 2 else 6.6) + 5 * f) * group
+    gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
+    layer = max(attention + kernel, gradients + 2.3 * f * own, gradients + gathered + chunk / tp,
+                gathered + 2 * f * chunk / tp)
+    head = HEAD_ROWS * (cfg.padded_vocab_size / tp * (8.2 + e % 4) + 4 * C * e)
+    layer *= 1.01  # statistics and ids
+    return Arena(int(scale * layer), int(scale * max(0, head - layer)))
+
+
+def group_heads(cfg):
+    """Heads of a rank that attention takes at a time: as memo.attention.head_groups."""
+    least = cfg.cp if cfg.context_parallel == "ulysses" else 1
+    one = cfg.batch_size * cfg.block_size // cfg.cp * (cfg.n_embd // cfg.n_head) * least
+    return min(cfg.n_head // cfg.tp, max(1, GROUP_ELEMENTS // one) * least)
 
 
 # --- the estimate ---
@@ -198,14 +223,6 @@ def activation_lines(placement, tensors):
     return lines + [Line("swap", f"{name} {of}", 0, nbytes) for name, nbytes in swapped.items() if nbytes]
 
 
-def kernels_bytes(cfg, machine):
-    """Device memory that a trace does not see: what attention's backward takes inside its kernel, a gradient of the queries
-    in fp32 and one number a row (flash-attention and cuDNN alike), of one group of heads."""
-    if machine.cpu:
-        return 0
-    return cfg.batch_size * cfg.block_size // cfg.cp * (cfg.n_embd // cfg.tp + cfg.n_head // cfg.tp) * 4
-
-
 def decide(cfg, machine, itemsize, layer, limit, spare):
     """(Placement, SwapPlan, message of OutOfHostMemory or None), as memo/placement.py decides in the run."""
     nbytes = {name: t.nbytes for name, t in tensors_of(cfg, itemsize).items()}
@@ -249,18 +266,16 @@ def estimate(cfg, machine, world, arena=traced_arena):
     numel, data, lines = states(cfg, machine, world, itemsize)
     layer = machine.speeds and Layer(cfg, machine, itemsize)
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
-    kernels = kernels_bytes(cfg, machine)
     local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
     host = host_capacity(cfg, machine, world)
     on_host = sum(line.host_bytes for line in lines)
     spare = 0  # for the buffers; with the margins that the run leaves
     if not machine.cpu:
-        spare = capacity - capacity // 32 - sum(line.device_bytes for line in lines) - (transient + kernels) * 5 // 4
+        spare = capacity - capacity // 32 - sum(line.device_bytes for line in lines) - transient * 5 // 4
     placement, plan, why = decide(cfg, machine, itemsize, layer, max(0, host // local_ranks - on_host), spare)
     lines += activation_lines(placement, tensors_of(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient)]
     lines += [Line("head", "more of it for the head", head)] * bool(head)
-    lines += [Line("workspace", "inside attention's kernels", kernels)] * bool(kernels)
     seconds = step_s(cfg, machine, world, itemsize, layer, placement, numel, data) if layer else {}
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     peak = machine.peak_flops_per_s if itemsize == 2 else None

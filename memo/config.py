@@ -52,7 +52,8 @@ class Config:
                           choices=("keep", "recompute", "swap", "memo"))
     alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, 0 to 1, or auto",
                        least=0.0, most=1.0)
-    alpha_mode: str = key("per_tensor", "what auto finds: one alpha as in the paper, or a fraction for each tensor",
+    alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a fraction for "
+                          "each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free", least=0.0)
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")

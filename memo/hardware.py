@@ -122,13 +122,14 @@ class Speeds:
 @dataclass(frozen=True)
 class Machine:
     """What a run is estimated for. `peak_flops_per_s` is None where it is not known, `speeds` where nothing was measured or
-    published, `memory_bytes` (of the device) where the device is the host, a CPU."""
+    published, `memory_bytes` (of the device) where the device is the host, a CPU. `threads`: of a rank there."""
 
     name: str
     node: Node
     memory_bytes: int | None
     peak_flops_per_s: float | None
     speeds: Speeds | None
+    threads: int = 1
 
     @property
     def cpu(self):
@@ -163,7 +164,7 @@ def machine(gpu, node=None, ranks=1, **figures):
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(measured["speeds"], measured["overhead_s"]))
+                       Speeds(measured["speeds"], measured["overhead_s"]), measured["threads"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})

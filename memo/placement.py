@@ -63,7 +63,8 @@ def machine_of(device, launch):
     else:
         found = hardware.Machine(name, hardware.NODES["workstation"], None, None, None)
     node = replace(found.node, gpus_per_node=launch.local_world, host_memory_bytes=available())
-    return replace(found, node=node, memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else None)
+    return replace(found, node=node, threads=launch.threads or torch.get_num_threads(),
+                   memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else None)
 
 
 def host_limit(cfg, launch):

@@ -174,7 +174,7 @@ def memory_plan(trace, plan, png_path, title, before=()):
 
 
 REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE, "transient": GREEN,
-                 "head": "#8fcfa8", "workspace": "#b7d968", "positions": "#e8c547", "batch": "#c9b458",
+                 "head": "#8fcfa8", "positions": "#e8c547", "batch": "#c9b458",
                  "communication": GREY, "context": "#d0d3d8"}
 
 

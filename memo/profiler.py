@@ -168,23 +168,40 @@ def rehearse(model, arena):
         model.grads.zero_()
 
 
-def traced(make, B, T, missing, device="meta"):
+def traced(make, B, T, missing, device="meta", threads=0):
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as it is on a
-    GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing."""
+    GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing. With `threads`, of the CPU, what
+    attention's kernels take for themselves is in it too; a GPU's are guessed, and such a trace is no good for replay."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
         model.swap.missing = missing
-        return rehearse(model, FakeArena())
+        return rehearse(model, FakeArena(threads))
+
+
+def workspace_bytes(name, args, threads):
+    """What an attention kernel takes for itself while it runs. On the CPU a block of scores (forward; backward also of their
+    gradients) for each thread, as in torch's FlashAttentionKernel.cpp; on a GPU in the backward the gradient of the queries
+    in fp32 and a number for each row, as flash-attention; cuDNN is taken to be alike. 0 for anything else."""
+    backward = name.endswith("_backward")
+    if "scaled_dot_product" not in name or len(args) < 5 * backward + 3 * (not backward):
+        return 0
+    q, k = args[backward], args[backward + 1]  # (B, H, T, D)
+    T, D, keys = q.shape[2], q.shape[3], min(512, k.shape[2])
+    if "for_cpu" not in name:
+        return q.numel() // D * (D + 1) * 4 if backward else 0
+    queries = 256 if T >= 768 else 64 if T >= 192 else 32
+    scores = queries * keys * (4 + 2 * (q.element_size() == 2))
+    return threads * 2 * scores + 4 * queries if backward else threads * (scores + (2 + D) * queries * 4)
 
 
 class FakeArena(TorchDispatchMode):
-    """Records the requests of segments that run on fake tensors: those of each operation's results, but not of what
-    its kernel takes for itself."""
+    """Records the requests of segments that run on fake tensors: those of each operation's results, and with `threads` of
+    what attention's kernels take for themselves."""
 
-    def __init__(self):
+    def __init__(self, threads=0):
         super().__init__()
-        self.log, self.known, self.ids = [], weakref.WeakKeyDictionary(), 0
+        self.log, self.known, self.ids, self.threads = [], weakref.WeakKeyDictionary(), 0, threads
 
     def run(self, label, work, *args):
         self.log.append(("begin", label, 0))
@@ -200,6 +217,9 @@ class FakeArena(TorchDispatchMode):
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
                 self.note(t.untyped_storage())
+        if self.threads and (nbytes := workspace_bytes(func.name(), args, self.threads)):
+            self.ids += 1
+            self.log += [("malloc", str(self.ids), nbytes), ("free", str(self.ids), nbytes)]
         return result
 
     def note(self, storage):

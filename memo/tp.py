@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import torch
 
+from memo.activations import CHUNK_ROWS
 from memo.alpha import ROWS
 from memo.flat import split_dim
 
 aten = torch.ops.aten
-CHUNK_ROWS = 2**16  # of what is done row by row: bounds its temporaries, and its indices stay below 2^31
 
 
 # --- what is done row by row is done chunk by chunk ---

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 import torch
 
-from memo import placement
+from memo import placement, slab
 from memo.activations import TABLE, Placement, layout
 from memo.alpha import OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
 from memo.config import Config, ConfigError
@@ -133,16 +133,16 @@ def test_what_is_said_is_what_was_taken(alpha):
     model, d = decided(cfg)
     optimizer = Optimizer(model, cfg)
     rows = placement.where_it_lives(cfg, d, model, optimizer)
-    device = sum(r[1] for r in rows)
+    device = sum(line.device_bytes for line in rows)
     positions = model.positions.nbytes + model.turn.nbytes
     assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions  # fp32: own masters
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
-    assert sum(r[2] for r in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
-    text = placement.describe(cfg, d, model, optimizer)
+    assert sum(line.host_bytes for line in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
+    text = placement.describe(cfg, d, rows, None)
     assert "2 buffers for 5 layers" in text and "others of 3 swapped layers" in text and "in all" in text
     assert f"alpha       {d.alpha:.3f}, " in text and (", given: overlap allows" in text) == (alpha != "auto")
     assert "overlap allows" in text and "host allows 1.00" in text
-    plan = json.loads(json.dumps(placement.as_dict(cfg, d, model)))
+    plan = json.loads(json.dumps(placement.as_dict(cfg, d, model, rows, None)))
     assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
     assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
     model.close()
@@ -160,6 +160,8 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     for free, want in ((100 * whole(), 5), (5 * whole() + x, 5), (4 * whole() + x, 4), (3 * whole() + x, 3)):
         gpu_with(monkeypatch, free)
         assert placement.room(CFG, model, RATES) == (want, inf)
+        as_in_the_paper = (5, inf) if want == 5 else (2, free)  # every layer has a buffer, or there are two
+        assert placement.room(replace(CFG, alpha_mode="paper"), model, RATES) == as_in_the_paper
     gpu_with(monkeypatch, 3 * whole() + x - 1)
     assert placement.room(CFG, model, RATES) == (2, 3 * whole() + x - 1)
     assert placement.room(fixed(0.5), model, RATES) == (2, inf)
@@ -208,13 +210,19 @@ def test_too_little_host_memory_is_told_before_the_device_is_touched():
 
 
 def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
-    monkeypatch.setattr(placement, "host_bytes", lambda gb, ranks: 10**9 // ranks)
+    monkeypatch.setattr(slab, "available", lambda: 10**9)
     on_host = replace(CFG, optimizer_device="cpu", vocab_size=1000)
-    states = 2 * 12 * (12 * CFG.n_layer * CFG.n_embd**2 + 1000 * CFG.n_embd)  # weights, two moments; a checkpoint's copy
+    states = 12 * (12 * CFG.n_layer * CFG.n_embd**2 + 1000 * CFG.n_embd)  # weights, two moments
     for world, local_world in ((1, 1), (4, 2)):
         launch = Launch(0, world, 0, local_world, 0, "")
-        assert placement.host_limit(replace(CFG, vocab_size=1000), launch) == 10**9 // local_world - states // 2 // world
-        assert placement.host_limit(on_host, launch) == 10**9 // local_world - states // world
+        share = 9 * 10**8 // local_world - states // world  # beside a checkpoint's copy of them
+        assert placement.host_limit(replace(CFG, vocab_size=1000), launch) == share
+        assert placement.host_limit(on_host, launch) == share - states // world
+        granted = replace(CFG, vocab_size=1000, host_memory_gb=0.4)  # the copy comes on top
+        assert placement.host_limit(granted, launch) == 4 * 10**8 // local_world
+    wanted = r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; try host_memory"
+    with pytest.raises(OutOfHostMemory, match=wanted):
+        placement.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
     with pytest.raises(OutOfHostMemory, match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
         placement.host_limit(replace(on_host, n_layer=5000), Launch(0, 1, 0, 1, 0, ""))
     assert placement.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
@@ -244,7 +252,8 @@ def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
     model, d = decided(CFG, 3 * always - 1)
     assert d.placement.input_only == 1 and d.alpha == 0
     assert model.swap.host_bytes == 2 * always + t["x"].nbytes
-    assert "1 of 3 swapped layers keep only their input" in placement.describe(CFG, d, model, Optimizer(model, CFG))
+    lines = placement.where_it_lives(CFG, d, model, Optimizer(model, CFG))
+    assert "1 of 3 swapped layers keep only their input" in placement.describe(CFG, d, lines, None)
     model.close()
 
 
