@@ -83,13 +83,13 @@ REST = {"memory": 0.8, "link": 0.8, "network": 0.9}
 # and five backward), of its memory bandwidth, of a link
 EFFICIENCY = {
     # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800)
-    "ampere": {"matmul": 0.764, "attention forward": 0.678, "attention backward": 0.599, **REST},
+    "ampere": {"matmul": 0.765, "attention forward": 0.66, "attention backward": 0.604, **REST},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K: cuDNN, which torch brings
     # along, 539 TFLOPS forward (causal) and 516 backward; flash_attn_3 itself would be 616 and 561. cuBLAS: assumed
     "hopper": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
     # not measured nor published for these kernels: taken as on Hopper, and as on Ampere
     "blackwell": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
-    "ada": {"matmul": 0.764, "attention forward": 0.678, "attention backward": 0.599, **REST},
+    "ada": {"matmul": 0.765, "attention forward": 0.66, "attention backward": 0.604, **REST},
 }
 
 # device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels, all-to-all between

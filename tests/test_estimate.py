@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from bench.estimate import PAPER, paper_config, rows_of_table3
+from bench.estimate import PAPER, of_that_width, paper_config, rows_of_table3
 from memo import budget, estimate, hardware, placement, search
 from memo.activations import Placement, n_rows, tensors_of
 from memo.alpha import GROUPS
@@ -58,14 +58,7 @@ def test_every_cell_without_host_memory_and_no_other():
 
 @pytest.mark.parametrize("model", ["7B", "30B"])
 def test_mfu_of_table_3(model):
-    """The paper's rows are each in the best layout it found, for 16 sequences; for 30B that is searched with tp=8."""
-    gpus, off = PAPER["models"][model]["gpus"], []
-    for S, mfu in rows_of_table3(model):
-        layouts = [dict()]  # of 7B Table 4 says the layout, which is the preset's
-        if model == "30B":
-            layouts = [dict(cp=cp, gradient_accumulation_steps=16) for cp in (1, 2, 4)]
-        estimates = [paper(S, gpus, model, **keys) for keys in layouts]
-        off.append(abs(100 * max(got.mfu for got in estimates if got.fits) - mfu))
+    off = [abs(100 * max(got.mfu for got in of_that_width(model, S) if got.fits) - mfu) for S, mfu in rows_of_table3(model)]
     assert max(off) < 3 and sum(off) / len(off) < 1.5, off
 
 
