@@ -1,5 +1,6 @@
 """Trains a GPT: python train.py [config/x.py] [--key=value ...]
-on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value ...]"""
+on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value ...]
+--force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
 import contextlib
 import fcntl
@@ -12,6 +13,7 @@ import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -440,7 +442,11 @@ def finish(run, done, stop):
         print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")
         return
-    val = [r["val_loss"] for r in read_metrics(run.out / "metrics.jsonl") if r.get("val_loss") is not None]
+    rows = read_metrics(run.out / "metrics.jsonl")
+    if run.expected and run.expected.seconds:
+        step_s = median(r["step_s"] for r in rows if r["iter"] >= run.first)
+        print(f"step {step_s:.3g} s (median), estimated {run.expected.seconds['step']:.3g} s")
+    val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
     if val:
         print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
     files = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")

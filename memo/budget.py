@@ -269,9 +269,10 @@ def estimate(cfg, machine, world, arena=traced_arena):
     local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
     host = host_capacity(cfg, machine, world)
     on_host = sum(line.host_bytes for line in lines)
-    spare = 0  # for the buffers; with the margins that the run leaves
+    spare = 0  # for the buffers
     if not machine.cpu:
-        spare = capacity - capacity // 32 - sum(line.device_bytes for line in lines) - transient * 5 // 4
+        lines.append(Line("margin", "margin for gaps", capacity // 32 + transient // 4))  # that of placement.room
+        spare = capacity - sum(line.device_bytes for line in lines) - transient
     placement, plan, why = decide(cfg, machine, itemsize, layer, max(0, host // local_ranks - on_host), spare)
     lines += activation_lines(placement, tensors_of(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient)]

@@ -116,7 +116,8 @@ def table(got):
         allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in got.plan.limits.items())
         lines.append(f"alpha       {got.alpha:.3f}, {'set by ' + got.binds if cfg.finds_alpha else 'given'}: {allowed}")
     if got.seconds:
-        parts = [f"{name} {s / got.seconds['step']:.1%}" for name, s in got.seconds.items() if name != "step" and s > 0]
+        parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
+        parts = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
         lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(parts)}",
                   f"            MFU {percent(got.mfu)}, TGS {got.tgs:,.1f}"]
     else:
@@ -140,7 +141,10 @@ def advice(got, arena):
     if got.capacity is not None and states > got.capacity:
         lines.append(f"            its parameters, gradients and optimizer alone take {states / GIB:.4g} GiB of each of the "
                      f"{got.world} devices, {(states - got.capacity) / GIB:.3g} GiB more than there is")
-    for text, other in remedies(got, arena):
+    others = remedies(got, arena)
+    if not others:
+        lines.append("            no other layout or mode would help, nor up to eight times the GPUs")
+    for text, other in others:
         cost = "" if None in (got.mfu, other.mfu) else f" ({100 * (other.mfu - got.mfu):+.1f})"
         lines.append(f"            it would with {text}: MFU {percent(other.mfu)}{cost}")
     return lines

@@ -99,7 +99,7 @@ def room(cfg, model, rates):
     if not gpu_decides(cfg, model.device):
         return 2, inf
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))  # of the fullest device
-    free -= total // 32  # the head takes some, and the allocator's blocks have gaps
+    free -= total // 32  # the head takes some, and the allocator's blocks have gaps: budget.estimate's margin
     spare = max(0, free - rates.transient_bytes * 5 // 4)
     p = problem(cfg, model.dtype, 0)
     if spare < (least := p.least_device_bytes):

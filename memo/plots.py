@@ -175,7 +175,7 @@ def memory_plan(trace, plan, png_path, title, before=()):
 
 REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE, "transient": GREEN,
                  "head": "#8fcfa8", "positions": "#e8c547", "batch": "#c9b458",
-                 "communication": GREY, "context": "#d0d3d8"}
+                 "communication": GREY, "context": "#d0d3d8", "margin": "#eceef1"}
 
 
 def dry_run(got, at, most, png_path):

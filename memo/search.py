@@ -51,8 +51,8 @@ def layouts(cfg, machine, world):
 
 
 def search(cfg, machine, world, arena=traced_arena, best=5):
-    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`. Errors:
-    ConfigError where there is no layout at all for so many ranks."""
+    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`. Where none
+    fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
     found = [got for one in layouts(cfg, machine, world) if (got := tried(one, machine, world, fast_arena))]
     if not found:
         raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, 2*cp*tp block_size="
@@ -69,7 +69,7 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
             chosen.append(exact)
         if len(chosen) == best:
             break
-    return chosen
+    return chosen or [min(found, key=lambda got: (got.reason != "oohm", got.device_bytes))]
 
 
 def longest(cfg, machine, world, arena=traced_arena):
