@@ -22,10 +22,11 @@ import torch
 from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
 from memo.batch import open_dataset
-from memo.budget import estimate, traced_arena
+from memo.budget import traced_arena
 from memo.config import ConfigError, degrees, help_text, load_config, save_config, save_json
 from memo.cp import held
-from memo.device import device_name, device_peak_bytes, own_bytes, pick_device, set_deterministic
+from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
+from memo.expected import OutOfMemory, expect, growing
 from memo.hardware import peak_flops_per_s
 from memo.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
 from memo.metrics import (
@@ -41,7 +42,6 @@ from memo.metrics import (
 )
 from memo.optim import Optimizer
 from memo.plots import loss_curve, memory_plan, timeline
-from memo.search import explain, remedies
 from memo.streams import stall_s
 from memo.tokens import load_tokenizer
 from model import GPT, initial_weights
@@ -58,22 +58,6 @@ def learning_rate(cfg, it):
         return cfg.learning_rate * (it + 1) / cfg.warmup_iters
     done = min(1.0, (it - cfg.warmup_iters) / max(1, cfg.decay_iters - cfg.warmup_iters))
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
-
-
-class OutOfMemory(RuntimeError):
-    """The device's memory is used up on this rank. One line."""
-
-
-@contextlib.contextmanager
-def growing(run, region):
-    """Names the region of memory that grows meanwhile, should there be too little: a key of budget.Line.region."""
-    try:
-        yield
-    except RuntimeError as e:
-        text = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if isinstance(e, OutOfMemory) or not (isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text):
-            raise  # torch has no class of its own for the CPU's
-        raise OutOfMemory(explain(run.expected, region, own_bytes(run.device), text)) from e
 
 
 class StopSignal:
@@ -154,21 +138,6 @@ def arena_here(cfg, machine):
     return traced_arena(cfg, machine, lambda keys: trace_step(cfg, keys["device"], keys["threads"]))
 
 
-def expect(cfg, device, launch, force):
-    """The Estimate of this run, None where it is not to be had. Errors: ConfigError where it cannot fit, unless `force`."""
-    machine = placement.machine_of(device, launch)
-    try:
-        expected = estimate(cfg, machine, launch.world, arena_here)
-    except Exception as e:  # an estimate is not worth a run
-        print(f"warning: no estimate: {type(e).__name__}: {e}", file=sys.stderr)
-        return None
-    if not expected.fits and not force:
-        others = [text for text, _ in remedies(expected, arena_here)]
-        raise ConfigError(f"block_size={cfg.block_size} does not fit: {expected.why}; try "
-                          f"{' or '.join([*others, '--force'])} (to run it all the same)")
-    return expected
-
-
 def check(argv, launch):
     """What can be wrong before the device is touched, and needs no other rank -> what was found on the way."""
     force = "--force" in argv
@@ -192,7 +161,7 @@ def check(argv, launch):
     resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
     limit = placement.host_limit(cfg, launch)
     placement.check(cfg, device, dtype, limit)
-    expected = expect(cfg, device, launch, force) if launch.rank == 0 else None
+    expected = expect(cfg, device, launch, arena_here, force) if launch.rank == 0 else None
     return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit,
                            expected=expected)
 
@@ -219,9 +188,9 @@ def setup(argv, launch, host):
     run.mesh = open_mesh(host, cfg.cp, cfg.tp, device)
     run.ranges = held(cfg.block_size, run.mesh.cp, cfg.context_parallel)
     run.expected = host.objects(run.expected)[0]
-    with growing(run, "params"):
+    with growing(run.expected, device, "params"):
         run.model = model = GPT(cfg, device, dtype, mesh=run.mesh)
-    with growing(run, "optimizer"):
+    with growing(run.expected, device, "optimizer"):
         run.optimizer = Optimizer(model, cfg)
     if ckpt is not None:
         together(host, checkpoint.restore, ckpt, model, run.optimizer)
@@ -231,9 +200,9 @@ def setup(argv, launch, host):
     else:
         run.optimizer.load(initial_weights(cfg, cfg.seed, device))
     run.first = ckpt.iter if ckpt is not None else 0
-    with growing(run, "rounding_buffers"):
+    with growing(run.expected, device, "rounding_buffers"):
         run.decision = placement.decide(cfg, model, run.limit)
-    with growing(run, "transient"):
+    with growing(run.expected, device, "transient"):
         placement.plan_memory(cfg, model)
     run.lines = placement.where_it_lives(cfg, run.decision, model, run.optimizer)
     run.saver = checkpoint.Saver(run.out, host.another())
@@ -422,7 +391,7 @@ def go(run):
     if run.speaks and cfg.wandb_log:
         loggers.append(WandbLogger(cfg, asdict(cfg)))
     try:
-        with StopSignal(quiet=not run.speaks) as stop, growing(run, "transient"):
+        with StopSignal(quiet=not run.speaks) as stop, growing(run.expected, run.device, "transient"):
             done = train(run, loggers, stop)
             save(run, done, last=True)
             stop.number = int(*run.mesh.host.max(stop.number))  # it may have come to some ranks while they saved

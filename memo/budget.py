@@ -264,7 +264,8 @@ def estimate(cfg, machine, world, arena=traced_arena):
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
     numel, data, lines = states(cfg, machine, world, itemsize)
-    layer = machine.speeds and Layer(cfg, machine, itemsize)
+    known = machine.speeds is not None and machine.speeds.itemsize == itemsize
+    layer = Layer(cfg, machine, itemsize) if known else None
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
     local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
     host = host_capacity(cfg, machine, world)
@@ -292,10 +293,12 @@ def verdict(got, why):
     if got.capacity is not None and device > got.capacity:
         return dict(reason="oom", why=f"it needs {device / gib:.4g} GiB of device memory, a {got.machine.name} has "
                                       f"{got.capacity / gib:.4g}: {(device - got.capacity) / gib:.3g} GiB too much")
-    host, capacity, what = got.host_bytes, got.host_capacity, "host memory to swap to"
+    needs = [(got.host_bytes, got.host_capacity, "host memory to swap to")]
     if got.capacity is None:  # one memory for both
-        host, what = host + got.local_ranks * device, "memory"
-    if why or host > capacity:
-        return dict(reason="oohm", why=f"it needs {host / gib:.4g} GiB of {what} on a node, which grants "
-                                       f"{capacity / gib:.4g}: {(host - capacity) / gib:.3g} GiB too much")
+        there = int(got.machine.node.host_memory_bytes * HOST_SHARE)
+        needs.append((got.host_bytes + got.local_ranks * device, there, "memory"))
+    for host, capacity, what in needs:
+        if why or host > capacity:
+            return dict(reason="oohm", why=f"it needs {host / gib:.4g} GiB of {what} on a node, which grants "
+                                           f"{capacity / gib:.4g}: {(host - capacity) / gib:.3g} GiB too much")
     return dict(reason=None, why=None)

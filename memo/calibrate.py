@@ -174,7 +174,8 @@ def calibrate(axis, host, device, dtype, local_ranks):
     rate = copy_rate(2**28 if cuda else 2**25, device, host)
     node = dict(gpus_per_node=local_ranks, host_memory_bytes=free, nvlink_bytes_per_s=shift,
                 pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
-    measured = dict(device=name, threads=torch.get_num_threads(), ranks=axis.size, node=node, speeds=table,
+    measured = dict(device=name, threads=torch.get_num_threads(), ranks=axis.size, node=node,
+                    itemsize=dtype.itemsize, speeds=table,
                     overhead_s=seconds(partial(tiny.add_, 1), device, host),
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name))

@@ -56,4 +56,5 @@ def own_bytes(device):
     """What other processes leave of a CUDA device's memory; None where the device is the host."""
     if device.type != "cuda":
         return None
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)

@@ -134,14 +134,14 @@ def summary(got):
 HEADING = f"{'layout':26}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
 
 
-def advice(got, arena):
+def advice(got):
     """The lines on what would make it fit."""
     lines = [f"does not fit: {got.why}"]
     states = sum(line.device_bytes for line in got.lines if line.region in ("params", "grads", "optimizer"))
     if got.capacity is not None and states > got.capacity:
         lines.append(f"            its parameters, gradients and optimizer alone take {states / GIB:.4g} GiB of each of the "
                      f"{got.world} devices, {(states - got.capacity) / GIB:.3g} GiB more than there is")
-    others = remedies(got, arena)
+    others = remedies(got)
     if not others:
         lines.append("            no other layout or mode would help, nor up to eight times the GPUs")
     for text, other in others:
@@ -195,7 +195,7 @@ def run(argv):
     if got.fits:
         lines.append(f"fits        bound by {got.binds}")
     else:
-        lines += advice(got, arena)
+        lines += advice(got)
     out = as_dict(got)
     if options.get("search"):
         out["candidates"] = [as_dict(other) for other in found[1:]]

@@ -101,10 +101,12 @@ HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for
 
 class Speeds:
     """How fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, for elementwise passes that are not listed
-    those of "memory". What `size` is, memo/roofline.py says with each operation. `overhead_s`: of one kernel, at least."""
+    those of "memory". What `size` is, memo/roofline.py says with each operation. `overhead_s`: of one kernel, at least.
+    `itemsize`: of the dtype that they are for."""
 
-    def __init__(self, table, overhead_s=0.0):
-        self.table, self.overhead_s = {op: sorted(map(tuple, points)) for op, points in table.items()}, overhead_s
+    def __init__(self, table, overhead_s=0.0, itemsize=2):
+        self.table = {op: sorted(map(tuple, points)) for op, points in table.items()}
+        self.overhead_s, self.itemsize = overhead_s, itemsize
 
     def rate(self, op, size=1):
         """Per second, log-linear between the sizes that are known, constant beyond them."""
@@ -164,7 +166,7 @@ def machine(gpu, node=None, ranks=1, **figures):
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(measured["speeds"], measured["overhead_s"]), measured["threads"])
+                       Speeds(measured["speeds"], measured["overhead_s"], measured["itemsize"]), measured["threads"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})

@@ -7,16 +7,16 @@ from math import inf
 
 import torch
 
-from memo import hardware, profiler
+from memo import profiler
 from memo.activations import Placement, n_rows, tensors_of
 from memo.allocator import Arena, Unavailable
 from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place
 from memo.budget import STATES_BYTES, Line, activation_lines
 from memo.config import ConfigError
-from memo.device import device_name, free_bytes
+from memo.device import free_bytes
 from memo.estimate import as_dict as estimate_dict
 from memo.metrics import parameters, percent
-from memo.slab import available, host_bytes
+from memo.slab import host_bytes
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,6 @@ def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=
     if rates and rates.transient_bytes is not None and not cfg.pin_memory:
         seconds = 0.0  # on CUDA a copy to pageable memory holds the host up until it is done, and so hides behind nothing
     return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers, device_bytes)
-
-
-def machine_of(device, launch):
-    """The hardware.Machine that this rank runs on: what is known of its GPU and this host, and what --calibrate measured."""
-    try:
-        measured = hardware.machine("here", ranks=launch.world)
-    except ConfigError:
-        measured = None
-    name, cuda = device_name(device), device.type == "cuda"
-    short = hardware.gpu_named(name) if cuda else None
-    if measured and measured.name == name:
-        found = measured
-    elif short:
-        found = hardware.machine(short)
-    else:
-        found = hardware.Machine(name, hardware.NODES["workstation"], None, None, None)
-    node = replace(found.node, gpus_per_node=launch.local_world, host_memory_bytes=available())
-    return replace(found, node=node, threads=launch.threads or torch.get_num_threads(),
-                   memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else None)
 
 
 def host_limit(cfg, launch):

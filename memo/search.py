@@ -11,9 +11,7 @@ LONGEST = 2**27  # tokens; where the search for the longest context stops
 
 
 def changed(cfg, **keys):
-    """The config with other keys, or None where that cannot be. alpha by hand goes with activation=memo only."""
-    if keys.get("activation", "memo") != "memo":
-        keys["alpha"] = "auto"
+    """The config with other keys, or None where that cannot be."""
     try:
         return replace(cfg, **keys)
     except ConfigError:
@@ -41,12 +39,12 @@ def layouts(cfg, machine, world):
     """Every config that differs in layout, activation mode or the optimizer's place only, and can be."""
     dim = [tp for tp in degrees_of(min(world, machine.node.gpus_per_node)) if cfg.n_head % tp == 0]
     modes = [dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
-             dict(activation="memo", alpha="auto", alpha_mode="paper"),
-             dict(activation="memo", alpha="auto", alpha_mode="per_tensor")]
+             dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor")]
     for tp, mode, where in product(dim, modes, ("auto", "cpu")):
         for cp in degrees_of(world // tp):
             for kind in ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,):
-                if one := changed(cfg, tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, **mode):
+                if one := changed(cfg, tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, alpha="auto",
+                                 **mode):
                     yield one
 
 
@@ -94,35 +92,29 @@ def longest(cfg, machine, world, arena=traced_arena):
     return tried(changed(cfg, block_size=n * unit), machine, world, arena) if n else None
 
 
-def remedies(got, arena, most=3):
-    """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first."""
-    cfg, machine, world = got.cfg, got.machine, got.world
-    single = {"--optimizer_device=cpu": dict(optimizer_device="cpu"), "--activation=memo": dict(activation="memo"),
-              "--activation=recompute": dict(activation="recompute"), "--alpha=auto": dict(alpha="auto"),
-              "--context_parallel=ulysses": dict(context_parallel="ulysses"),
-              f"--batch_size={cfg.batch_size // 2}": dict(batch_size=cfg.batch_size // 2),
-              f"--cp={2 * cfg.cp}": dict(cp=2 * cfg.cp), f"--tp={2 * cfg.tp}": dict(tp=2 * cfg.tp),
-              f"--tp={cfg.tp // 2} --cp={2 * cfg.cp}": dict(tp=cfg.tp // 2, cp=2 * cfg.cp),
-              f"--tp={2 * cfg.tp} --cp={cfg.cp // 2}": dict(tp=2 * cfg.tp, cp=cfg.cp // 2)}
-    single = {text: keys for text, keys in single.items() if any(getattr(cfg, k) != v for k, v in keys.items())}
-    options = [(text, keys, world) for text, keys in single.items()]
-    options += [(f"{text} --optimizer_device=cpu", keys | single["--optimizer_device=cpu"], world)
-                for text, keys in single.items() if "--optimizer_device=cpu" in single and "optimizer_device" not in keys]
-    for gpus, name in ((2 * world, "cp"), (2 * world, "tp"), (4 * world, "cp"), (8 * world, "cp")):
-        degree = getattr(cfg, name) * gpus // world
-        options.append((f"--gpus={gpus} --{name}={degree}", {name: degree}, gpus))
-    fits = []
-    for text, keys, gpus in options:
-        if (name := keys.get("tp", 1)) > machine.node.gpus_per_node:
+def remedies(got, most=3):
+    """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last one a shorter
+    context."""
+    cfg, machine, world, cpu = got.cfg, got.machine, got.world, dict(optimizer_device="cpu")
+    changes = [dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
+               dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
+               dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
+    options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
+    options += [(n * world, {name: n * getattr(cfg, name)}) for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
+    fits = {}
+    for gpus, keys in options:
+        keys = {name: value for name, value in keys.items() if getattr(cfg, name) != value}
+        if not keys or keys.get("tp", 1) > machine.node.gpus_per_node:
             continue
         other = tried(changed(cfg, **keys), machine, gpus, fast_arena)
         if other and other.fits:
-            fits.append((text, other))
-    fits.sort(key=lambda item: (item[1].world > world, -(item[1].mfu or 0), len(item[0])))
-    chosen = fits[:most if len(fits) < most else most - 1]
-    if shorter := longest(cfg, machine, world, fast_arena):
-        chosen.append((f"--block_size={shorter.cfg.block_size}", shorter))
-    return chosen
+            more = [f"--gpus={gpus}"] if gpus > world else []
+            fits[" ".join(more + [f"--{name}={value}" for name, value in keys.items()])] = other
+    found = sorted(fits.items(), key=lambda item: (item[1].world > world, -(item[1].mfu or 0), len(item[0])))
+    shorter = longest(cfg, machine, world, fast_arena)
+    if shorter is None:
+        return found[:most]
+    return [*found[:most - 1], (f"--block_size={shorter.cfg.block_size}", shorter)]
 
 
 KNOBS = {"params": "--tp", "optimizer": "--optimizer_device=cpu, or more ranks",

@@ -14,7 +14,7 @@ import torch
 
 import train
 from bench.estimate import PAPER, of_that_width, paper_config, rows_of_table3
-from memo import budget, estimate, hardware, placement, search
+from memo import budget, calibrate, estimate, expected, hardware, placement, profiler, search
 from memo.activations import Placement, n_rows, tensors_of
 from memo.alpha import GROUPS
 from memo.budget import Arena, fast_arena, traced_arena
@@ -221,7 +221,7 @@ def test_remedies_fit():
     cfg = load_config(["config/7b_1m.py", "--block_size=4194304"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     assert got.reason == "oom"
-    others = search.remedies(got, fast_arena)
+    others = search.remedies(got)
     assert len(others) == 3 and all(other.fits for _, other in others)
     for text, other in others:
         argv = [arg for arg in text.split() if not arg.startswith("--gpus=")]
@@ -299,7 +299,7 @@ def test_the_bound_needs_no_torch(tmp_path):
 def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
     little = replace(hardware.NODES["workstation"], host_memory_bytes=2**18)
     full = hardware.Machine("CPU", little, None, None, None)
-    monkeypatch.setattr(placement, "machine_of", lambda *args: full)
+    monkeypatch.setattr(expected, "machine_of", lambda *args: full)
     argv = arguments(dataset, tmp_path, activation="keep", max_iters=1, warmup_iters=0)
     wanted = r"^block_size=\d+ does not fit: it needs .* GiB of memory on a node, which grants .*--force"
     with pytest.raises(ConfigError, match=wanted):
@@ -311,8 +311,8 @@ def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
 def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     """A process that may not take more than a few hundred MB beyond what torch itself takes."""
     cfg = load_config(["config/7b_1m.py"])
-    expected = budget.estimate(cfg, A800, 8, fast_arena)
-    line = search.explain(expected, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
+    got = budget.estimate(cfg, A800, 8, fast_arena)
+    line = search.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
     assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, estimated at ")
     assert "try --cp or --tp" in line and "the greatest block_size that would fit is " in line
     assert int(line.rpartition(" ")[2]) < cfg.block_size or "should fit" in line
@@ -326,3 +326,19 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *argv, "--force"], capture_output=True, text=True, cwd=ROOT)
     assert resource and done.returncode == 1
     assert "while the region rounding_buffers grew, estimated at " in done.stderr, done.stderr
+
+
+def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "LEAST_S", 0.0)
+    assert profiler.main(["--calibrate", "--device=cpu"]) == 0
+    assert "matmul" in capsys.readouterr().out
+    here = hardware.machine("here")
+    assert here.cpu and here.threads == torch.get_num_threads() and here.speeds.itemsize == 4
+    small = ["--n_layer=4", "--n_embd=256", "--n_head=4", "--block_size=4096", "--vocab_size=512", "--json"]
+    code, out, _ = command(*small, capsys=capsys)
+    got = json.loads(out)
+    assert code == 0 and 0.01 < got["seconds"]["step"] < 100 and got["mfu"] is None and got["tgs"] > 0
+    code, out, _ = command(*small, "--dtype=bfloat16", capsys=capsys)  # measured in another dtype
+    assert json.loads(out)["seconds"]["step"] is None
