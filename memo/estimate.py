@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 
 from memo import hardware
-from memo.budget import ROOT, Line, estimate, fast_arena, traced_arena
+from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, itemsize_of, traced_arena
 from memo.config import ConfigError, load_config
 from memo.metrics import parameters, percent
 from memo.search import changed, longest, remedies, search, tried
@@ -137,10 +137,6 @@ HEADING = f"{'layout':26}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB
 def advice(got):
     """The lines on what would make it fit."""
     lines = [f"does not fit: {got.why}"]
-    states = sum(line.device_bytes for line in got.lines if line.region in ("params", "grads", "optimizer"))
-    if got.capacity is not None and states > got.capacity:
-        lines.append(f"            its parameters, gradients and optimizer alone take {states / GIB:.4g} GiB of each of the "
-                     f"{got.world} devices, {(states - got.capacity) / GIB:.3g} GiB more than there is")
     others = remedies(got)
     if not others:
         lines.append("            no other layout or mode would help, nor up to eight times the GPUs")
@@ -171,22 +167,36 @@ def as_dict(got):
 
 
 def main(argv=None):
-    """The command line; returns the exit code: 0 where it fits, 1 where it does not, 2 for bad input."""
+    """The command line; returns the exit code: 0, or 2 for bad input."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
     try:
-        return run(argv)
+        run(argv)
+        return 0
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
 
 
+def check_size(cfg, machine, world):
+    """Errors: ConfigError where no sharing out could make the model's states fit."""
+    each = itemsize_of(cfg, machine) + 4 + STATES_BYTES * (cfg.optimizer_device == "auto")
+    needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
+    if machine.memory_bytes is not None and needs > there:
+        least = -(-needs // machine.memory_bytes)
+        raise ConfigError(f"--gpus={world}: {parameters(cfg) / 1e9:.3g}B parameters, their gradients and optimizer take "
+                          f"{needs / GIB:.4g} GiB, all {world} devices together have {there / GIB:.4g}: "
+                          f"{(needs - there) / GIB:.4g} GiB too much; try at least --gpus={least}, a larger --gpu or "
+                          "--optimizer_device=cpu")
+
+
 def run(argv):
     cfg, machine, world, options = prepare(argv)
+    check_size(cfg, machine, world)
     arena = fast_arena if options.get("fast") else traced_arena
-    out, lines, found = {}, [], []
+    lines, found = [], []
     if options.get("search"):
         found = search(cfg, machine, world, arena)
         lines += [HEADING, *map(summary, found), ""]
@@ -210,7 +220,6 @@ def run(argv):
                 longest(got.cfg, machine, world, arena), options["plot"])
         lines.append(f"picture     {options['plot']}")
     print(json.dumps(out) if options.get("json") else "\n".join(lines))
-    return 0 if got.fits else 1
 
 
 def limit_of(most):
