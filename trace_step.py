@@ -28,7 +28,8 @@ def trace_step(cfg, device, threads=1):
     """The planner.Trace of a rank of cfg.tp and cfg.cp on "cuda" or a "cpu" with so many threads; nothing is recomputed in
     it, which requests no more than the forward does. cfg.dtype auto: as there."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
-    cfg = replace(cfg, n_layer=1, attention="auto", activation="keep", alpha="auto")
+    attention = "math" if cfg.attention == "math" else "auto"
+    cfg = replace(cfg, n_layer=1, attention=attention, activation="keep", alpha="auto")
     mesh = Mesh(tp=Axis("tp", cfg.tp), cp=Axis("cp", cfg.cp))
     return profiler.traced(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
                            cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", threads)

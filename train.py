@@ -135,7 +135,8 @@ def check_tokenizer(data, folder, whose):
 
 def arena_here(cfg, machine):
     """budget.traced_arena in this process."""
-    return traced_arena(cfg, machine, lambda keys: trace_step(cfg, keys["device"], keys["threads"]))
+    return traced_arena(cfg, machine, lambda keys: trace_step(replace(cfg, attention=keys["attention"]), keys["device"],
+                                                         keys["threads"]))
 
 
 def check(argv, launch):

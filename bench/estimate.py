@@ -1,7 +1,7 @@
 """The dry run against what others and we measured.
 
     python -m bench.estimate paper        fits the efficiencies to the paper's 7B rows, predicts all of Tables 3 to 5
-    python -m bench.estimate contexts     the longest contexts of an 8B-sized model on eight GPUs
+    python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
     python -m bench.estimate here [--device=cuda]     runs on this machine, after --calibrate: bytes and seconds
     python -m bench.estimate all
 """
@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 
 from bench.machine import machine as machine_at_hand
 from memo import hardware
-from memo.budget import ROOT, Arena, estimate, fast_arena, traced_arena
+from memo.budget import ROOT, Arena, estimate, fast_arena, granting, traced_arena
 from memo.config import load_config, save_json
 from memo.search import changed, degrees_of, longest, search
 
@@ -151,16 +151,15 @@ def contexts():
                         host_share=most.host_bytes / most.host_capacity, **more))
         print(out[-1], flush=True)
     for gb in (HOST_BYTES / 1e9, 2000.0):
-        most = longest(replace(cfg, host_memory_gb=gb), hardware.machine("a800-80gb"), 8)
+        most = longest(*granting(cfg, hardware.machine("a800-80gb"), 8, gb * 1e9), 8)
         row(f"8 x a800-80gb, {gb:g} GB of host memory", most)
     published = {"ALST (8B)": 3.7e6, "FPDT (8B)": 4e6, "Untied Ulysses (8B)": 5e6}
     for gpu, gb in (("a800-80gb", 2000.0), ("h100-80gb", 1900.0), ("h200-141gb", 1900.0)):
-        machine, found = hardware.machine(gpu), []
+        (granted, machine), found = granting(cfg, hardware.machine(gpu), 8, gb * 1e9), []
         for tp in degrees_of(8):
             for kind in ("ring", "ulysses"):
                 for where in ("auto", "cpu"):
-                    one = changed(cfg, tp=tp, cp=8 // tp, context_parallel=kind, optimizer_device=where, host_memory_gb=gb,
-                                  block_size=2**20)
+                    one = changed(granted, tp=tp, cp=8 // tp, context_parallel=kind, optimizer_device=where)
                     found.append(one and longest(one, machine, 8, fast_arena))
         best = max(filter(None, found), key=lambda most: (most.cfg.block_size, most.mfu))
         most = longest(best.cfg, machine, 8, traced_arena)

@@ -15,6 +15,11 @@ GROUP_ELEMENTS = 2**26  # of a (B, T, heads, D) tensor in attention, which goes 
 HEAD_ROWS = 1024  # tokens whose logits exist at once
 
 
+def heads_at_once(rows, D, heads, multiple=1):
+    """Of so many heads those that attention takes at a time, a multiple: GROUP_ELEMENTS bounds (rows, heads, D)."""
+    return min(heads, max(1, GROUP_ELEMENTS // (rows * D * multiple)) * multiple)
+
+
 @dataclass(frozen=True)
 class Skeletal:
     """One row of the table. Its elements per token, over tp: units * C, or one per head (`lse`), or one (a statistic)."""
@@ -72,6 +77,12 @@ def tensors_of(cfg, itemsize):
 def n_rows(cfg):
     """Rows of a rank's own."""
     return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
+
+
+def group_heads(cfg):
+    """Heads of a rank of a config that attention takes at a time."""
+    rows, multiple = cfg.batch_size * cfg.block_size // cfg.cp, cfg.cp if cfg.context_parallel == "ulysses" else 1
+    return heads_at_once(rows, cfg.n_embd // cfg.n_head, cfg.n_head // cfg.tp, multiple)
 
 
 @dataclass(frozen=True)

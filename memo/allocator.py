@@ -24,8 +24,6 @@ from memo import planner
 from memo.config import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
-PLANNING_S = 10.0  # for each of the plan's problems; what is found by then is used
 Planned = namedtuple("Planned", "trace plan")
 Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks log_chars")
 
@@ -169,7 +167,7 @@ class Arena:
 
     def replay(self, trace):
         """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
-        plan = planner.cached(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type], PLANNING_S)
+        plan = planner.cached(trace, cache_folder(), self.solver, planner.ALIGNMENT[self.device.type], planner.PLANNING_S)
         self.install(plan)
         self.plans.append(Planned(trace, plan))
 

@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import torch
 
-from memo.activations import GROUP_ELEMENTS
+from memo.activations import heads_at_once
 from memo.config import ConfigError
 
 # what the blocks are handed; it takes multiples of so many `heads`
@@ -26,9 +26,9 @@ def heads_first(*tensors):
 # --- group by group of heads ---
 
 def head_groups(attention, q):
-    """Slices of the heads of q (B, T, H, D), of at most GROUP_ELEMENTS elements each, but of what `attention` takes."""
+    """Slices of the heads of q (B, T, H, D), as many at a time as activations.heads_at_once says."""
     B, T, H, D = q.shape
-    heads = max(1, GROUP_ELEMENTS // (B * T * D * attention.heads)) * attention.heads
+    heads = heads_at_once(B * T, D, H, attention.heads)
     return [slice(i, i + heads) for i in range(0, H, heads)]
 
 

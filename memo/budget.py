@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from memo import alpha, planner
-from memo.activations import CHUNK_ROWS, GROUP_ELEMENTS, HEAD_ROWS, Placement, n_rows, tensors_of
+from memo.activations import CHUNK_ROWS, HEAD_ROWS, Placement, group_heads, n_rows, tensors_of
 from memo.config import ConfigError, cache_folder, degrees, save_json
 from memo.flat import local_layout
 from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
@@ -22,10 +22,8 @@ from memo.metrics import mfu, parameters, tgs
 from memo.roofline import Layer, data_s, head_s, optimizer_s, swap_s
 
 ROOT = Path(__file__).parents[1]
-ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
-PLANNING_S = 10.0  # for each of the plan's problems; what is found by then is used
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
-MODEL_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
+REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
               "context_parallel", "dtype", "solver")  # that the requests of a layer depend on
 
 Line = namedtuple("Line", "region what device_bytes host_bytes", defaults=(0, 0))  # of a rank
@@ -37,7 +35,7 @@ Arena = namedtuple("Arena", "transient head")  # bytes: of layers and embedding;
 def arena_of(trace, solver, device):
     """The Arena of a step's Trace, planned as the run plans it."""
     def peak(trace):
-        return planner.cached(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
+        return planner.cached(trace, cache_folder(), solver, planner.ALIGNMENT[device], planner.PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head") for event in events]
     return Arena(transient := peak(planner.Trace(tuple(layers))), max(0, peak(trace) - transient))
 
@@ -57,7 +55,8 @@ def traced_arena(cfg, machine, trace=trace_elsewhere):
     """The Arena of a rank, from the cache or from trace({key: value of the config}). Errors: those of `trace`, ConfigError
     where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
-    keys = {k: v for k, v in asdict(cfg).items() if k in MODEL_KEYS} | dict(device=device, threads=machine.threads)
+    keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
+    keys |= dict(device=device, threads=machine.threads, attention="auto" if has_kernel(cfg, machine) else "math")
     try:
         key = hashlib.sha256(repr((keys, version("torch"))).encode())
     except PackageNotFoundError:
@@ -89,22 +88,28 @@ def fast_arena(cfg, machine, scale=1.0):
     kernel = rows * heads * (C // cfg.n_head + 1) * 4  # inside attention's backward: see memo.profiler.workspace_bytes
     if machine.cpu:
         kernel = machine.threads * 256 * 512 * 2 * (4 + e % 4)
+    if not has_kernel(cfg, machine):
+        keys = cfg.block_size if cfg.context_parallel == "ulysses" else rows // cfg.batch_size
+        kernel = 13 * cfg.batch_size * heads * keys * keys  # scores, mask, their gradients
     attention = 4.2 * group
     if cp > 1:  # ring: two blocks and their gradients under way, in fp32
         attention = (8.6 if cfg.context_parallel == "ulysses" else (4.6 if cp == 2 else 6.6) + 5 * f) * group
     gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
     layer = max(attention + kernel, gradients + 2.3 * f * own, gradients + gathered + chunk / tp,
                 gathered + 2 * f * chunk / tp)
-    head = HEAD_ROWS * (cfg.padded_vocab_size / tp * (8.2 + e % 4) + 4 * C * e)
     layer *= 1.01  # statistics and ids
-    return Arena(int(scale * layer), int(scale * max(0, head - layer)))
+    return Arena(int(scale * layer), int(scale * max(0, head_bytes(cfg, e) - layer)))
 
 
-def group_heads(cfg):
-    """Heads of a rank that attention takes at a time: as memo.attention.head_groups."""
-    least = cfg.cp if cfg.context_parallel == "ulysses" else 1
-    one = cfg.batch_size * cfg.block_size // cfg.cp * (cfg.n_embd // cfg.n_head) * least
-    return min(cfg.n_head // cfg.tp, max(1, GROUP_ELEMENTS // one) * least)
+def head_bytes(cfg, itemsize):
+    """What a chunk of the head takes: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
+    return int(HEAD_ROWS * (cfg.padded_vocab_size / cfg.tp * (8.2 + itemsize % 4) + 4 * cfg.n_embd * itemsize))
+
+
+def has_kernel(cfg, machine):
+    """Whether attention has a kernel that makes no whole scores: see memo.attention.missing."""
+    D = cfg.n_embd // cfg.n_head
+    return cfg.attention != "math" and (machine.cpu or (itemsize_of(cfg, machine) == 2 and D % 8 == 0 and D <= 256))
 
 
 # --- the estimate ---
@@ -133,6 +138,11 @@ class Estimate:
     @property
     def fits(self):
         return self.reason is None
+
+    @property
+    def only_tight(self):
+        """Whether what it lacks is no more than its margin of device memory."""
+        return self.reason == "oom" and self.device_bytes - self.bytes_of("margin")[0] <= self.capacity
 
     @property
     def local_ranks(self):
@@ -181,11 +191,26 @@ def micro_batches(cfg, world):
 
 def host_capacity(cfg, machine, world):
     """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may take: what
-    host_memory_gb grants, or what is left beside the copy that a checkpoint is written from."""
-    if cfg.host_memory_gb != "auto":
-        return int(cfg.host_memory_gb * 1e9)
-    snapshot = STATES_BYTES * parameters(cfg) // world * min(world, machine.node.gpus_per_node)
-    return max(0, int(machine.node.host_memory_bytes * HOST_SHARE) - snapshot)
+    host_memory_gb grants, or what is left beside the copy that a checkpoint is written from. Errors: ConfigError where
+    the node has not so much."""
+    free = max(0, int(machine.node.host_memory_bytes * HOST_SHARE) - snapshot_bytes(cfg, machine, world))
+    if cfg.host_memory_gb == "auto":
+        return free
+    if cfg.host_memory_gb * 1e9 > free:
+        raise ConfigError(f"host_memory_gb={cfg.host_memory_gb:g} must be at most {free / 1e9:.4g}, {HOST_SHARE:.0%} of "
+                          "what a node has, less a checkpoint's copy; try host_memory_gb=auto, or another --node")
+    return int(cfg.host_memory_gb * 1e9)
+
+
+def snapshot_bytes(cfg, machine, world):
+    """Of a node: the copy of weights and moments that a checkpoint is written from."""
+    return STATES_BYTES * parameters(cfg) // world * min(world, machine.node.gpus_per_node)
+
+
+def granting(cfg, machine, world, nbytes):
+    """(cfg, machine) where a node grants so many bytes of host memory, whatever it has."""
+    has = int((nbytes + snapshot_bytes(cfg, machine, world)) / HOST_SHARE) + 2
+    return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=replace(machine.node, host_memory_bytes=has))
 
 
 def states(cfg, machine, world, itemsize):
@@ -212,12 +237,13 @@ def states(cfg, machine, world, itemsize):
 def activation_lines(placement, tensors):
     """[Line] of the skeletal activations, on device and host. `tensors` as from activations.layout."""
     buffers = placement.buffer_bytes(tensors)
-    inputs, n = buffers.pop("x"), placement.n_buffers
+    inputs, n, layers = buffers.pop("x"), placement.n_buffers, placement.n_layer
     swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
     for i in range(placement.n_layer):
         for name, (_, nbytes) in placement.swapped(i, tensors).items():
             swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += nbytes
-    lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {placement.n_layer} layers", sum(buffers.values())),
+    lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {layers} layer{'s' * (layers > 1)}",
+                  sum(buffers.values())),
              Line("rounding_buffers", f"{placement.n_inputs} buffers for their inputs", inputs)]
     of = f"of {placement.n_swapped} swapped layers"
     return lines + [Line("swap", f"{name} {of}", 0, nbytes) for name, nbytes in swapped.items() if nbytes]
@@ -238,7 +264,8 @@ def decide(cfg, machine, itemsize, layer, limit, spare):
         return *alpha.place(cfg, problem, n_rows(cfg), costs), None
     except alpha.OutOfHostMemory as e:
         least = problem.swapped_layers * nbytes["x"] if cfg.finds_alpha else 2**62  # what it would need
-        return *alpha.place(cfg, replace(problem, host_bytes=least), n_rows(cfg), costs), str(e)
+        placement, plan = alpha.place(cfg, replace(problem, host_bytes=least), n_rows(cfg), costs)
+        return placement, replace(plan, limits=problem.limits), str(e)
 
 
 def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
@@ -252,8 +279,8 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, itemsize)
     parts = {name: micros * seconds for name, seconds in parts.items()}
-    parts["gradients and parameters"] = data_s(machine, numel, itemsize, data, world, forward, backward)
-    parts["optimizer"] = optimizer_s(cfg, machine, numel, data)
+    parts["gradients and parameters"] = data_s(machine, numel, itemsize, data, world, cfg.tp, forward, backward)
+    parts["optimizer"] = optimizer_s(cfg, machine, numel, data, min(world, machine.node.gpus_per_node))
     return parts | {"step": sum(parts.values())}
 
 
@@ -271,9 +298,9 @@ def estimate(cfg, machine, world, arena=traced_arena):
     host = host_capacity(cfg, machine, world)
     on_host = sum(line.host_bytes for line in lines)
     spare = 0  # for the buffers
-    if not machine.cpu:
-        lines.append(Line("margin", "margin for gaps", capacity // 32 + transient // 4))  # that of placement.room
-        spare = capacity - sum(line.device_bytes for line in lines) - transient
+    if not machine.cpu:  # with the margin of placement.room
+        lines.append(Line("margin", "margin for gaps", capacity // 32 + max(0, transient // 4 - head)))
+        spare = capacity - sum(line.device_bytes for line in lines) - transient - head
     placement, plan, why = decide(cfg, machine, itemsize, layer, max(0, host // local_ranks - on_host), spare)
     lines += activation_lines(placement, tensors_of(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient)]
@@ -288,17 +315,22 @@ def estimate(cfg, machine, world, arena=traced_arena):
 
 
 def verdict(got, why):
-    """Whether it fits: dict(reason=, why=)."""
-    device, gib = got.device_bytes, 2**30
-    if got.capacity is not None and device > got.capacity:
-        return dict(reason="oom", why=f"it needs {device / gib:.4g} GiB of device memory, a {got.machine.name} has "
-                                      f"{got.capacity / gib:.4g}: {(device - got.capacity) / gib:.3g} GiB too much")
-    needs = [(got.host_bytes, got.host_capacity, "host memory to swap to")]
-    if got.capacity is None:  # one memory for both
-        there = int(got.machine.node.host_memory_bytes * HOST_SHARE)
-        needs.append((got.host_bytes + got.local_ranks * device, there, "memory"))
-    for host, capacity, what in needs:
-        if why or host > capacity:
-            return dict(reason="oohm", why=f"it needs {host / gib:.4g} GiB of {what} on a node, which grants "
-                                           f"{capacity / gib:.4g}: {(host - capacity) / gib:.3g} GiB too much")
-    return dict(reason=None, why=None)
+    """Whether it fits: dict(reason=, why=). `why`: the message of OutOfHostMemory, if there was one."""
+    device, node, reasons = got.device_bytes, got.machine.node, []
+
+    def lacks(reason, needs, has, what):
+        if needs > has:
+            reasons.append((reason, f"it needs {needs / 2**30:.4g} GiB of {what}, there are {has / 2**30:.4g}: "
+                                    f"{(needs - has) / 2**30:.3g} GiB too much"))
+    if got.capacity is not None:
+        lacks("oom", device, got.capacity, "device memory")
+    else:  # one memory for both
+        there = int(node.host_memory_bytes * HOST_SHARE)
+        lacks("oohm", got.host_bytes + got.local_ranks * device, there, "memory on a node")
+    if why:
+        reasons.append(("oohm", why))
+    else:
+        lacks("oohm", got.host_bytes, got.host_capacity, "host memory to swap to on a node")
+    if not reasons:
+        return dict(reason=None, why=None)
+    return dict(reason=reasons[0][0], why="; and ".join(text for _, text in reasons))

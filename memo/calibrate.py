@@ -18,6 +18,7 @@ from memo.allocator import Arena, NoArena, Unavailable
 from memo.attention import resolve_attention
 from memo.config import save_json
 from memo.device import device_name
+from memo.roofline import rotary_units
 from memo.slab import HostSlab, available
 from memo.swap import copy_bytes
 
@@ -107,7 +108,8 @@ def passes(nbytes, dtype, device):
         adamw(master, g, m, v, [], [steps], fused=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-4, eps=1e-8,
               maximize=False, weight_decay=0.1)
     flat[2].abs_()
-    return {"norm forward": (norm_forward, 2 * u), "norm backward": (norm_backward, 3 * u), "rotary": (rotary, 2 * u),
+    return {"norm forward": (norm_forward, 2 * u), "norm backward": (norm_backward, 3 * u),
+            "rotary": (rotary, rotary_units(dtype.itemsize) * u),
             "gelu forward": (partial(aten.gelu.out, x, approximate="none", out=out), 2 * u),
             "gelu backward": (partial(aten.gelu_backward.grad_input, y, x, approximate="none", grad_input=out), 3 * u),
             "softmax": (softmax, x.numel() * (2 * dtype.itemsize + 8)), "copy": (partial(torch.add, x, y, out=out), 3 * u),
@@ -174,8 +176,8 @@ def calibrate(axis, host, device, dtype, local_ranks):
     rate = copy_rate(2**28 if cuda else 2**25, device, host)
     node = dict(gpus_per_node=local_ranks, host_memory_bytes=free, nvlink_bytes_per_s=shift,
                 pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
-    measured = dict(device=name, threads=torch.get_num_threads(), ranks=axis.size, node=node,
-                    itemsize=dtype.itemsize, speeds=table,
+    measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(), ranks=axis.size,
+                    node=node,                    itemsize=dtype.itemsize, speeds=table,
                     overhead_s=seconds(partial(tiny.add_, 1), device, host),
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name))

@@ -12,12 +12,13 @@ from math import isfinite
 from pathlib import Path
 
 from memo import hardware
-from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, itemsize_of, traced_arena
+from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
 from memo.config import ConfigError, load_config
 from memo.metrics import parameters, percent
 from memo.search import changed, longest, remedies, search, tried
 
 GIB = 2**30
+MOST_GPUS = 2**20
 FLAGS = ("json", "search", "max_context", "fast")
 OPTIONS = ("gpu", "node", "gpus", "plot")
 FIGURES = {"device_memory_bytes": "of one GPU"} | dict.fromkeys(
@@ -55,8 +56,9 @@ def read_arguments(argv):
             options[name] = int(value) if value.is_integer() else value
         except ValueError:
             raise ConfigError(f"--{name}={options[name]} must be a number, as in 2e12") from None
-        if not isfinite(value) or value <= 0 or (name in ("gpus", "gpus_per_node") and value % 1):
-            rule = "a whole number of at least 1" if "gpus" in name else "above 0"
+        ranks = "gpus" in name
+        if not isfinite(value) or value <= 0 or (ranks and (value % 1 or value > MOST_GPUS)):
+            rule = f"a whole number, 1 to {MOST_GPUS}" if ranks else "above 0"
             raise ConfigError(f"--{name}={options[name]} must be {rule}")
     return options, rest
 
@@ -76,10 +78,12 @@ def prepare(argv):
     cfg = load_config(rest)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab_size_of(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}
-    if "host_memory_bytes" in figures:  # what is granted, not what is there
-        cfg = replace(cfg, host_memory_gb=figures.pop("host_memory_bytes") / 1e9)
+    granted = figures.pop("host_memory_bytes", None)
     world = options.get("gpus", cfg.tp * cfg.cp)
-    return cfg, hardware.machine(options.get("gpu", "here"), options.get("node"), world, **figures), world, options
+    machine = hardware.machine(options.get("gpu", "here"), options.get("node"), world, **figures)
+    if granted is not None:
+        cfg, machine = granting(cfg, machine, world, granted)
+    return cfg, machine, world, options
 
 
 # --- for people ---
@@ -121,7 +125,7 @@ def table(got):
         lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(parts)}",
                   f"            MFU {percent(got.mfu)}, TGS {got.tgs:,.1f}"]
     else:
-        lines.append("step        n/a: nothing is known of this machine's speed; python -m memo.profiler --calibrate")
+        lines.append("step        n/a: this machine's speed in this dtype is not known; python -m memo.profiler --calibrate")
     return lines
 
 
@@ -199,7 +203,8 @@ def run(argv):
     lines, found = [], []
     if options.get("search"):
         found = search(cfg, machine, world, arena)
-        lines += [HEADING, *map(summary, found), ""]
+        none = [] if found[0].fits else ["none fits; the nearest:"]
+        lines += [*none, HEADING, *map(summary, found), ""]
     got = found[0] if found else estimate(cfg, machine, world, arena)
     lines += table(got)
     if got.fits:
@@ -214,12 +219,14 @@ def run(argv):
         out["max_block_size"] = most.cfg.block_size if most else 0
         lines.append(f"max_context {most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {limit_of(most)}" if most else
                      "max_context none: what does not depend on the sequence is too much already")
+    print(json.dumps(out) if options.get("json") else "\n".join(lines))
     if "plot" in options:
         from memo.plots import dry_run  # matplotlib takes a second
-        dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena),
-                longest(got.cfg, machine, world, arena), options["plot"])
-        lines.append(f"picture     {options['plot']}")
-    print(json.dumps(out) if options.get("json") else "\n".join(lines))
+        most = longest(got.cfg, machine, world, arena)
+        try:
+            dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, options["plot"])
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"--plot={options['plot']} cannot be written ({e}); try --plot=estimate.png") from None
 
 
 def limit_of(most):

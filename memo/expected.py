@@ -35,17 +35,20 @@ def machine_of(device, launch):
 
 def expect(cfg, device, launch, arena, force):
     """The Estimate of this run, None where it is not to be had. Errors: ConfigError where it cannot fit, unless `force`."""
-    machine = machine_of(device, launch)
     try:
-        expected = estimate(cfg, machine, launch.world, arena)
+        got = estimate(cfg, machine_of(device, launch), launch.world, arena)
+        others = [] if got.fits or force else [text for text, _ in remedies(got)]
     except Exception as e:  # an estimate is not worth a run
         print(f"warning: no estimate: {type(e).__name__}: {e}", file=sys.stderr)
         return None
-    if not expected.fits and not force:
-        others = [text for text, _ in remedies(expected)]
-        raise ConfigError(f"block_size={cfg.block_size} does not fit: {expected.why}; try "
-                          f"{' or '.join([*others, '--force'])} (to run it all the same)")
-    return expected
+    if got.only_tight:
+        print(f"warning: it will be tight: {got.why}, of which {got.bytes_of('margin')[0] / 2**30:.3g} are a margin",
+              file=sys.stderr)
+    elif not got.fits and not force:
+        others = [text.replace("--gpus=", "ranks=") for text in others]
+        raise ConfigError(f"block_size={cfg.block_size} does not fit: {got.why}; try {' or '.join([*others, '--force'])} "
+                          "(to run it all the same)")
+    return got
 
 
 class OutOfMemory(RuntimeError):

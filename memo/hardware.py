@@ -83,19 +83,20 @@ REST = {"memory": 0.8, "link": 0.8, "network": 0.9}
 # and five backward), of its memory bandwidth, of a link
 EFFICIENCY = {
     # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800)
-    "ampere": {"matmul": 0.765, "attention forward": 0.66, "attention backward": 0.604, **REST},
+    "ampere": {"matmul": 0.801, "attention forward": 0.679, "attention backward": 0.598, **REST},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K: cuDNN, which torch brings
     # along, 539 TFLOPS forward (causal) and 516 backward; flash_attn_3 itself would be 616 and 561. cuBLAS: assumed
     "hopper": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
     # not measured nor published for these kernels: taken as on Hopper, and as on Ampere
     "blackwell": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
-    "ada": {"matmul": 0.765, "attention forward": 0.66, "attention backward": 0.604, **REST},
+    "ada": {"matmul": 0.801, "attention forward": 0.679, "attention backward": 0.598, **REST},
 }
 
 # device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels, all-to-all between
 # eight GPUs 3.3 GB (NVIDIA/nccl issues 864 and 1685); CUDA's context with cuBLAS and cuDNN loaded, about 0.7 GB
 COMMUNICATOR_BYTES = 400 * 10**6
 CONTEXT_BYTES = 700 * 10**6
+LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are those of large ones
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and whatever else the host does
 
 
@@ -137,14 +138,18 @@ class Machine:
     def cpu(self):
         return self.memory_bytes is None
 
-    def message_s(self, op, nbytes, span):
-        """Of so many bytes that a rank sends to its neighbour among `span` that follow each other; op: gather, scatter,
-        exchange or shift."""
+    def message_s(self, op, nbytes, span, stride=1):
+        """Of so many bytes that a rank sends to the others of its group: each stride-th of `span` ranks that follow each
+        other. op: gather, scatter, exchange or shift. What gathers and scattered sums send over the network goes through
+        the ports of all the group's GPUs of a node."""
         if op in self.speeds.table:
             return self.speeds.seconds(op, nbytes, max(1, nbytes))
-        if span <= self.node.gpus_per_node:
-            return nbytes / (self.speeds.rate("link") * self.node.nvlink_bytes_per_s)
-        return nbytes / (self.speeds.rate("network") * self.node.network_bytes_per_s)
+        node = self.node
+        inside = self.speeds.rate("link") * node.nvlink_bytes_per_s
+        if span <= node.gpus_per_node:
+            return nbytes / inside
+        ports = max(1, node.gpus_per_node // stride) if op in ("gather", "scatter") else 1
+        return nbytes / min(inside, self.speeds.rate("network") * node.network_bytes_per_s * ports)
 
 
 def nearest(kind, name, known):
@@ -163,6 +168,12 @@ def machine(gpu, node=None, ranks=1, **figures):
     own = {k: v for k, v in figures.items() if k in known_figures(Node)}
     if gpu == "here":
         measured = calibration(ranks)
+        allowed = {"gpus_per_node", "host_memory_bytes", "pcie_bytes_per_s"}
+        if measured["memory_bytes"] is not None:
+            allowed |= {"memory_bytes", "peak_flops_per_s"}
+        if unused := sorted(set(figures) - allowed):
+            raise ConfigError(f"--{unused[0]}={figures[unused[0]]}: --gpu=here has this from what was measured; leave it "
+                              "out, or give a --gpu by name")
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
@@ -173,13 +184,16 @@ def machine(gpu, node=None, ranks=1, **figures):
     n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.efficiency]
     of_peak = {op: [(1, e[op] * g.peak_flops_per_s)] for op in ("matmul", "attention forward", "attention backward")}
     links = {op: [(1, e[op])] for op in ("link", "network")}  # parts of the node's figures
-    speeds = Speeds(of_peak | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]})
+    speeds = Speeds(of_peak | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]}, LAUNCH_S)
     return Machine(gpu, n, int(g.memory_bytes), g.peak_flops_per_s, speeds)
 
 
 def known_figures(kind):
     """The names of a GPU's or a Node's figures."""
     return {f.name for f in fields(kind) if f.type is not str}
+
+
+CALIBRATION_FORMAT = 1
 
 
 def calibration_path(ranks):
@@ -189,8 +203,11 @@ def calibration_path(ranks):
 def calibration(ranks):
     """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did not."""
     try:
-        return json.loads(calibration_path(ranks).read_text())
-    except (OSError, ValueError):
+        measured = json.loads(calibration_path(ranks).read_text())
+        if measured["format"] == CALIBRATION_FORMAT:
+            return measured
+        raise ValueError(measured["format"])
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or not what this memo writes
         start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
         raise ConfigError(f"--gpu=here: nothing was measured on this machine with ranks={ranks}; try {start} "
                           f"-m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}") from None

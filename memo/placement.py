@@ -11,7 +11,7 @@ from memo import profiler
 from memo.activations import Placement, n_rows, tensors_of
 from memo.allocator import Arena, Unavailable
 from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place
-from memo.budget import STATES_BYTES, Line, activation_lines
+from memo.budget import STATES_BYTES, Line, activation_lines, head_bytes
 from memo.config import ConfigError
 from memo.device import free_bytes
 from memo.estimate import as_dict as estimate_dict
@@ -80,11 +80,12 @@ def room(cfg, model, rates):
     if not gpu_decides(cfg, model.device):
         return 2, inf
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))  # of the fullest device
-    free -= total // 32  # the head takes some, and the allocator's blocks have gaps: budget.estimate's margin
-    spare = max(0, free - rates.transient_bytes * 5 // 4)
+    free -= total // 32  # the allocator's blocks have gaps: budget.estimate's margin
+    layer, head = rates.transient_bytes * 5 // 4, head_bytes(cfg, model.dtype.itemsize)
+    spare = max(0, free - max(layer, head))
     p = problem(cfg, model.dtype, 0)
     if spare < (least := p.least_device_bytes):
-        longest = cfg.block_size * free // (rates.transient_bytes * 5 // 4 + least)  # all of it grows with the sequence
+        longest = min(cfg.block_size * free // (layer + least), cfg.block_size * max(0, free - head) // least)
         longest -= longest % cfg.block_multiple
         raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for two buffers of "
                           f"activations, the model's states and a layer's temporaries leave {spare / 2**30:.4g} GiB; "

@@ -21,6 +21,8 @@ from memo.config import readable_json, save_json
 
 OUTSIDE = ""  # the segment of what is requested between the segments
 WHOLE = "step"  # the one segment of a log that marks none
+ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
+PLANNING_S = 10.0  # for each of a run's problems; what is found by then is used
 VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
 
 

@@ -9,7 +9,12 @@ Source: MEMO 4.1 for what hides behind what; DESIGN section 2.
 
 from math import sqrt
 
-from memo.alpha import GROUPS
+from memo.activations import HEAD_ROWS, group_heads
+
+
+def rotary_units(itemsize):
+    """Reads and writes of one tensor, in units of it: in place in fp32; otherwise a copy in fp32, the turn, a copy back."""
+    return 2 if itemsize == 4 else 10
 
 
 class Layer:
@@ -24,7 +29,7 @@ class Layer:
         scores = B * cfg.block_size**2 / 2 * C  # that the mask leaves, times C
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         attention, norm, gather = self.attention_forward_s(), self.pass_s("norm forward", 2), self.tp_s("gather")
-        rope = self.pass_s("rotary", 2) if cfg.position == "rope" else 0.0
+        rope = self.pass_s("rotary", rotary_units(itemsize)) if cfg.position == "rope" else 0.0
         qkv = self.matmul_s(C, C)
         self.groups_s = {"ln1_out": norm, "q": gather / 3 + qkv + rope, "k": gather / 3 + qkv + rope, "v": gather / 3 + qkv,
                          "mid": self.into_residual_s(C), "ln2_out": norm, "fc1_out": gather + self.matmul_s(4 * C, C),
@@ -38,7 +43,7 @@ class Layer:
 
     def kernels_s(self):
         """Of attention (forward, backward) on this rank's share of the scores."""
-        size = self.cfg.block_size // self.cp
+        size = self.cfg.block_size // (1 if self.cfg.context_parallel == "ulysses" else self.cp)
         return [self.speeds.seconds(f"attention {way}", part * self.attention_flops, size)
                 for way, part in (("forward", 1.0), ("backward", 2.5))]
 
@@ -62,14 +67,16 @@ class Layer:
         # of each linear two products, dx and dw; gathers of dy, ln2_out, dy, ln1_out; two scattered sums
         matmuls = 2 * (4 * self.matmul_s(self.C, self.C) + 2 * self.matmul_s(4 * self.C, self.C))
         norms = 2 * (self.pass_s("norm backward", 3) + self.pass_s("copy", 3))
-        rope = self.pass_s("rotary", 4) if self.cfg.position == "rope" else 0.0
+        rope = 2 * self.pass_s("rotary", rotary_units(self.itemsize)) if self.cfg.position == "rope" else 0.0
+        if group_heads(self.cfg) < self.cfg.n_head // self.tp:
+            norms += self.pass_s("copy", 6)  # a group's dq, dk, dv take the place of its q, k, v
         messages = 4 * self.tp_s("gather") + 2 * self.tp_s("scatter")
         return matmuls + norms + rope + self.pass_s("gelu backward", 12) + messages + self.attention_backward_s()
 
     # --- attention, over the ranks of cp ---
 
     def hop_s(self, nbytes):
-        return self.machine.message_s("shift", nbytes, self.cp * self.tp)
+        return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.tp)
 
     def late_s(self, nbytes, block_s):
         """What of a hop does not hide behind the block that is computed meanwhile; on a CPU, which carries the message
@@ -78,7 +85,7 @@ class Layer:
 
     def exchange_s(self, tensors):
         """All-to-alls of Ulysses: exposed."""
-        message = self.machine.message_s("exchange", self.u * (self.cp - 1) / self.cp, self.cp * self.tp)
+        message = self.machine.message_s("exchange", self.u * (self.cp - 1) / self.cp, self.cp * self.tp, self.tp)
         return tensors * (message + self.pass_s("copy", 4))
 
     def attention_forward_s(self):
@@ -134,33 +141,31 @@ def head_s(cfg, machine, itemsize):
     """Final norm, logits, loss and their gradients, chunk by chunk; the embedding and its gradient."""
     speeds, rows, C = machine.speeds, cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
+    dw = speeds.seconds("copy", 8 * V * C * rows / HEAD_ROWS, 8 * V * C)  # read and written in fp32 by each chunk
     matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
     softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
     messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
     norms = speeds.seconds("norm forward", 2 * u, u) + speeds.seconds("norm backward", 3 * u, u)
-    return matmuls + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
+    return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
-def optimizer_s(cfg, machine, numel, data):
+def optimizer_s(cfg, machine, numel, data, local_ranks):
     """The gradients' norm and scaling, AdamW on this rank's shard, the cast of its weights."""
     speeds, shard = machine.speeds, numel / data
     scale = speeds.seconds("copy", 12 * shard + 4 * numel, 4 * numel)  # norm, scale; all gradients to zero
     if cfg.optimizer_device == "cpu" and not machine.cpu:  # gradients there, weights back
         node = machine.node
-        return scale + 8 * shard / node.pcie_bytes_per_s + 32 * shard * node.gpus_per_node / node.host_bytes_per_s
+        return scale + 8 * shard / node.pcie_bytes_per_s + 32 * shard * local_ranks / node.host_bytes_per_s
     return scale + speeds.seconds("adamw", 28 * shard, 28 * shard) + speeds.seconds("copy", 6 * shard, 6 * shard)
 
 
-def data_s(machine, numel, itemsize, data, world, forward_s, backward_s):
+def data_s(machine, numel, itemsize, data, world, tp, forward_s, backward_s):
     """What of the gradients' sum and of the parameters' way back does not hide behind the last backward and the next
     forward. Their last and first bucket never do: taken as one in thirty. On a CPU nothing hides."""
     if data == 1:
         return 0.0
-    gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world)
-    params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world)
+    gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, tp)
+    params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world, tp)
     if machine.cpu:
         return gradients + params
     return max(gradients / 30, gradients - backward_s) + max(params / 30, params - forward_s)
-
-
-assert set(GROUPS) == {"ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out"}  # what groups_s knows

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import isqrt
 
 from memo.budget import estimate, fast_arena, traced_arena
 from memo.config import ConfigError
@@ -27,7 +28,9 @@ def tried(cfg, machine, world, arena):
 
 
 def degrees_of(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """Its divisors."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def speed(got):
@@ -37,10 +40,10 @@ def speed(got):
 
 def layouts(cfg, machine, world):
     """Every config that differs in layout, activation mode or the optimizer's place only, and can be."""
-    dim = [tp for tp in degrees_of(min(world, machine.node.gpus_per_node)) if cfg.n_head % tp == 0]
+    widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
     modes = [dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
              dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor")]
-    for tp, mode, where in product(dim, modes, ("auto", "cpu")):
+    for tp, mode, where in product(widths, modes, ("auto", "cpu")):
         for cp in degrees_of(world // tp):
             for kind in ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,):
                 if one := changed(cfg, tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, alpha="auto",
@@ -58,7 +61,7 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
                           "another number, or a larger gradient_accumulation_steps")
     chosen, seen = [], set()
     for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
-        likeness = got.cfg.tp, got.cfg.cp, got.cfg.context_parallel, repr(got.placement), got.cfg.optimizer_device
+        likeness = got.cfg.tp, got.cfg.cp, got.cfg.context_parallel, got.lines, got.tgs
         if likeness in seen:  # modes that come to the same
             continue
         seen.add(likeness)
@@ -67,7 +70,8 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
             chosen.append(exact)
         if len(chosen) == best:
             break
-    return chosen or [min(found, key=lambda got: (got.reason != "oohm", got.device_bytes))]
+    nearest = min(found, key=lambda got: got.device_bytes)
+    return chosen or [tried(nearest.cfg, machine, world, arena) or nearest]
 
 
 def longest(cfg, machine, world, arena=traced_arena):
@@ -112,7 +116,7 @@ def remedies(got, most=3):
             fits[" ".join(more + [f"--{name}={value}" for name, value in keys.items()])] = other
     found = sorted(fits.items(), key=lambda item: (item[1].world > world, -(item[1].mfu or 0), len(item[0])))
     shorter = longest(cfg, machine, world, fast_arena)
-    if shorter is None:
+    if shorter is None or shorter.cfg.block_size >= cfg.block_size:
         return found[:most]
     return [*found[:most - 1], (f"--block_size={shorter.cfg.block_size}", shorter)]
 

@@ -25,8 +25,9 @@ aten = torch.ops.aten
 # --- what is done row by row is done chunk by chunk ---
 
 def cut(first, end, ranks=1):
-    """Slices of a rank's own rows first..end, nearly equal, each of at most CHUNK_ROWS rows of `ranks` ranks; but never of
-    fewer than ROWS own ones out of more, whose products would differ in their bits from those of the whole."""
+    """Slices of a rank's own rows first..end, nearly equal, each of CHUNK_ROWS rows of `ranks` ranks or less (rounded up
+    to ROWS own ones); but never of fewer than ROWS own ones out of more, whose products would differ in their bits from
+    those of the whole."""
     whole = (end - first) // ROWS
     n = max(1, min(whole, -(-(end - first) * ranks // CHUNK_ROWS)))
     edges = [first - (-i * whole // n) * ROWS for i in range(n)] + [end]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +18,7 @@ from memo.activations import Placement, n_rows, tensors_of
 from memo.alpha import GROUPS
 from memo.budget import Arena, fast_arena, traced_arena
 from memo.config import Config, ConfigError, load_config
-from memo.mesh import Axis, Mesh
+from memo.mesh import Axis, Launch, Mesh
 from memo.optim import Optimizer
 from memo.roofline import swap_s
 from model import GPT
@@ -71,8 +70,8 @@ def test_recompute_and_swap_of_table_4():
 
 def test_the_longest_context_on_the_papers_node():
     cfg = load_config(["config/7b_1m.py"])
-    assert search.longest(replace(cfg, host_memory_gb=1035.0), A800, 8).cfg.block_size >= 2**20
-    assert search.longest(replace(cfg, host_memory_gb=2000.0), A800, 8).cfg.block_size >= 2**21
+    assert search.longest(*budget.granting(cfg, A800, 8, 1.035e12), 8).cfg.block_size >= 2**20
+    assert search.longest(*budget.granting(cfg, A800, 8, 2e12), 8).cfg.block_size >= 2**21
 
 
 # --- memory, against the real thing ---
@@ -187,7 +186,7 @@ def test_speeds_lie_between_those_that_were_measured():
 
 def test_what_binds_and_more_hardware_is_never_slower():
     slow_bus = replace(A800, node=replace(A800.node, pcie_bytes_per_s=4e9))
-    cfg = replace(load_config(["config/7b_1m.py", "--block_size=131072"]), host_memory_gb=2000.0)
+    cfg = replace(load_config(["config/7b_1m.py", "--block_size=131072"]), host_memory_gb=1700.0)
     got, slow = (budget.estimate(cfg, m, 8, fast_arena) for m in (A800, slow_bus))
     assert slow.binds == "PCIe" and slow.alpha < got.alpha and slow.mfu < got.mfu
     little = budget.estimate(replace(cfg, host_memory_gb=200.0), A800, 8, fast_arena)
@@ -257,7 +256,8 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     assert code == 0 and "in all" in out and "MFU 5" in out and "fits" in out
     assert (tmp_path / "e.png").stat().st_size > 20_000
     code, out, _ = command(*SEVEN, "--block_size=4194304", "--search", "--max_context", capsys=capsys)
-    assert code == 0 and "layout" in out and "max_context" in out
+    assert code == 0 and out.startswith("none fits; the nearest:\nlayout") and "\nmax_context 3," in out
+    assert out.count("it would with --") == 3
 
 
 @pytest.mark.parametrize("argv, says", [
@@ -266,7 +266,10 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     (("--gpu=a800-80gb", "--gpus=12"), r"^error: dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(12\)"),
     (("--gpu=a800-80gb", "--gpus=7", "--search"), r"^error: --gpus=7: no layout divides them"),
     (("--gpu=a800-80gb", "--gpus=eight"), r"^error: --gpus=eight must be a number"),
-    (("--gpu=a800-80gb", "--gpus=-8"), r"^error: --gpus=-8 must be a whole number of at least 1"),
+    (("--gpu=a800-80gb", "--gpus=-8"), r"^error: --gpus=-8 must be a whole number, 1 to 1048576"),
+    (("--gpu=a800-80gb", "--gpus=1e30"), r"^error: --gpus=.* must be a whole number, 1 to 1048576"),
+    (("--gpu=a800-80gb", "--host_memory_gb=5000"), r"^error: host_memory_gb=5000 must be at most 1720, 90% of"),
+    (("--gpu=a800-80gb", "--plot=/nowhere/at/all.png"), r"^error: --plot=/nowhere/at/all.png cannot be written"),
     (("--gpu=a800-80gb", "--pcie_bytes_per_s=0"), r"^error: --pcie_bytes_per_s=0 must be above 0"),
     (("--gpu=a800-80gb", "--json=yes"), r"^error: --json=yes: --json takes no value"),
     (("--gpu=a800-80gb", "--n_layr=3"), r"unknown key 'n_layr'; did you mean 'n_layer'\?"),
@@ -277,7 +280,7 @@ def test_bad_input_is_a_line(argv, says, capsys, monkeypatch, tmp_path):
     import re
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, err = command("config/7b_1m.py", *argv, capsys=capsys)
-    assert code == 2 and not out and re.search(says, err) and err.count("\n") == 1, err
+    assert code == 2 and (not out or "--plot" in says) and re.search(says, err) and err.count("\n") == 1, err
 
 
 def test_a_model_larger_than_all_devices_says_by_how_much(capsys):
@@ -301,7 +304,7 @@ def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
     full = hardware.Machine("CPU", little, None, None, None)
     monkeypatch.setattr(expected, "machine_of", lambda *args: full)
     argv = arguments(dataset, tmp_path, activation="keep", max_iters=1, warmup_iters=0)
-    wanted = r"^block_size=\d+ does not fit: it needs .* GiB of memory on a node, which grants .*--force"
+    wanted = r"^block_size=\d+ does not fit: it needs .* GiB of memory on a node, there are .*--force"
     with pytest.raises(ConfigError, match=wanted):
         train.main(argv)
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -324,7 +327,7 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
            "try:\n    train.main(sys.argv[1:])\n" \
            "except Exception as e:\n    sys.exit(f'error: {train.last_line(e)}')"
     done = subprocess.run([sys.executable, "-c", code, *argv, "--force"], capture_output=True, text=True, cwd=ROOT)
-    assert resource and done.returncode == 1
+    assert done.returncode == 1
     assert "while the region rounding_buffers grew, estimated at " in done.stderr, done.stderr
 
 
@@ -342,3 +345,35 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     assert code == 0 and 0.01 < got["seconds"]["step"] < 100 and got["mfu"] is None and got["tgs"] > 0
     code, out, _ = command(*small, "--dtype=bfloat16", capsys=capsys)  # measured in another dtype
     assert json.loads(out)["seconds"]["step"] is None
+
+
+def test_a_damaged_calibration_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = hardware.calibration_path(1)
+    path.parent.mkdir()
+    for text in ("{}", "[1]", "nonsense", '{"format": 0}'):
+        path.write_text(text)
+        code, out, err = command("config/gpt2_124m.py", capsys=capsys)
+        assert code == 2 and err.startswith("error: --gpu=here: nothing was measured")
+        machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1, 0, ""))
+        assert machine.cpu and machine.speeds is None
+
+
+def test_what_fits_at_one_batch_fits_at_every_smaller_one():
+    """Buffers are taken until the device is full: then the head's logits must have their place already."""
+    rtx4090 = hardware.machine("rtx4090")
+    keys = ["--n_layer=36", "--n_embd=1280", "--n_head=20", "--block_size=1024", "--vocab_size=50257"]
+    configs = [load_config([*keys, f"--batch_size={B}"]) for B in [*range(1, 60), 400]]
+    estimates = [budget.estimate(cfg, rtx4090, 1, fast_arena) for cfg in configs]
+    fits = [got.fits for got in estimates]
+    assert fits == sorted(fits, reverse=True) and fits[0] and not fits[-1]
+    assert any(2 < got.placement.n_buffers < 36 and got.bytes_of("transient")[0] > 0 for got in estimates)
+
+
+def test_attention_without_a_kernel_holds_the_scores():
+    cfg = load_config(["config/gpt2_124m.py", "--vocab_size=50257", "--block_size=8192", "--position=rope"])
+    A = hardware.machine("h100-80gb")
+    for slow in (replace(cfg, dtype="float32"), replace(cfg, attention="math")):
+        kernels, scores = (budget.estimate(one, A, 1, fast_arena).bytes_of("transient")[0] for one in (cfg, slow))
+        assert scores > kernels + 12 * 8192**2 * 8
+        assert sum(traced_arena(slow, A)) <= sum(fast_arena(slow, A))

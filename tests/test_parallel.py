@@ -110,7 +110,7 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
 def make_small(m):
     """Chunks are as small as they may be, a rank's 256 rows; so are groups of heads."""
     m.setattr("memo.tp.CHUNK_ROWS", 256)
-    m.setattr("memo.attention.GROUP_ELEMENTS", 1)
+    m.setattr("memo.activations.GROUP_ELEMENTS", 1)
 
 
 def gradients_in_pieces(*args):

@@ -149,8 +149,8 @@ def test_what_is_said_is_what_was_taken(alpha):
 
 
 def gpu_with(monkeypatch, free):
-    """Makes the CPU pass for a GPU with so many free bytes."""
-    monkeypatch.setattr(placement, "free_bytes", lambda device: (int(free), 0))
+    """Makes the CPU pass for a GPU with so many free bytes beside the head's."""
+    monkeypatch.setattr(placement, "free_bytes", lambda device: (int(free) + placement.head_bytes(CFG, 4), 0))
     monkeypatch.setattr(placement, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
 
 

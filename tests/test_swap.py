@@ -89,7 +89,7 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     keys = dict(n_layer=4, n_head=4, bias=True)
     whole = trained(2, S, dtype, 1, activation="keep", **keys)
     monkeypatch.setattr("memo.tp.CHUNK_ROWS", 600)
-    monkeypatch.setattr("memo.attention.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
+    monkeypatch.setattr("memo.activations.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
     assert torch.equal(keep[0], whole[0]) and error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
     for mode in MODES:
