@@ -24,7 +24,7 @@ from memo.roofline import Layer, data_s, head_s, optimizer_s, swap_s
 ROOT = Path(__file__).parents[1]
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
-              "context_parallel", "dtype", "solver")  # that the requests of a layer depend on
+                "context_parallel", "dtype", "solver")  # that the requests of a layer depend on
 
 Line = namedtuple("Line", "region what device_bytes host_bytes", defaults=(0, 0))  # of a rank
 Arena = namedtuple("Arena", "transient head")  # bytes: of layers and embedding; what the head takes more

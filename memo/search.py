@@ -78,22 +78,26 @@ def longest(cfg, machine, world, arena=traced_arena):
     """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp; None where not one of them does."""
     unit = MULTIPLE * cfg.cp * cfg.tp
 
+    def of(n, arena):
+        """The Estimate of n units, None where they do not fit."""
+        got = tried(changed(cfg, block_size=n * unit), machine, world, arena)
+        return got if got and got.fits else None
+
     def fitting(arena):
         """The greatest number of units by bisection: memory grows with the sequence."""
         low, high = 0, max(1, LONGEST // unit) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            got = tried(changed(cfg, block_size=middle * unit), machine, world, arena)
-            low, high = (middle, high) if got and got.fits else (low, middle)
+            low, high = (middle, high) if of(middle, arena) else (low, middle)
         return low
     n = fitting(fast_arena)
     if arena is not fast_arena and n:  # the bound is a little above the trace: scale it there, then make sure
         at = changed(cfg, block_size=n * unit)
         traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
         n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
-        while n and not tried(changed(cfg, block_size=n * unit), machine, world, arena).fits:
+        while n and not of(n, arena):
             n -= max(1, n // 100)
-    return tried(changed(cfg, block_size=n * unit), machine, world, arena) if n else None
+    return of(n, arena) if n else None
 
 
 def remedies(got, most=3):
