@@ -92,6 +92,10 @@ def gib(n):
     return f"{n / GIB:.2f}" if n else ""
 
 
+def billions(n):
+    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+
+
 def layout_of(got):
     cfg = got.cfg
     kind = f" {cfg.context_parallel}" if cfg.cp > 1 else ""
@@ -108,7 +112,7 @@ def table(got):
     """The lines of one estimate for people: bytes of a rank, which add up, alpha, seconds, the verdict."""
     cfg = got.cfg
     nodes = -(-got.world // got.machine.node.gpus_per_node)
-    lines = [f"model       {parameters(cfg) / 1e9:.3g}B parameters, L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} "
+    lines = [f"model       {billions(parameters(cfg))} parameters, L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} "
              f"V={cfg.vocab_size} S={cfg.block_size:,}",
              f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, {layout_of(got)}",
              f"activation  {mode_of(got)}",
@@ -118,7 +122,8 @@ def table(got):
     lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip() for row in rows]
     if got.alpha is not None:
         allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in got.plan.limits.items())
-        lines.append(f"alpha       {got.alpha:.3f}, {'set by ' + got.binds if cfg.finds_alpha else 'given'}: {allowed}")
+        why = "given" if not cfg.finds_alpha else f"set by {got.plan.binds}" if got.plan.binds else "all of it"
+        lines.append(f"alpha       {got.alpha:.3f}, {why}: {allowed}")
     if got.seconds:
         parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
         parts = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
@@ -190,7 +195,7 @@ def check_size(cfg, machine, world):
     needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
     if machine.memory_bytes is not None and needs > there:
         least = -(-needs // machine.memory_bytes)
-        raise ConfigError(f"--gpus={world}: {parameters(cfg) / 1e9:.3g}B parameters, their gradients and optimizer take "
+        raise ConfigError(f"--gpus={world}: {billions(parameters(cfg))} parameters, their gradients and optimizer take "
                           f"{needs / GIB:.4g} GiB, all {world} devices together have {there / GIB:.4g}: "
                           f"{(needs - there) / GIB:.4g} GiB too much; try at least --gpus={least}, a larger --gpu or "
                           "--optimizer_device=cpu")
