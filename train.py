@@ -3,7 +3,6 @@ on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value
 --force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
 import contextlib
-import fcntl
 import math
 import os
 import shutil
@@ -41,6 +40,7 @@ from memo.metrics import (
     tgs,
 )
 from memo.optim import Optimizer
+from memo.out_dir import lock, see
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.streams import stall_s
 from memo.tokens import load_tokenizer
@@ -81,36 +81,6 @@ class StopSignal:
     def __exit__(self, *exc):
         for s, handler in self.before.items():
             signal.signal(s, handler)
-
-
-def lock(out, text):
-    """Makes `out` and holds it for this process, so that two runs never write there at once; returns the open lock, which
-    holds `text`."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "a")  # noqa: SIM115  held until the process ends
-    except OSError as e:
-        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another --out_dir") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
-    except OSError as e:  # some network file systems know no locks
-        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it", file=sys.stderr)
-    file.truncate(0)
-    file.write(text)
-    file.flush()
-    return file
-
-
-def see(out, text):
-    """Errors: `out` is another folder here than where rank 0 locked it."""
-    for _ in range(20):
-        with contextlib.suppress(OSError):
-            if (out / ".lock").read_text() == text:
-                return
-        time.sleep(0.5)  # a network file system may show it late
-    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts share")
 
 
 def restarted(argv, host, launches):

@@ -31,9 +31,8 @@ def train(job):
     sys.path.insert(0, str(ROOT))
     from memo import placement
     from memo.config import Config
-    from memo.device import pick_device, set_deterministic
+    from memo.device import pick_device, set_deterministic, synchronize
     from memo.optim import Optimizer
-    from memo.profiler import synchronize
     from model import GPT, initial_weights
 
     C, longest = job["n_embd"], max(job["lengths"])

@@ -35,13 +35,12 @@ from memo import placement
 from memo.activations import Placement
 from memo.alpha import OTHERS, OutOfHostMemory, place
 from memo.config import Config, ConfigError
-from memo.device import device_name
+from memo.device import device_name, synchronize
 from memo.hardware import peak_flops_per_s
 from memo.mesh import launched
 from memo.metrics import mfu, percent, tgs
 from memo.optim import Optimizer
 from memo.plots import timeline
-from memo.profiler import synchronize
 from memo.slab import host_bytes
 from memo.streams import stall_s
 from model import GPT, HEAD_ROWS, initial_weights

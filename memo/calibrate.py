@@ -17,7 +17,7 @@ from memo import hardware
 from memo.allocator import Arena, NoArena, Unavailable
 from memo.attention import resolve_attention
 from memo.config import save_json
-from memo.device import device_name
+from memo.device import device_name, synchronize
 from memo.roofline import rotary_units
 from memo.slab import HostSlab, available
 from memo.swap import copy_bytes
@@ -30,14 +30,12 @@ WIDTH = 512  # columns of what is passed over row by row
 def seconds(call, device, host):
     """Median seconds of call() on the slowest rank; all ranks measure at once."""
     def timed(n):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         host.max(0.0)  # together
         start = time.perf_counter()
         for _ in range(n):
             call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return host.max((time.perf_counter() - start) / n)[0]
     call()
     n = max(1, int(LEAST_S / timed(1)))

@@ -46,6 +46,12 @@ def device_peak_bytes(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def synchronize(device):
+    """Waits until a CUDA device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def free_bytes(device):
     """(bytes still free on a CUDA device, bytes it has)."""
     torch.cuda.empty_cache()

@@ -23,7 +23,7 @@ from memo.activations import TABLE
 from memo.alpha import GROUPS
 from memo.calibrate import calibrate
 from memo.config import Config, ConfigError
-from memo.device import pick_device
+from memo.device import pick_device, synchronize
 from memo.hardware import calibration_path
 from memo.mesh import ALONE, connected, launched, open_mesh
 from memo.slab import HostSlab
@@ -44,11 +44,6 @@ class Rates:
     offload_bytes_per_s: float  # device to host and host to device, while both are busy
     prefetch_bytes_per_s: float
     transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None where that is not known
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds(device, call, before=lambda: None, host=ALONE.host):

@@ -20,6 +20,7 @@ import train
 from memo import checkpoint, sample
 from memo.config import ConfigError
 from memo.metrics import read_metrics
+from memo.out_dir import lock
 from memo.slab import HostSlab
 from model import Block
 from tests.conftest import VOCAB
@@ -197,7 +198,7 @@ def test_scratch_never_overwrites_a_checkpoint(dataset, tmp_path):
 
 
 def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
-    held = train.lock(tmp_path, "somebody")
+    held = lock(tmp_path, "somebody")
     with pytest.raises(ConfigError, match="is in use by another run; wait for it or choose another --out_dir"):
         train.main(argv(dataset, tmp_path))
     held.close()

@@ -1,0 +1,38 @@
+"""The folder of a run: held by one run at a time, and the same one for all of its ranks."""
+
+import contextlib
+import fcntl
+import sys
+import time
+
+from memo.config import ConfigError
+
+
+def lock(out, text):
+    """Makes `out` and holds it for this process, so that two runs never write there at once; returns the open lock, which
+    holds `text`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "a")  # noqa: SIM115  held until the process ends
+    except OSError as e:
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another --out_dir") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
+    except OSError as e:  # some network file systems know no locks
+        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it", file=sys.stderr)
+    file.truncate(0)
+    file.write(text)
+    file.flush()
+    return file
+
+
+def see(out, text):
+    """Errors: `out` is another folder here than where rank 0 locked it."""
+    for _ in range(20):
+        with contextlib.suppress(OSError):
+            if (out / ".lock").read_text() == text:
+                return
+        time.sleep(0.5)  # a network file system may show it late
+    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts share")
