@@ -83,12 +83,17 @@ class StopSignal:
             signal.signal(s, handler)
 
 
+def config_of(argv):
+    """The Config of a command line; --force is train.py's own."""
+    return load_config([arg for arg in argv if arg != "--force"])
+
+
 def restarted(argv, host, launches):
     """Whether torchrun starts this run again after a failure, and there is a checkpoint of it to go on from."""
     ours = False  # rank 0 looks
     if host.rank == 0 and any(launch.restarts for launch in launches):
         with contextlib.suppress(ConfigError, OSError):  # for check() to tell
-            cfg = load_config([arg for arg in argv if arg != "--force"])
+            cfg = config_of(argv)
             held_by = (Path(cfg.out_dir) / ".lock").read_text().splitlines()
             ours = (cfg.init_from != "resume" and checkpoint.latest(cfg.out_dir) is not None
                     and any(launch.id in held_by for launch in launches))
@@ -112,7 +117,7 @@ def arena_here(cfg, machine):
 def check(argv, launch):
     """What can be wrong before the device is touched, and needs no other rank -> what was found on the way."""
     force = "--force" in argv
-    cfg = load_config([arg for arg in argv if arg != "--force"])
+    cfg = config_of(argv)
     degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
@@ -163,13 +168,13 @@ def setup(argv, launch, host):
         run.model = model = GPT(cfg, device, dtype, mesh=run.mesh)
     with growing(run.expected, device, "optimizer"):
         run.optimizer = Optimizer(model, cfg)
-    if ckpt is not None:
-        together(host, checkpoint.restore, ckpt, model, run.optimizer)
-        run.optimizer.publish()
-    elif run.hf:
-        together(host, lambda: run.optimizer.load(convert.hf_tensors(run.hf, cfg)))
-    else:
-        run.optimizer.load(initial_weights(cfg, cfg.seed, device))
+        if ckpt is not None:
+            together(host, checkpoint.restore, ckpt, model, run.optimizer)
+            run.optimizer.publish()
+        elif run.hf:
+            together(host, lambda: run.optimizer.load(convert.hf_tensors(run.hf, cfg)))
+        else:
+            run.optimizer.load(initial_weights(cfg, cfg.seed, device))
     run.first = ckpt.iter if ckpt is not None else 0
     with growing(run.expected, device, "rounding_buffers"):
         run.decision = placement.decide(cfg, model, run.limit)
@@ -383,9 +388,9 @@ def finish(run, done, stop):
               f"go on with: python train.py --init_from=resume --out_dir={run.out}")
         return
     rows = read_metrics(run.out / "metrics.jsonl")
-    if run.expected and run.expected.seconds:
-        step_s = median(r["step_s"] for r in rows if r["iter"] >= run.first)
-        print(f"step {step_s:.3g} s (median), estimated {run.expected.seconds['step']:.3g} s")
+    steps_s = [r["step_s"] for r in rows if r["iter"] >= run.first]  # none where the disk was full
+    if steps_s and run.expected and run.expected.seconds:
+        print(f"step {median(steps_s):.3g} s (median), estimated {run.expected.seconds['step']:.3g} s")
     val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
     if val:
         print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")

@@ -29,7 +29,7 @@ from memo.search import changed, degrees_of, longest, search
 
 RESULTS = Path(__file__).parent / "results"
 PAPER = json.loads((ROOT / "tests/facts/memo_paper.json").read_text())
-GPUS = {"7B": 8, "13B": 16, "30B": 32, "65B": 64}
+GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
 HOST_BYTES = 1.035e12  # what torch's pinned cache, which rounds up to powers of two, leaves of the paper's 2 TB
 FITTED = ("matmul", "attention forward", "attention backward")
 

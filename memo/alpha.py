@@ -9,6 +9,7 @@ from math import inf
 
 from memo.activations import TABLE, Placement
 from memo.config import ConfigError
+from memo.hardware import HOST_SHARE
 
 OTHERS = tuple(t.name for t in TABLE if t.other)
 GROUPS = {  # the "others" that are rebuilt together, from what is by then there: so what one group costs depends on no other
@@ -28,6 +29,19 @@ ROWS = 256  # swapped and recomputed rows come in multiples of this: matrix prod
 
 class OutOfHostMemory(ConfigError):
     """OOHM: the host cannot hold what is to be swapped."""
+
+
+def granted(host_memory_gb, there_bytes, reserved, where):
+    """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved` bytes. Errors:
+    OutOfHostMemory: more than that asked for. `where`: words for what is there."""
+    most = max(0, int(there_bytes * HOST_SHARE) - reserved)
+    if host_memory_gb == "auto":
+        return most
+    if host_memory_gb * 1e9 > most:
+        beside = f" beside {reserved / 1e9:.4g} for a checkpoint's copy" if reserved else ""
+        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {most / 1e9:.4g}, {HOST_SHARE:.0%} of "
+                              f"{where}{beside}; try host_memory_gb=auto")
+    return int(host_memory_gb * 1e9)
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,12 @@ class SwapPlan:
     layer_offload_bytes: int  # of a layer that keeps more than x, if there is one
     host_bytes: int  # of all layers
     fits: bool  # False: OOHM, though every layer keeps only x
+
+
+def what_set_it(cfg, plan):
+    """alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
+    why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
+    return f"{plan.alpha:.3f}, {why}: " + ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
 
 
 def plan(problem, fractions):

@@ -193,13 +193,8 @@ def host_capacity(cfg, machine, world):
     """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may take: what
     host_memory_gb grants, or what is left beside the copy that a checkpoint is written from. Errors: ConfigError where
     the node has not so much."""
-    free = max(0, int(machine.node.host_memory_bytes * HOST_SHARE) - snapshot_bytes(cfg, machine, world))
-    if cfg.host_memory_gb == "auto":
-        return free
-    if cfg.host_memory_gb * 1e9 > free:
-        raise ConfigError(f"host_memory_gb={cfg.host_memory_gb:g} must be at most {free / 1e9:.4g}, {HOST_SHARE:.0%} of "
-                          "what a node has, less a checkpoint's copy; try host_memory_gb=auto, or another --node")
-    return int(cfg.host_memory_gb * 1e9)
+    return alpha.granted(cfg.host_memory_gb, machine.node.host_memory_bytes, snapshot_bytes(cfg, machine, world),
+                         "what a node has")
 
 
 def snapshot_bytes(cfg, machine, world):

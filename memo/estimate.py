@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 
 from memo import hardware
+from memo.alpha import what_set_it
 from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
 from memo.config import ConfigError, load_config
 from memo.metrics import parameters, percent
@@ -121,9 +122,7 @@ def table(got):
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
     lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip() for row in rows]
     if got.alpha is not None:
-        allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in got.plan.limits.items())
-        why = "given" if not cfg.finds_alpha else f"set by {got.plan.binds}" if got.plan.binds else "all of it"
-        lines.append(f"alpha       {got.alpha:.3f}, {why}: {allowed}")
+        lines.append(f"alpha       {what_set_it(cfg, got.plan)}")
     if got.seconds:
         parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
         parts = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
@@ -219,15 +218,14 @@ def run(argv):
     out = as_dict(got)
     if options.get("search"):
         out["candidates"] = [as_dict(other) for other in found[1:]]
+    most = longest(got.cfg, machine, world, arena) if {"max_context", "plot"} & set(options) else None
     if options.get("max_context"):
-        most = longest(got.cfg, machine, world, arena)
         out["max_block_size"] = most.cfg.block_size if most else 0
         lines.append(f"max_context {most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {limit_of(most)}" if most else
                      "max_context none: what does not depend on the sequence is too much already")
     print(json.dumps(out) if options.get("json") else "\n".join(lines))
     if "plot" in options:
         from memo.plots import dry_run  # matplotlib takes a second
-        most = longest(got.cfg, machine, world, arena)
         try:
             dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, options["plot"])
         except (OSError, ValueError) as e:

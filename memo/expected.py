@@ -37,7 +37,7 @@ def expect(cfg, device, launch, arena, force):
     """The Estimate of this run, None where it is not to be had. Errors: ConfigError where it cannot fit, unless `force`."""
     try:
         got = estimate(cfg, machine_of(device, launch), launch.world, arena)
-        others = [] if got.fits or force else [text for text, _ in remedies(got)]
+        others = [] if got.fits or got.only_tight or force else [text for text, _ in remedies(got)]
     except Exception as e:  # an estimate is not worth a run
         print(f"warning: no estimate: {type(e).__name__}: {e}", file=sys.stderr)
         return None

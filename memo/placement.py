@@ -10,7 +10,7 @@ import torch
 from memo import profiler
 from memo.activations import Placement, n_rows, tensors_of
 from memo.allocator import Arena, Unavailable
-from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place
+from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
 from memo.budget import STATES_BYTES, Line, activation_lines, head_bytes
 from memo.config import ConfigError
 from memo.device import free_bytes
@@ -167,8 +167,6 @@ def where_it_lives(cfg, decision, model, optimizer):
 def describe(cfg, decision, lines, expected):
     """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None: nothing is); what
     set alpha, and how fast things go."""
-    regions = sorted({line.region for line in lines}, key=[line.region for line in lines].index)
-    rows = [line for line in lines if line.region in regions]
     out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB" + ", (estimated)" * bool(expected)]
 
     def row(what, device, host, region):
@@ -178,10 +176,10 @@ def describe(cfg, decision, lines, expected):
             device, host = expected.bytes_of(region)
             guess = f"   ({(device or host) / 2**30:.3f})"
         out.append(f"            {what:32}{shown[0]:>9}{shown[1]:>9}{guess}".rstrip())
-    for i, line in enumerate(rows):
-        last = i + 1 == len(rows) or rows[i + 1].region != line.region  # the estimate is the whole region's
+    for i, line in enumerate(lines):
+        last = i + 1 == len(lines) or lines[i + 1].region != line.region  # the estimate is the whole region's
         row(line.what, line.device_bytes, line.host_bytes, line.region if last else None)
-    row("in all", sum(line.device_bytes for line in rows), sum(line.host_bytes for line in rows), None)
+    row("in all", sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines), None)
     return "\n".join(out + alpha_and_rates(cfg, decision, expected))
 
 
@@ -190,9 +188,7 @@ def alpha_and_rates(cfg, decision, expected):
     lines = []
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if decision.alpha is not None:
-        allowed = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
-        why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
-        lines.append(f"alpha       {plan.alpha:.3f}, {why}: {allowed}")
+        lines.append(f"alpha       {what_set_it(cfg, plan)}")
         if p.input_only:
             lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]

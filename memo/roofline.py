@@ -103,7 +103,7 @@ class Layer:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + self.exchange_s(8)
-        gradients = 2 * self.kv_bytes * 4 // (2 * self.itemsize)  # dk and dv, in fp32
+        gradients = self.kv_bytes * 4 // self.itemsize  # dk and dv, in fp32
         late = self.late_s(self.kv_bytes + gradients, kernels / self.cp)
         merge = self.pass_s("copy", 6 + 3 * self.cp * (1 + 8 // self.itemsize))
         return kernels + merge + (self.cp - 1) * late + self.hop_s(gradients)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from memo.alpha import OutOfHostMemory
-from memo.hardware import HOST_SHARE
+from memo.alpha import OutOfHostMemory, granted
 
 MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
 MPOL_PREFERRED = 1  # from that node while it has pages, then from the others: a small node must not end the run
@@ -83,13 +82,7 @@ def available():
 def host_bytes(host_memory_gb, local_ranks=1, reserved=0):
     """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host, or what is
     free there beside `reserved` bytes. Errors: more than that granted."""
-    free = max(0, int(available() * HOST_SHARE) - reserved)
-    granted = free if host_memory_gb == "auto" else int(host_memory_gb * 1e9)
-    if granted > free:
-        beside = f" beside {reserved / 1e9:.4g} for a checkpoint's copy" if reserved else ""
-        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {free / 1e9:.4g}, {HOST_SHARE:.0%} of "
-                              f"what is free on this host{beside}; try host_memory_gb=auto")
-    return granted // local_ranks
+    return granted(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
 
 
 # --- the block ---
