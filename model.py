@@ -10,23 +10,25 @@
 
 Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
 skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer; what is
-token-wise goes chunk by chunk (memo/tp.py), attention group by group of heads (memo/attention.py).
+token-wise goes piece by piece of rows (memo/tp.py, memo/ops.py), attention group by group of heads (memo/attention.py).
 With one rank tp = cp = 1, and gather and scatter_sum (memo/tp.py) are views.
 Source: the layer of MEMO section 3.1 (pre-norm GPT).
 """
 
 import math
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 
-from memo.activations import HEAD_ROWS, TABLE, Placement
+from memo.activations import TABLE, Placement, head_rows
 from memo.allocator import NoArena
 from memo.attention import attend, attend_backward, resolve_attention
 from memo.cp import across, held
 from memo.flat import LAYER_BIASES, local_layout, parameter_shapes, views
 from memo.mesh import ALONE
+from memo.ops import gelu_backward, gelu_forward, resolve_ops, rotations
 from memo.swap import Swap
 from memo.tp import (
     accumulate_product,
@@ -34,9 +36,9 @@ from memo.tp import (
     chunks,
     column_linear_backward,
     column_linear_forward,
-    cut,
     embedding_backward,
     embedding_forward,
+    in_turns,
     local,
     own_ids,
     row_linear_backward,
@@ -44,8 +46,6 @@ from memo.tp import (
     softmax,
 )
 
-aten = torch.ops.aten
-LAYERNORM_EPS = 1e-5
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 EVERY_ROW = {t.name: slice(None) for t in TABLE}
 
@@ -59,74 +59,6 @@ def stretches(n, rows):
     return [stretch for stretch in held if stretch[2]]
 
 
-# --- layer norm: y = (x - mean) rstd w + b ---
-
-def layernorm_operands(*tensors):
-    """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000 rows)."""
-    return [t if t is None or not t.is_cpu else t.float() for t in tensors]
-
-
-def layernorm_forward(x, w, b, out, mean, rstd):  # (N, C), (C,), (C,) -> (N, C), (N,), (N,)
-    for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd):
-        x_, w, b = layernorm_operands(x_, w, b)
-        y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, LAYERNORM_EPS)
-        out_.copy_(y)
-        mean_.copy_(m.view(-1))
-        rstd_.copy_(r.view(-1))
-
-
-def layernorm_backward(dy, x, mean, rstd, w, b, dw, db):  # -> dx (N, C)
-    dy, x, w, b = layernorm_operands(dy, x, w, b)
-    dx, dw_, db_ = aten.native_layer_norm_backward(dy, x, x.shape[-1:], mean[:, None], rstd[:, None], w, b,
-                                                   [True, True, b is not None])
-    dw += dw_
-    if b is not None:
-        db += db_
-    return dx
-
-
-def residual_layernorm_backward(residual, dy, x, mean, rstd, *parameters, out):  # residual + dx; `out` may be any of them
-    for residual_, out_, *operands in chunks(residual, out, dy, x, mean, rstd):
-        torch.add(residual_, layernorm_backward(*operands, *parameters), out=out_)
-    return out
-
-
-# --- GELU: y = x P(Z <= x), or its tanh approximation ---
-
-def gelu_forward(x, form, out):
-    for x_, out_ in chunks(x, out):
-        aten.gelu.out(x_, approximate=form, out=out_)
-
-
-def gelu_backward(dy, x, form, out):  # `out` may be dy itself
-    return aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
-
-
-# --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---
-
-def rotations(positions, D, theta):
-    """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of tokens."""
-    frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
-    table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
-    for rows, t in chunks(table, positions):
-        angles = t[:, None] * frequencies
-        rows.copy_(torch.polar(torch.ones_like(angles), angles))
-    return table
-
-
-def rotary_forward(x, turn):  # (..., heads * D) in place, (..., D/2)
-    for x_, turn_ in chunks(x, turn):
-        pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
-        turned = torch.view_as_complex(pairs.float()).mul_(turn_[..., None, :])  # fp32's float() is the tensor itself
-        if x.dtype != torch.float32:
-            pairs.copy_(torch.view_as_real(turned))
-    return x
-
-
-def rotary_backward(dx, turn):
-    return rotary_forward(dx, turn.conj())
-
-
 # --- one layer ---
 
 class Block:
@@ -134,8 +66,8 @@ class Block:
     the Axis of the ranks that have the others. `rows`: {skeletal tensor: the slice of its rows to compute}.
     """
 
-    def __init__(self, cfg, w, dw, attention, tp):
-        self.w, self.dw, self.attention, self.tp = w, dw, attention, tp
+    def __init__(self, cfg, w, dw, attention, ops, tp):
+        self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, tp
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
 
@@ -156,16 +88,18 @@ class Block:
     def before_attention(self, s, turn, rows):
         """ln1_out, q, k, v from x."""
         w, r = self.w, rows["ln1_out"]
-        layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
+        self.ops.layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
         linears = dict(zip("qkv", zip((s.q, s.k, s.v), *self.qkv(w), strict=True), strict=True))
         for first, end, names in stretches(len(s.x), {name: rows[name] for name in "qkv"}):
-            for r in cut(first, end, self.tp.size):
-                x = self.tp.gather(s.ln1_out[r])
+            def project(r, names=names):
+                x = self.tp.start_gather(s.ln1_out[r])
+                yield
+                x = x.wait()
                 for y, w_, b in (linears[name] for name in names):
                     column_linear_forward(x, w_, b, out=y[r])
-                del x  # before the next chunk's
+            in_turns(self.tp, s.x.device, first, end, project)
         for name in "qk" if turn is not None else "":
-            rotary_forward(getattr(s, name)[rows[name]], turn[rows[name]])
+            self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
 
     def after_attention(self, s, rows):
         """mid, ln2_out, fc1_out, gelu_out from x and attn_out."""
@@ -173,47 +107,60 @@ class Block:
         r = rows["mid"]
         row_linear_forward(self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])
         r = rows["ln2_out"]
-        layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
-        r = rows["fc1_out"]
-        for x, y in chunks(s.ln2_out[r], s.fc1_out[r], ranks=self.tp.size):
-            column_linear_forward(self.tp.gather(x), w.fc1_w, w.fc1_b, out=y)
+        self.ops.layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
+
+        def widen(r):
+            x = self.tp.start_gather(s.ln2_out[r])
+            yield
+            column_linear_forward(x.wait(), w.fc1_w, w.fc1_b, out=s.fc1_out[r])
+        first, end, _ = rows["fc1_out"].indices(len(s.x))
+        in_turns(self.tp, s.x.device, first, end, widen)
         r = rows["gelu_out"]
         gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
 
     def backward(self, dy, s, turn):
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of `s`."""
-        dout = s.ln2_out.view(s.attn_out.shape)  # chunk by chunk it takes the place of ln2's output
-        for r in cut(0, len(dy), self.tp.size):
-            self.after_attention_backward(dy[r], s, r, dout[r])
+        dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
+        in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         dqkv = attend_backward(self.attention, *self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
                                self.scale)
         dqkv = [g.reshape(s.q.shape) for g in dqkv]
         for g in dqkv[:2] if turn is not None else ():
-            rotary_backward(g, turn)
-        for r in cut(0, len(dy), self.tp.size):
-            self.before_attention_backward(dy[r], s, r, [g[r] for g in dqkv])
+            self.ops.rotary(g, turn, back=True)
+        in_turns(self.tp, dy.device, 0, len(dy), partial(self.before_attention_backward, dy, s, dqkv))
         return s.x
 
-    def after_attention_backward(self, dy, s, r, dout):
-        """Of rows r: writes the gradients of mid over dy and of attn_out into `dout`."""
-        w, dw, tp = self.w, self.dw, self.tp
+    def after_attention_backward(self, dy, s, dout, r):
+        """Of rows r: writes the gradients of mid over dy and of attn_out into `dout`. Yields as tp.in_turns wants."""
+        w, dw, tp, dy = self.w, self.dw, self.tp, dy[r]
         # mlp: y = mid + gelu(ln2(mid) fc1) fc2
+        message = tp.start_gather(dy)
+        yield
         bias_backward(dy, dw.fc2_b)
-        d = row_linear_backward(tp.gather(dy), s.gelu_out[r], w.fc2_w, dw.fc2_w, out=s.gelu_out[r])
+        d = row_linear_backward(message.wait(), s.gelu_out[r], w.fc2_w, dw.fc2_w, out=s.gelu_out[r])
+        message = tp.start_gather(s.ln2_out[r])
         d = gelu_backward(d, s.fc1_out[r], self.gelu, out=d)
-        d = column_linear_backward(tp, [d], tp.gather(s.ln2_out[r]), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
-        residual_layernorm_backward(dy, d, s.mid[r], s.ln2_mean[r], s.ln2_rstd[r], w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b,
-                                    out=dy)
+        yield
+        message = column_linear_backward(tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
+        yield
+        self.ops.layernorm_backward(dy, message.wait(), s.mid[r], s.ln2_mean[r], s.ln2_rstd[r], w.ln2_w, w.ln2_b,
+                                    dw.ln2_w, dw.ln2_b, out=dy)
         # attention: mid = x + attn_out proj
+        message = tp.start_gather(dy)
+        yield
         bias_backward(dy, dw.proj_b)
-        row_linear_backward(tp.gather(dy), s.attn_out[r], w.proj_w, dw.proj_w, out=dout)
+        row_linear_backward(message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
 
-    def before_attention_backward(self, dy, s, r, dqkv):
-        """Of rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv, over x."""
+    def before_attention_backward(self, dy, s, dqkv, r):
+        """Of rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv, over x.
+        Yields as tp.in_turns wants."""
         w, dw, tp = self.w, self.dw, self.tp
-        d = column_linear_backward(tp, dqkv, tp.gather(s.ln1_out[r]), self.qkv(w)[0], *self.qkv(dw))
-        residual_layernorm_backward(dy, d, s.x[r], s.ln1_mean[r], s.ln1_rstd[r], w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b,
-                                    out=s.x[r])
+        message = tp.start_gather(s.ln1_out[r])
+        yield
+        message = column_linear_backward(tp, [g[r] for g in dqkv], message.wait(), self.qkv(w)[0], *self.qkv(dw))
+        yield
+        self.ops.layernorm_backward(dy[r], message.wait(), s.x[r], s.ln1_mean[r], s.ln1_rstd[r], w.ln1_w, w.ln1_b,
+                                    dw.ln1_w, dw.ln1_b, out=s.x[r])
 
     @staticmethod
     def qkv(w):
@@ -256,6 +203,7 @@ class GPT:
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
         self.attention = across(attention, mesh.cp, cfg.context_parallel)
+        self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         self.full_shapes = parameter_shapes(cfg)
         self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
         numel = self.buckets[-1][1]
@@ -265,7 +213,7 @@ class GPT:
         self.blocks = []
         for i in range(cfg.n_layer):
             w, dw = (SimpleNamespace(**self.named(flat, f"h.{i}.")) for flat in (self.params, self.grads))
-            self.blocks.append(Block(cfg, w, dw, self.attention, mesh.tp))
+            self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.tp))
         self.shape = self.swap = None
         self.arriving = {}  # {bucket: Works that bring its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/allocator.py
@@ -369,7 +317,7 @@ class GPT:
         """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), logits (tp * n, V/tp)."""
         h = torch.empty_like(x)
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
-        layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
+        self.ops.layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
         h = self.mesh.tp.gather(h).flatten(0, 1)
         logits = h @ self.w.wte.t()
         padding = max(0, self.cfg.vocab_size - self.mesh.tp.rank * logits.shape[1])
@@ -379,12 +327,17 @@ class GPT:
     def head(self, x, targets, scale, loss):
         """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x (n, C).
 
-        Token chunk by token chunk: more than HEAD_ROWS rows of logits never exist, forward or backward.
+        Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
         """
         tp = self.mesh.tp.size
-        rows = max(1, HEAD_ROWS // tp)
+        rows = self.own_head_rows
         for x_, target in zip(x.split(rows), targets.view(-1, tp).split(rows), strict=True):
             loss += self.head_chunk(x_, target.t().reshape(-1), scale, len(targets))
+
+    @property
+    def own_head_rows(self):
+        """A rank's own rows in a chunk of the head."""
+        return max(1, head_rows(len(self.w.wte), self.device.type == "cpu") // self.mesh.tp.size)
 
     def head_chunk(self, x, target, scale, N):
         """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and targets (tp * n,)."""
@@ -398,5 +351,5 @@ class GPT:
             dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)  # times N / scale
             accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
             dh = tp.scatter_sum((dlogits @ w.wte).unflatten(0, (tp.size, -1))).mul_(scale / N)
-            x.copy_(layernorm_backward(dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b))
+            self.ops.layernorm_backward(None, dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b, out=x)
         return p_target.clamp_min(TINY).log().sum() / -N

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
 from memo import placement
-from memo.activations import Placement
+from memo.activations import Placement, head_rows
 from memo.alpha import OTHERS, OutOfHostMemory, place
 from memo.config import Config, ConfigError
 from memo.device import device_name, synchronize
@@ -43,7 +43,7 @@ from memo.optim import Optimizer
 from memo.plots import timeline
 from memo.slab import host_bytes
 from memo.streams import stall_s
-from model import GPT, HEAD_ROWS, initial_weights
+from model import GPT, initial_weights
 from tests.twin import Twin
 
 STATE_BYTES = 18  # a parameter's: bf16 itself, and in fp32 gradient, master weight and two moments
@@ -113,15 +113,16 @@ class Ours:
         with Kernels() as layer:
             m.blocks[0].forward(s, m.turn, y)
             m.blocks[0].backward(y, s, m.turn)
+        rows = m.own_head_rows
         with Kernels() as head:
-            m.head(x[:HEAD_ROWS], self.batch[1].reshape(-1)[:HEAD_ROWS], 1.0, torch.zeros((), device=device))
+            m.head(x[:rows], self.batch[1].reshape(-1)[:rows], 1.0, torch.zeros((), device=device))
         seconds = []
         for kernels in (layer, head):
             kernels.run()
             start = clock(device)
             kernels.run()
             seconds.append(clock(device) - start)
-        return m.cfg.n_layer * seconds[0] + len(x) / HEAD_ROWS * seconds[1]
+        return m.cfg.n_layer * seconds[0] + len(x) / rows * seconds[1]
 
     def close(self):
         self.model.close()
@@ -164,7 +165,8 @@ class Plain(Twin):
                 for block in self.blocks:
                     x = block(x, cos, sin)
             self.host = hooks.nbytes
-        rows = zip(x.flatten(0, 1).split(HEAD_ROWS), targets.reshape(-1).split(HEAD_ROWS), strict=True)
+        n = head_rows(self.wte.weight.shape[0], x.is_cpu)
+        rows = zip(x.flatten(0, 1).split(n), targets.reshape(-1).split(n), strict=True)
         return sum(checkpoint(self.head, *chunk, use_reentrant=False) for chunk in rows) / tokens.numel()
 
 

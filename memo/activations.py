@@ -12,7 +12,16 @@ from math import prod
 # what bounds the temporary tensors of a layer and of the head
 CHUNK_ROWS = 2**16  # of all tp ranks, in what is done row by row; indices stay below 2^31 too
 GROUP_ELEMENTS = 2**26  # of a (B, T, heads, D) tensor in attention, which goes by groups of heads
-HEAD_ROWS = 1024  # tokens whose logits exist at once
+HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
+MORE_HEAD_ROWS = 4  # the head's gradient, fp32, is read and written once for so many tokens
+HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens, which with softmax and gradient take 8 bytes each
+
+
+def head_rows(V, cpu):
+    """Tokens whose logits exist at once where a rank has V columns of them."""
+    if cpu:
+        return HEAD_ROWS
+    return HEAD_ROWS * min(MORE_HEAD_ROWS, max(1, int(HEAD_ELEMENTS // (V * HEAD_ROWS))))
 
 
 def heads_at_once(rows, D, heads, multiple=1):

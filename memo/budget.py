@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from memo import alpha, planner
-from memo.activations import CHUNK_ROWS, HEAD_ROWS, Placement, group_heads, n_rows, tensors_of
+from memo.activations import CHUNK_ROWS, Placement, group_heads, head_rows, n_rows, tensors_of
 from memo.config import ConfigError, cache_folder, degrees, save_json
 from memo.flat import local_layout
 from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
@@ -98,12 +98,13 @@ def fast_arena(cfg, machine, scale=1.0):
     layer = max(attention + kernel, gradients + 2.3 * f * own, gradients + gathered + chunk / tp,
                 gathered + 2 * f * chunk / tp)
     layer *= 1.01  # statistics and ids
-    return Arena(int(scale * layer), int(scale * max(0, head_bytes(cfg, e) - layer)))
+    return Arena(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
 
 
-def head_bytes(cfg, itemsize):
+def head_bytes(cfg, itemsize, cpu):
     """What a chunk of the head takes: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
-    return int(HEAD_ROWS * (cfg.padded_vocab_size / cfg.tp * (8.2 + itemsize % 4) + 4 * cfg.n_embd * itemsize))
+    V = cfg.padded_vocab_size / cfg.tp
+    return int(head_rows(V, cpu) * (V * (8.2 + itemsize % 4) + 4 * cfg.n_embd * itemsize))
 
 
 def has_kernel(cfg, machine):

@@ -18,7 +18,8 @@ from memo.allocator import Arena, NoArena, Unavailable
 from memo.attention import resolve_attention
 from memo.config import save_json
 from memo.device import device_name, synchronize
-from memo.roofline import rotary_units
+from memo.ops import resolve_ops
+from memo.roofline import PASSES
 from memo.slab import HostSlab, available
 from memo.swap import copy_bytes
 
@@ -78,24 +79,13 @@ def passes(nbytes, dtype, device):
     x, y, out = (torch.randn(rows, WIDTH, dtype=dtype, device=device) for _ in range(3))
     w, u = torch.ones(WIDTH, dtype=dtype, device=device), x.nbytes
     turn = torch.polar(torch.ones(rows, 32, device=device), torch.randn(rows, 32, device=device))
-    like = x.float() if x.is_cpu else x
-    mean, rstd = like.mean(1).float(), torch.ones(rows, device=device)
-    flat = torch.randn(4, x.numel(), device=device)
+    mean, rstd = x.float().mean(1), torch.ones(rows, device=device)
+    flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(WIDTH, device=device)
     steps = torch.ones((), device=device)
-
-    def norm_forward():
-        out.copy_(torch.native_layer_norm(x.float() if x.is_cpu else x, (WIDTH,), w.to(like.dtype), None, 1e-5)[0])
-
-    def norm_backward():
-        dy = y.float() if x.is_cpu else y
-        out.copy_(aten.native_layer_norm_backward(dy, like, (WIDTH,), mean[:, None], rstd[:, None], w.to(like.dtype), None,
-                                                  [True, True, False])[0])
-
-    def rotary():
-        pairs = x.view(rows, -1, 32, 2)
-        turned = torch.view_as_complex(pairs.float()).mul_(turn[:, None])
-        if dtype != torch.float32:
-            pairs.copy_(torch.view_as_real(turned))
+    ops, _ = resolve_ops("auto", device)
+    calls = {"norm forward": partial(ops.layernorm_forward, x, w, None, out, mean, rstd),
+             "norm backward": partial(ops.layernorm_backward, x, y, x, mean, rstd, w, None, dw, None, out),
+             "rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False)}
 
     def softmax():
         p = torch.softmax(x, 1, dtype=torch.float32)
@@ -106,8 +96,7 @@ def passes(nbytes, dtype, device):
         adamw(master, g, m, v, [], [steps], fused=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-4, eps=1e-8,
               maximize=False, weight_decay=0.1)
     flat[2].abs_()
-    return {"norm forward": (norm_forward, 2 * u), "norm backward": (norm_backward, 3 * u),
-            "rotary": (rotary, rotary_units(dtype.itemsize) * u),
+    return {**{op: (call, PASSES[op] * u) for op, call in calls.items()},
             "gelu forward": (partial(aten.gelu.out, x, approximate="none", out=out), 2 * u),
             "gelu backward": (partial(aten.gelu_backward.grad_input, y, x, approximate="none", grad_input=out), 3 * u),
             "softmax": (softmax, x.numel() * (2 * dtype.itemsize + 8)), "copy": (partial(torch.add, x, y, out=out), 3 * u),

@@ -193,7 +193,7 @@ def known_figures(kind):
     return {f.name for f in fields(kind) if f.type is not str}
 
 
-CALIBRATION_FORMAT = 1
+CALIBRATION_FORMAT = 2
 
 
 def calibration_path(ranks):

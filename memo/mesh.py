@@ -56,10 +56,11 @@ class Works:
         self.works, self.sent, self.received = works, sent, received
 
     def wait(self):
+        """What was received; from now on the caller's alone."""
         for work in self.works:
             work.wait()
-        self.works, self.sent = (), None
-        return self.received
+        received, self.works, self.sent, self.received = self.received, (), None, None
+        return received
 
 
 # gloo lets go of its tensors, and of buffers of its own, some time after wait(); the memory plan wants what a segment asks
@@ -95,21 +96,25 @@ class Axis:
         works = [begun(call, received, sent, self.group)] if self.group is not None and sent.nbytes else ()
         return Works(works, sent, received)
 
-    def start_gather(self, x, out):
+    def start_gather(self, x, out=None):
         """Works of `out`, (size, *x.shape) or flat: every rank's x. x may be this rank's part of `out`."""
+        if out is None:
+            out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
         return self.start(x.nbytes * (self.size - 1), ALL_GATHER, out, x)
 
     def gather(self, x):
         """(size, *x.shape): every rank's x."""
-        return x[None] if self.size == 1 else self.start_gather(x, x.new_empty(self.size, *x.shape)).wait()
+        return self.start_gather(x).wait()
 
-    def start_scatter_sum(self, x, out):
-        """Works of `out`, the sum over all ranks of this rank's part of x. It may be that part."""
+    def start_scatter_sum(self, x, out=None):
+        """Works of `out`, the sum over all ranks of this rank's part of x, (size, ...) or flat. It may be that part."""
+        if out is None:
+            out = x[0] if self.size == 1 else torch.empty_like(x[0])
         return self.start(x.nbytes // self.size * (self.size - 1), REDUCE_SCATTER, out, x)
 
     def scatter_sum(self, x):
         """(size, ...) -> (...): the sum over all ranks of x[this rank]."""
-        return x[0] if self.size == 1 else self.start_scatter_sum(x, torch.empty_like(x[0])).wait()
+        return self.start_scatter_sum(x).wait()
 
     def sum(self, x, op=dist.ReduceOp.SUM):
         """x, in place: the sum over all ranks."""

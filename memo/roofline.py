@@ -9,12 +9,16 @@ Source: MEMO 4.1 for what hides behind what; DESIGN section 2.
 
 from math import sqrt
 
-from memo.activations import HEAD_ROWS, group_heads
+from memo.activations import CHUNK_ROWS, group_heads, head_rows
+from memo.alpha import ROWS
+
+# units that a pass reads and writes. What was measured on a machine (memo/calibrate.py) counts as one pass, whatever it took
+PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2}
+PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10}  # with ops=torch on a GPU: memo/ops.py
 
 
-def rotary_units(itemsize):
-    """Reads and writes of one tensor, in units of it: in place in fp32; otherwise a copy in fp32, the turn, a copy back."""
-    return 2 if itemsize == 4 else 10
+def passes(cfg, speeds):
+    return PASSES_OF_TORCH if cfg.ops == "torch" and "rotary" not in speeds.table else PASSES
 
 
 class Layer:
@@ -28,18 +32,22 @@ class Layer:
         self.kv_bytes, self.itemsize = 2 * self.u, itemsize
         scores = B * cfg.block_size**2 / 2 * C  # that the mask leaves, times C
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
-        attention, norm, gather = self.attention_forward_s(), self.pass_s("norm forward", 2), self.tp_s("gather")
-        rope = self.pass_s("rotary", rotary_units(itemsize)) if cfg.position == "rope" else 0.0
-        qkv = self.matmul_s(C, C)
+        self.passes, self.pieces = passes(cfg, self.speeds), self.pieces_of_rows()
+        attention, norm = self.attention_forward_s(), self.pass_s("norm forward")
+        rope = self.pass_s("rotary") if cfg.position == "rope" else 0.0
+        qkv, fc1 = self.matmul_s(C, C), self.matmul_s(4 * C, C)
+        gather = self.exposed_s(3 * qkv, "gather")
         self.groups_s = {"ln1_out": norm, "q": gather / 3 + qkv + rope, "k": gather / 3 + qkv + rope, "v": gather / 3 + qkv,
-                         "mid": self.into_residual_s(C), "ln2_out": norm, "fc1_out": gather + self.matmul_s(4 * C, C),
+                         "mid": self.into_residual_s(C), "ln2_out": norm, "fc1_out": fc1 + self.exposed_s(fc1, "gather"),
                          "gelu_out": self.pass_s("gelu forward", 8)}
         self.attention_s = attention + self.pass_s("copy", 2)  # into attn_out
         self.forward_s = sum(self.groups_s.values()) + self.attention_s + self.into_residual_s(4 * C)
         self.backward_s = self.backward()
         self.attention_kernels_s = sum(self.kernels_s())
-        exposed = attention + self.attention_backward_s() - self.attention_kernels_s
-        self.messages_s = 6 * self.tp_s("gather") + 4 * self.tp_s("scatter") + exposed
+        in_attention = attention + self.attention_backward_s() - self.attention_kernels_s
+        forward = gather + sum(self.exposed_s(s, op) for s, op in (
+            (qkv, "scatter"), (fc1, "gather"), (self.matmul_s(C, 4 * C), "scatter")))
+        self.messages_s = forward + self.exposed_in_backward_s() + in_attention
 
     def kernels_s(self):
         """Of attention (forward, backward) on this rank's share of the scores."""
@@ -52,26 +60,43 @@ class Layer:
         weights = gives * takes / self.tp
         return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
 
-    def pass_s(self, op, units):
-        return self.speeds.seconds(op, units * self.u, units * self.u)
+    def pass_s(self, op, units=None):
+        nbytes = (units or self.passes[op]) * self.u
+        return self.speeds.seconds(op, nbytes, nbytes)
 
-    def tp_s(self, op):
-        """A gather or a scattered sum of all rows: exposed."""
-        return self.machine.message_s(op, self.u * (self.tp - 1), self.tp) if self.tp > 1 else 0.0
+    def pieces_of_rows(self):
+        """Of a rank's own rows, as tp.in_turns cuts them on a GPU."""
+        return max(1, min(self.rows // self.tp // ROWS, max(2, -(-2 * self.rows // CHUNK_ROWS))))
+
+    def exposed_s(self, compute_s, *messages):
+        """Exposed seconds of gathers and scattered sums of all rows beside so much computing, by pieces of rows, two under
+        way: the first message of the first piece, and what takes longer than the computing. On a CPU nothing hides."""
+        if self.tp == 1:
+            return 0.0
+        seconds = [self.machine.message_s(op, self.u * (self.tp - 1), self.tp) for op in messages]
+        if self.machine.cpu or self.pieces == 1:
+            return sum(seconds)
+        return seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
 
     def into_residual_s(self, takes):
         """residual + x w^T: each of the tp ranks has a part of the sum."""
-        return self.matmul_s(self.C, takes) + self.tp_s("scatter") + (self.pass_s("copy", 3) if self.tp > 1 else 0.0)
+        matmul = self.matmul_s(self.C, takes)
+        return matmul + self.exposed_s(matmul, "scatter") + (self.pass_s("copy", 3) if self.tp > 1 else 0.0)
+
+    def exposed_in_backward_s(self):
+        """Of gathers of dy, ln2_out, dy and a scattered sum; of a gather of ln1_out and a scattered sum."""
+        one, four = 2 * self.matmul_s(self.C, self.C), 2 * self.matmul_s(4 * self.C, self.C)
+        return self.exposed_s(2 * four + one, "gather", "gather", "scatter", "gather") + self.exposed_s(3 * one, "gather",
+                                                                                                     "scatter")
 
     def backward(self):
-        # of each linear two products, dx and dw; gathers of dy, ln2_out, dy, ln1_out; two scattered sums
-        matmuls = 2 * (4 * self.matmul_s(self.C, self.C) + 2 * self.matmul_s(4 * self.C, self.C))
-        norms = 2 * (self.pass_s("norm backward", 3) + self.pass_s("copy", 3))
-        rope = 2 * self.pass_s("rotary", rotary_units(self.itemsize)) if self.cfg.position == "rope" else 0.0
+        matmuls = 2 * (4 * self.matmul_s(self.C, self.C) + 2 * self.matmul_s(4 * self.C, self.C))  # dx and dw of each linear
+        passes = 2 * self.pass_s("norm backward") + self.pass_s("gelu backward", 12)
+        if self.cfg.position == "rope":
+            passes += 2 * self.pass_s("rotary")
         if group_heads(self.cfg) < self.cfg.n_head // self.tp:
-            norms += self.pass_s("copy", 6)  # a group's dq, dk, dv take the place of its q, k, v
-        messages = 4 * self.tp_s("gather") + 2 * self.tp_s("scatter")
-        return matmuls + norms + rope + self.pass_s("gelu backward", 12) + messages + self.attention_backward_s()
+            passes += self.pass_s("copy", 6)  # a group's dq, dk, dv take the place of its q, k, v
+        return matmuls + passes + self.exposed_in_backward_s() + self.attention_backward_s()
 
     # --- attention, over the ranks of cp ---
 
@@ -141,11 +166,12 @@ def head_s(cfg, machine, itemsize):
     """Final norm, logits, loss and their gradients, chunk by chunk; the embedding and its gradient."""
     speeds, rows, C = machine.speeds, cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
-    dw = speeds.seconds("copy", 8 * V * C * rows / HEAD_ROWS, 8 * V * C)  # read and written in fp32 by each chunk
+    chunk = head_rows(V, machine.cpu)
+    dw = speeds.seconds("copy", 8 * V * C * rows / chunk, 8 * V * C)  # read and written in fp32 by each chunk
     matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
     softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
     messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
-    norms = speeds.seconds("norm forward", 2 * u, u) + speeds.seconds("norm backward", 3 * u, u)
+    norms = sum(speeds.seconds(op, passes(cfg, speeds)[op] * u, u) for op in ("norm forward", "norm backward"))
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 

@@ -8,9 +8,11 @@ range of own rows is a range of all ranks' rows too, and the order of the rows i
     gather        (n, C) of every rank -> (tp, n, C); row i of rank r is token i * tp + r
     scatter_sum   (tp, n, C), partial sums of every rank -> (n, C)
 
-With one rank all this is a view. Source: MEMO 3.1, Megatron-LM (arXiv 2205.05198).
+With one rank all this is a view. What is done row by row is done piece by piece, and on GPUs two pieces of rows are under
+way at once: the messages of one travel while the other computes. Source: MEMO 3.1, Megatron-LM (arXiv 2205.05198).
 """
 
+from collections import deque
 from itertools import pairwise
 
 import torch
@@ -22,14 +24,14 @@ from memo.flat import split_dim
 aten = torch.ops.aten
 
 
-# --- what is done row by row is done chunk by chunk ---
+# --- what is done row by row is done piece by piece ---
 
-def cut(first, end, ranks=1):
-    """Slices of a rank's own rows first..end, nearly equal, each of CHUNK_ROWS rows of `ranks` ranks or less (rounded up
-    to ROWS own ones); but never of fewer than ROWS own ones out of more, whose products would differ in their bits from
-    those of the whole."""
+def cut(first, end, ranks=1, at_once=1):
+    """Slices of a rank's own rows first..end, nearly equal, at least `at_once` of them, so many of which together have
+    CHUNK_ROWS rows of `ranks` ranks or less (each rounded up to ROWS own ones); but never of fewer than ROWS own ones out of
+    more, whose products would differ in their bits from those of the whole."""
     whole = (end - first) // ROWS
-    n = max(1, min(whole, -(-(end - first) * ranks // CHUNK_ROWS)))
+    n = max(1, min(whole, max(at_once, -(-(end - first) * ranks * at_once // CHUNK_ROWS))))
     edges = [first - (-i * whole // n) * ROWS for i in range(n)] + [end]
     return [slice(*edge) for edge in pairwise(edges)]
 
@@ -40,6 +42,27 @@ def chunks(*tensors, ranks=1):
         yield [t[r] for t in tensors]
 
 
+def pieces_at_once(axis, device):
+    """Pieces of rows under way at once: two where messages travel beside the computing; a CPU carries them itself."""
+    return 2 if axis.size > 1 and device.type != "cpu" else 1
+
+
+def in_turns(axis, device, first, end, work):
+    """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a message of its
+    own is on its way: meanwhile the other piece under way computes. What pieces add to a tensor they add in their order."""
+    at_once, under_way = pieces_at_once(axis, device), deque()
+
+    def go_on(piece):
+        if next(piece, "ended") != "ended":
+            under_way.append(piece)
+    for r in cut(first, end, axis.size, at_once):
+        go_on(work(r))
+        while len(under_way) == at_once:
+            go_on(under_way.popleft())
+    while under_way:
+        go_on(under_way.popleft())
+
+
 # --- parameters ---
 
 def local(name, whole, axis):
@@ -47,14 +70,22 @@ def local(name, whole, axis):
     return whole if split_dim(name) is None else whole.chunk(axis.size, split_dim(name))[axis.rank]
 
 
-# --- one product ---
+# --- products, of the rows of all tp ranks at once ---
 
-def linear_forward(x, w, b, out):  # (n, I), (O, I), (O,) or None -> (n, O)
-    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
+def product(x, w, out):  # (tp, n, I), (I, O) -> (tp, n, O)
+    return torch.bmm(x, w.expand(len(x), -1, -1), out=out) if len(x) > 1 else torch.mm(x[0], w, out=out[0])
+
+
+def add_product(y, x, w, out):  # y (tp, n, O), or of fewer dims, + x w
+    if len(x) > 1:
+        return torch.baddbmm(y.expand(out.shape), x, w.expand(len(x), -1, -1), out=out)
+    return torch.addmm(y if y.dim() == 1 else y[0], x[0], w, out=out[0])
 
 
 def accumulate_product(dw, a, b):
     """dw += a b, where dw is fp32 whatever a and b are."""
+    if a.is_meta:
+        return  # requests no memory; torch 2.11 has no meta kernel of what CUDA takes
     if a.dtype == dw.dtype:
         dw.addmm_(a, b)
     elif not a.is_cpu:
@@ -70,45 +101,43 @@ def bias_backward(dy, db):
 
 # --- column-parallel: y = x w^T + b, where each rank has some of y's columns ---
 
-def column_linear_forward(x, w, b, out):  # (tp, n, I), (O/tp, I) -> (n, tp, O/tp)
-    for x_, out_ in zip(x, out.unbind(1), strict=True):
-        linear_forward(x_, w, b, out=out_)
+def column_linear_forward(x, w, b, out):  # (tp, n, I), (O/tp, I), (O/tp,) or None -> (n, tp, O/tp)
+    y = out.transpose(0, 1)
+    return product(x, w.t(), y) if b is None else add_product(b, x, w.t(), y)
 
 
 def column_linear_backward(axis, dys, x, ws, dws, dbs):
-    """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> (n, I). Uses x up."""
+    """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses x up."""
     for dy, dw, db in zip(dys, dws, dbs, strict=True):
         bias_backward(dy.flatten(0, 1), db)
         for dy_, x_ in zip(dy.unbind(1), x, strict=True):
             accumulate_product(dw, dy_.t(), x_)
-    for i, (dy, w) in enumerate(zip(dys, ws, strict=True)):
-        for dy_, x_ in zip(dy.unbind(1), x, strict=True):
-            torch.addmm(x_, dy_, w, beta=min(i, 1), out=x_)
-    return axis.scatter_sum(x)
+    product(dys[0].transpose(0, 1), ws[0], out=x)
+    for dy, w in zip(dys[1:], ws[1:], strict=True):
+        add_product(x, dy.transpose(0, 1), w, out=x)
+    return axis.start_scatter_sum(x)
 
 
 # --- row-parallel: y = residual + x w^T + b, where each rank has some of x's columns ---
 
 def row_linear_forward(axis, residual, x, w, b, out):  # (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C)
-    for residual_, x_, out_ in chunks(residual, x, out, ranks=axis.size):
+    def piece(r):
         if axis.size == 1:
-            torch.addmm(residual_, x_[:, 0], w.t(), out=out_)
+            torch.addmm(residual[r], x[r, 0], w.t(), out=out[r])
         else:
-            torch.add(residual_, axis.scatter_sum(partial_sums(x_, w)), out=out_)
+            partial_sums = x.new_empty(axis.size, len(x[r]), len(w))
+            total = axis.start_scatter_sum(product(x[r].transpose(0, 1), w.t(), out=partial_sums))
+            del partial_sums  # the message has it, until it is through
+            yield
+            torch.add(residual[r], total.wait(), out=out[r])
+    in_turns(axis, x.device, 0, len(x), piece)
     return out if b is None else out.add_(b)
 
 
-def partial_sums(x, w):  # (n, tp, I/tp), (C, I/tp) -> (tp, n, C)
-    parts = x.new_empty(x.shape[1], len(x), len(w))
-    for x_, part in zip(x.unbind(1), parts, strict=True):
-        torch.mm(x_, w.t(), out=part)
-    return parts
-
-
 def row_linear_backward(dy, x, w, dw, out):  # (tp, n, C) -> dx (n, tp, I/tp); `out` may be x itself
-    for dy_, x_, out_ in zip(dy, x.unbind(1), out.unbind(1), strict=True):
+    for dy_, x_ in zip(dy, x.unbind(1), strict=True):
         accumulate_product(dw, dy_.t(), x_)
-        torch.mm(dy_, w, out=out_)
+    product(dy, w, out=out.transpose(0, 1))
     return out
 
 
@@ -136,7 +165,7 @@ def embedding_backward(axis, ids, dx, dw):  # (n, tp), (n, C) -> onto (V/tp, C)
     for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
             own, mine = own_ids(axis, ids_, len(dw))
-            dw.index_add_(0, own, dx_.float() * mine[:, None])
+            dw.index_add_(0, own, torch.mul(dx_, mine[:, None], out=dx_.new_empty(dx_.shape, dtype=torch.float32)))
 
 
 def softmax(axis, logits):  # (rows, V/tp) -> fp32, this rank's part of the softmax over all V

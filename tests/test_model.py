@@ -5,15 +5,15 @@ import itertools
 import pytest
 import torch
 
-import model as memo_model
-from memo.activations import TABLE
+from memo.activations import HEAD_ROWS, TABLE
 from memo.alpha import ROWS
 from memo.attention import BACKENDS, missing, resolve_attention
 from memo.config import Config, ConfigError
 from memo.flat import views
+from memo.ops import rotary, rotations
 from memo.optim import Optimizer
 from memo.tp import CHUNK_ROWS, cut
-from model import EVERY_ROW, GPT, initial_weights, rotary_backward, rotary_forward, rotations
+from model import EVERY_ROW, GPT, initial_weights
 from tests.twin import Twin
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -73,7 +73,7 @@ def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_over_several_head_chunks(device, monkeypatch):
-    monkeypatch.setattr(memo_model, "HEAD_ROWS", 50)
+    monkeypatch.setattr("memo.activations.HEAD_ROWS", 50)
     cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=130, block_size=77)
     compare(cfg, 2, 77, device, torch.float32, 1e-5)
 
@@ -165,12 +165,12 @@ def test_rotary_positions_stay_exact_at_ten_million_tokens():
 def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
     x = torch.randn(7, 64).to(dtype)
     turn = rotations(torch.arange(7), 32, 10000.0)
-    there = rotary_forward(x.clone(), turn)
+    there = rotary(x.clone(), turn, back=False)
     assert not torch.equal(there, x)
-    assert torch.allclose(rotary_backward(there, turn), x, atol=1e-5 if dtype == torch.float32 else 5e-2)
+    assert torch.allclose(rotary(there, turn, back=True), x, atol=1e-5 if dtype == torch.float32 else 5e-2)
     q, k = torch.randn(2, 1, 32)
     def score(m, n):
-        a, b = (rotary_forward(z.clone(), rotations(torch.tensor([p]), 32, 10000.0)) for z, p in ((q, m), (k, n)))
+        a, b = (rotary(z.clone(), rotations(torch.tensor([p]), 32, 10000.0), back=False) for z, p in ((q, m), (k, n)))
         return (a * b).sum()
     assert torch.allclose(score(5, 3), score(1005, 1003), atol=1e-4)
 
@@ -227,7 +227,7 @@ def test_full_logits_never_exist():
     with Watch():
         model.forward(tokens, targets, scale=1.0)
         model.backward()
-    assert memo_model.HEAD_ROWS * 50257 <= largest < 1.1 * memo_model.HEAD_ROWS * 50304
+    assert HEAD_ROWS * 50257 <= largest < 1.1 * HEAD_ROWS * 50304
 
 
 def test_adamw_decays_matrices_only_and_clips_the_global_norm():

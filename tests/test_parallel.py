@@ -14,7 +14,7 @@ from memo.flat import views
 from memo.mesh import ALONE, Axis, Mesh, open_mesh
 from memo.optim import Optimizer
 from memo.streams import open_streams
-from model import GPT, HEAD_ROWS
+from model import GPT
 from tests.ranks import pool
 from tests.test_model import perturbed_weights, random_batch
 from tests.test_swap import COSTS
@@ -108,8 +108,10 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
 
 
 def make_small(m):
-    """Chunks are as small as they may be, a rank's 256 rows; so are groups of heads."""
+    """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU; so are groups of
+    heads."""
     m.setattr("memo.tp.CHUNK_ROWS", 256)
+    m.setattr("memo.tp.pieces_at_once", lambda axis, device: 2)
     m.setattr("memo.activations.GROUP_ELEMENTS", 1)
 
 
@@ -250,7 +252,7 @@ def test_no_rank_ever_has_full_logits():
     model.reserve(1, 4096, streams=open_streams(CPU))
     model.forward(tokens, tokens, scale=1.0)
     largest = max(n for events in arena.recorded().segments.values() for verb, _, n in events if verb == "malloc")
-    assert largest == 4 * HEAD_ROWS * 50304 // 4  # the softmax of a chunk of tokens, fp32, over a quarter of the vocabulary
+    assert largest == 4 * 4096 * 50304 // 4  # the softmax of a chunk of tokens, fp32, over a quarter of the vocabulary
 
 
 @pytest.mark.parametrize("S", [2**20, 2**21])

@@ -1,0 +1,99 @@
+"""Fused kernels in Triton, for what takes torch several passes over memory: see memo/ops.py, the only caller.
+
+A row of C elements is one program's, whole and in fp32 registers. Statistics, gradients of parameters and rotations are
+fp32. tests/test_ops.py runs the kernels in Triton's interpreter, on the CPU, against fp64; no GPU has run them yet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_forward_kernel(x, w, b, out, mean, rstd, C, eps, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = c < C
+    v = tl.load(x + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    m = tl.sum(v, 0) / C
+    centred = tl.where(inside, v - m, 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / C + eps)
+    y = centred * r * tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
+    if HAS_B:
+        y += tl.load(b + c, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * C + c, y, mask=inside)
+    tl.store(mean + row, m)
+    tl.store(rstd + row, r)
+
+
+@triton.jit
+def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
+                         HAS_RESIDUAL: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w and xhat = (x - mean) rstd; means over the row."""
+    p, c = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = c < C
+    gain = tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
+    dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for k in range(0, tl.cdiv(N - p, programs)):
+        row = p.to(tl.int64) + k * programs
+        at = row * C + c
+        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        m, r = tl.load(mean + row), tl.load(rstd + row)
+        xhat = tl.where(inside, (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m) * r, 0.0)
+        g = d * gain
+        dx = r * (g - tl.sum(g, 0) / C - xhat * (tl.sum(g * xhat, 0) / C))
+        if HAS_RESIDUAL:
+            dx += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, dx, mask=inside)
+        dw += d * xhat
+        if HAS_B:
+            db += d
+    tl.store(sums + p * C + c, dw, mask=inside)
+    if HAS_B:
+        tl.store(sums + (programs + p) * C + c, db, mask=inside)
+
+
+@triton.jit
+def rotary_kernel(x, turn, width, D, row_stride, turn_stride, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """A row's pairs (a, b) become (a cos - b sin, a sin + b cos); `turn` has (cos, sin) D/2 times a row, for every head."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    pairs = tl.load(x + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
+    angles = tl.load(turn + row * turn_stride + i % D, mask=inside, other=0.0)
+    a, b = tl.split(tl.reshape(pairs, (BLOCK // 2, 2)))
+    cos, sin = tl.split(tl.reshape(angles, (BLOCK // 2, 2)))
+    if BACK:
+        sin = -sin
+    turned = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (BLOCK,))
+    tl.store(x + row * row_stride + i, turned, mask=inside)
+
+
+def warps(block):
+    """Of a program: about 16 elements a thread."""
+    return min(32, max(1, block // 512))
+
+
+def layernorm_forward(x, w, b, out, mean, rstd, eps):
+    assert x.is_contiguous() and out.is_contiguous()
+    N, C = x.shape
+    block = triton.next_power_of_2(C)
+    norm_forward_kernel[(N,)](x, w, w if b is None else b, out, mean, rstd, C, eps, b is not None, block,
+                              num_warps=warps(block))
+
+
+def layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
+    """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db too."""
+    assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
+    N, C = x.shape
+    programs, block = sums.shape[1], triton.next_power_of_2(C)
+    norm_backward_kernel[(programs,)](x if residual is None else residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
+                                      residual is not None, len(sums) == 2, block, num_warps=warps(block))
+
+
+def rotary(x, turn, back):
+    """x: (rows, heads * D), rows any distance apart; turn: (rows, D/2) complex64. In place."""
+    assert x.stride(1) == 1
+    rows, width = x.shape
+    angles = torch.view_as_real(turn).flatten(1)  # (rows, D)
+    block = min(4096, triton.next_power_of_2(width))
+    rotary_kernel[(rows, triton.cdiv(width, block))](x, angles, width, angles.shape[1], x.stride(0), angles.stride(0), back,
+                                                     block, num_warps=warps(block))

@@ -1,0 +1,152 @@
+"""The operations of a layer that are no matrix products, each a pair x_forward / x_backward: norm, GELU, rotary positions.
+
+Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has none that does,
+or that turns pairs of bf16 in one pass: an Ops is the choice between torch's own (any device) and fused kernels in Triton
+(memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of x's shape:
+
+    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10 (through fp32)
+    triton   norm forward 2, backward 4, rotary 2
+
+Every row is computed alone, so that a range of rows gets the same bits as all of them.
+"""
+
+from collections import namedtuple
+
+import torch
+
+from memo.config import ConfigError
+from memo.tp import chunks
+
+aten = torch.ops.aten
+LAYERNORM_EPS = 1e-5
+
+Ops = namedtuple("Ops", "name layernorm_forward layernorm_backward rotary")
+Ops.__doc__ = """How norms and rotary positions are computed:
+
+    layernorm_forward(x, w, b, out, mean, rstd)     y = (x - mean) rstd w + b; (N, C), (C,), (C,) or None -> (N, C) and (N,)
+    layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)     residual (or None) + dx; adds to dw and db; `out`
+                                                    may be any of residual, dy, x
+    rotary(x, turn, back)                           in place: the pairs of x (n, tp, heads * D), read as complex numbers,
+                                                    times turn (n, tp, D/2), or with `back` times its conjugate
+"""
+
+
+# --- with torch's kernels ---
+
+def layernorm_operands(*tensors):
+    """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000 rows)."""
+    return [t if t is None or not t.is_cpu else t.float() for t in tensors]
+
+
+def layernorm_forward(x, w, b, out, mean, rstd):
+    for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd):
+        x_, w, b = layernorm_operands(x_, w, b)
+        y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, LAYERNORM_EPS)
+        out_.copy_(y)
+        mean_.copy_(m.view(-1))
+        rstd_.copy_(r.view(-1))
+
+
+def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+    rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
+    for out_, dy_, x_, mean_, rstd_, *residual_ in chunks(*rows):
+        dy_, x_, w, b = layernorm_operands(dy_, x_, w, b)
+        dx, dw_, db_ = aten.native_layer_norm_backward(dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b,
+                                                       [True, True, b is not None])
+        dw += dw_
+        if b is not None:
+            db += db_
+        out_.copy_(dx) if residual is None else torch.add(*residual_, dx, out=out_)
+    return out
+
+
+def rotary(x, turn, back):
+    turn = turn.conj() if back else turn
+    for x_, turn_ in chunks(x, turn):
+        pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
+        turned = torch.view_as_complex(pairs.float()).mul_(turn_[..., None, :])  # fp32's float() is the tensor itself
+        if x.dtype != torch.float32:
+            pairs.copy_(torch.view_as_real(turned))
+        del turned  # before the next chunk's
+    return x
+
+
+TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary)
+
+
+# --- with fused kernels; on "meta" only what they request is done ---
+
+PROGRAMS = 512  # that share the rows of a norm's backward, each with sums of its own for dw and db: enough for any GPU
+
+
+def fused_layernorm_forward(x, w, b, out, mean, rstd):
+    if not x.is_meta:
+        from memo import kernels
+        kernels.layernorm_forward(x, w, b, out, mean, rstd, LAYERNORM_EPS)
+
+
+def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+    sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
+    if not x.is_meta:
+        from memo import kernels
+        kernels.layernorm_backward(residual, dy, x, mean, rstd, w, sums, out)
+    dw += sums[0].sum(0)
+    if b is not None:
+        db += sums[1].sum(0)
+    return out
+
+
+def fused_rotary(x, turn, back):
+    if not x.is_meta:
+        from memo import kernels
+        kernels.rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
+    return x
+
+
+TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_rotary)
+
+
+def lacking(device):
+    """Why the fused kernels cannot serve on a device; empty where they can. Launches one of them."""
+    if device.type == "meta":  # where a GPU's requests are traced
+        return ""
+    if device.type != "cuda":
+        return "they need a CUDA device"
+    try:
+        fused_rotary(torch.zeros(1, 1, 2, device=device), torch.ones(1, 1, 1, dtype=torch.complex64, device=device), False)
+    except ImportError:
+        return "triton is not installed"
+    except Exception as e:  # no C compiler, a driver that is too old: whatever triton says
+        return f"triton fails ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
+    return ""
+
+
+def resolve_ops(name, device):
+    """(the Ops called `name`, or for "auto" the fastest one there is; why). Errors: a named one that is absent."""
+    why = "" if name == "torch" else lacking(device)
+    if name == "triton" and why:
+        raise ConfigError(f"ops=triton is not available: {why}; try ops=auto")
+    return (TORCH, why) if name == "torch" or why else (TRITON, "")
+
+
+# --- GELU: y = x P(Z <= x), or its tanh approximation ---
+
+def gelu_forward(x, form, out):
+    for x_, out_ in chunks(x, out):
+        aten.gelu.out(x_, approximate=form, out=out_)
+
+
+def gelu_backward(dy, x, form, out):  # `out` may be dy itself
+    return aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
+
+
+# --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---
+
+def rotations(positions, D, theta):
+    """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of tokens."""
+    frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
+    table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
+    for rows, t in chunks(table, positions):
+        angles = t[:, None] * frequencies
+        rows.copy_(torch.polar(torch.ones_like(angles), angles))
+    return table

@@ -1,0 +1,85 @@
+"""Norms and rotary positions: torch's kernels and the fused ones (in Triton's interpreter) against fp64."""
+
+import pytest
+import torch
+
+from memo import ops
+from memo.config import ConfigError
+from memo.ops import TORCH, TRITON, resolve_ops, rotations
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kind(request, monkeypatch):
+    if request.param == "torch":
+        return TORCH
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where triton is imported, which nothing else does here
+    pytest.importorskip("triton")
+    return TRITON
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("N,C", [(7, 64), (600, 96), (3, 5)])
+def test_norm_forward_and_backward(kind, N, C, bias, dtype, limit, monkeypatch):
+    monkeypatch.setattr(ops, "PROGRAMS", 4)
+    x, dy, residual = (torch.randn(N, C).to(dtype) for _ in range(3))
+    w, b = (1 + torch.randn(C) / 4).to(dtype), torch.randn(C).to(dtype) if bias else None
+    out, mean, rstd = torch.empty_like(x), torch.empty(N), torch.empty(N)
+    kind.layernorm_forward(x, w, b, out, mean, rstd)
+    x_, w_, b_ = (t if t is None else t.double().requires_grad_() for t in (x, w, b))
+    want = torch.nn.functional.layer_norm(x_, (C,), w_, b_, ops.LAYERNORM_EPS)
+    want.backward(dy.double())
+    assert error(out, want.detach()) < limit
+    assert error(mean, x.double().mean(1)) < 1e-5
+    assert error(rstd, (x.double().var(1, correction=0) + ops.LAYERNORM_EPS).rsqrt()) < 1e-5
+    for add in (None, residual):
+        for into in (torch.empty_like(x), dy.clone()):
+            dw, db = torch.ones(C), torch.ones(C) if bias else None
+            like = into if into.equal(dy) else dy  # over dy itself
+            kind.layernorm_backward(add, like, x, mean, rstd, w, b, dw, db, into)
+            assert error(into, x_.grad + (0 if add is None else add.double())) < limit
+            assert error(dw - 1, w_.grad) < 1e-4  # fp32, whatever the dtype
+            assert not bias or error(db - 1, b_.grad) < 1e-4
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("heads,D", [(3, 64), (2, 96), (40, 128)])
+def test_rotary_turns_every_pair(kind, heads, D, dtype, limit):
+    n, tp = 5, 2
+    turn = rotations(torch.arange(100, 100 + n * tp), D, 1e4).view(n, tp, D // 2)
+    x = torch.randn(n, tp, heads * D).to(dtype)
+    pairs = torch.view_as_complex(x.double().view(n, tp, heads, D // 2, 2))
+    for back in (False, True):
+        there = turn.conj() if back else turn
+        want = torch.view_as_real(pairs * there[:, :, None]).reshape(x.shape)
+        got = kind.rotary(x.clone(), turn, back)
+        assert error(got, want) < limit
+
+
+def test_a_range_of_rows_gets_the_bits_of_all(kind):
+    x, w = torch.randn(40, 96).bfloat16(), torch.randn(96).bfloat16()
+    whole, part, mean, rstd = torch.empty_like(x), torch.empty(9, 96).bfloat16(), torch.empty(40), torch.empty(40)
+    kind.layernorm_forward(x, w, None, whole, mean, rstd)
+    kind.layernorm_forward(x[7:16], w, None, part, mean[:9], rstd[:9])
+    assert torch.equal(part, whole[7:16])
+
+
+def test_what_fused_kernels_request_is_traced_without_triton():
+    x, w, dw = (torch.empty(*shape, device="meta") for shape in ((8, 64), (64,), (64,)))
+    mean = rstd = torch.empty(8, device="meta")
+    TRITON.layernorm_forward(x, w, None, x, mean, rstd)
+    assert TRITON.layernorm_backward(x, x, x, mean, rstd, w, None, dw, None, x) is x
+    assert resolve_ops("auto", torch.device("meta")) == (TRITON, "")
+
+
+def test_absent_kernels_are_an_error_only_by_name():
+    assert resolve_ops("auto", CPU) == (TORCH, "they need a CUDA device")
+    assert resolve_ops("torch", CPU) == (TORCH, "")
+    with pytest.raises(ConfigError, match="ops=triton is not available: they need a CUDA device; try ops=auto"):
+        resolve_ops("triton", CPU)
