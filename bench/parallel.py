@@ -24,6 +24,7 @@ from memo.attention import BACKENDS
 from memo.config import Config
 from memo.cp import across, held, parts
 from memo.mesh import Axis, open_mesh
+from memo.ops import TORCH
 from memo.optim import Optimizer
 from model import GPT, initial_weights
 from tests.ranks import pool
@@ -158,7 +159,7 @@ class Slow(Axis):
 def ring(host, S, delays, rounds):
     """{delay: (seconds of a forward, of a backward)} of the slowest rank, the median of `rounds`."""
     axis = Slow("cp", host.size, host.rank, host.group)
-    attention, T = across(BACKENDS["cpu"], axis, "ring"), sum(end - first for first, end in held(S, axis, "ring"))
+    attention, T = across(BACKENDS["cpu"], axis, "ring", TORCH.merge), sum(end - first for first, end in held(S, axis, "ring"))
     q, k, v, dout = torch.randn(4, 1, T, 4, 64)
     seconds = {d: [] for d in delays}
     for _ in range(rounds):

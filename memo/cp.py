@@ -9,8 +9,6 @@ Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here m
 
 from functools import partial
 
-import torch
-
 from memo.attention import Attention
 
 
@@ -34,15 +32,7 @@ def parts(source, rank, T):
     return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
-def merge(out, lse, out_, lse_):
-    """Takes the attention of the same queries to other keys into `out` (B, T, H, D) fp32 and `lse` (B, H, T)."""
-    both = torch.logaddexp(lse, lse_)
-    mine, theirs = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (lse, lse_))  # (B, T, H, 1)
-    out.mul_(mine).addcmul_(out_, theirs)
-    lse.copy_(both)
-
-
-def ring_forward(attention, axis, q, k, v, causal, scale):
+def ring_forward(attention, axis, merge, q, k, v, causal, scale):
     assert causal  # parts() knows no other
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     for step in range(axis.size):
@@ -105,13 +95,12 @@ def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     return [to_tokens(axis, g) for g in gradients]
 
 
-KINDS = {"ring": (ring_forward, ring_backward), "ulysses": (ulysses_forward, ulysses_backward)}
-
-
-def across(attention, axis, kind):
-    """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape."""
+def across(attention, axis, kind, merge):
+    """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an ops.Ops."""
     if axis.size == 1:
         return attention
-    forward, backward = KINDS[kind]
-    return Attention(f"{kind} of {axis.size}, {attention.name}", partial(forward, attention, axis),
-                     partial(backward, attention, axis), heads=axis.size if kind == "ulysses" else 1)
+    if kind == "ring":
+        pair, heads = (partial(ring_forward, attention, axis, merge), partial(ring_backward, attention, axis)), 1
+    else:
+        pair, heads = (partial(f, attention, axis) for f in (ulysses_forward, ulysses_backward)), axis.size
+    return Attention(f"{kind} of {axis.size}, {attention.name}", *pair, heads=heads)

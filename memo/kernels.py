@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+MERGED_ROWS = 32  # of a head, by one program
+
 
 @triton.jit
 def norm_forward_kernel(x, w, b, out, mean, rstd, C, eps, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
@@ -33,7 +35,7 @@ def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, progra
     inside = c < C
     gain = tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
     dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for k in range(0, tl.cdiv(N - p, programs)):
+    for k in range(tl.cdiv(N - p, programs)):
         row = p.to(tl.int64) + k * programs
         at = row * C + c
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
@@ -67,6 +69,23 @@ def rotary_kernel(x, turn, width, D, row_stride, turn_stride, BACK: tl.constexpr
     tl.store(x + row * row_stride + i, turned, mask=inside)
 
 
+@triton.jit
+def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_h, other_b, other_t, other_h, lse_b_, lse_h_,
+                 ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    t, d = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, BLOCK)
+    rows, inside = t < T, (t < T)[:, None] & (d < D)[None, :]
+    a = tl.load(lse + b * lse_b + h * lse_h + t, mask=rows, other=0.0)
+    a_ = tl.load(lse_ + b * lse_b_ + h * lse_h_ + t, mask=rows, other=0.0)
+    both = tl.maximum(a, a_) + tl.log(1.0 + tl.exp(-tl.abs(a - a_)))
+    at = b.to(tl.int64) * out_b + h * out_h + t[:, None] * out_t + d[None, :]
+    at_ = b.to(tl.int64) * other_b + h * other_h + t[:, None] * other_t + d[None, :]
+    mine = tl.load(out + at, mask=inside, other=0.0) * tl.exp(a - both)[:, None]
+    theirs = tl.load(out_ + at_, mask=inside, other=0.0).to(tl.float32) * tl.exp(a_ - both)[:, None]
+    tl.store(out + at, mine + theirs, mask=inside)
+    tl.store(lse + b * lse_b + h * lse_h + t, both, mask=rows)
+
+
 def warps(block):
     """Of a program: about 16 elements a thread."""
     return min(32, max(1, block // 512))
@@ -97,3 +116,12 @@ def rotary(x, turn, back):
     block = min(4096, triton.next_power_of_2(width))
     rotary_kernel[(rows, triton.cdiv(width, block))](x, angles, width, angles.shape[1], x.stride(0), angles.stride(0), back,
                                                      block, num_warps=warps(block))
+
+
+def merge(out, lse, out_, lse_):
+    """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is contiguous."""
+    assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))
+    B, T, H, D = out.shape
+    merge_kernel[(B * H, triton.cdiv(T, MERGED_ROWS))](
+        out, lse, out_, lse_, H, T, D, *out.stride()[:3], *lse.stride()[:2], *out_.stride()[:3], *lse_.stride()[:2],
+        MERGED_ROWS, triton.next_power_of_2(D))

@@ -1,11 +1,13 @@
-"""The operations of a layer that are no matrix products, each a pair x_forward / x_backward: norm, GELU, rotary positions.
+"""The operations of a layer that are no matrix products: norm, GELU, rotary positions, each a pair x_forward / x_backward;
+and the merge of two parts of attention.
 
 Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has none that does,
 or that turns pairs of bf16 in one pass: an Ops is the choice between torch's own (any device) and fused kernels in Triton
 (memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of x's shape:
 
-    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10 (through fp32)
-    triton   norm forward 2, backward 4, rotary 2
+    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10 (through fp32),
+             merge 9
+    triton   norm forward 2, backward 4, rotary 2, merge 5
 
 Every row is computed alone, so that a range of rows gets the same bits as all of them.
 """
@@ -20,14 +22,16 @@ from memo.tp import chunks
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 
-Ops = namedtuple("Ops", "name layernorm_forward layernorm_backward rotary")
-Ops.__doc__ = """How norms and rotary positions are computed:
+Ops = namedtuple("Ops", "name layernorm_forward layernorm_backward rotary merge")
+Ops.__doc__ = """How norms, rotary positions and merges are computed:
 
     layernorm_forward(x, w, b, out, mean, rstd)     y = (x - mean) rstd w + b; (N, C), (C,), (C,) or None -> (N, C) and (N,)
     layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)     residual (or None) + dx; adds to dw and db; `out`
                                                     may be any of residual, dy, x
     rotary(x, turn, back)                           in place: the pairs of x (n, tp, heads * D), read as complex numbers,
                                                     times turn (n, tp, D/2), or with `back` times its conjugate
+    merge(out, lse, out_, lse_)                     takes the attention of the same queries to other keys, out_ (B, T, H, D)
+                                                    and lse_ (B, H, T), into out, fp32, and lse
 """
 
 
@@ -71,7 +75,14 @@ def rotary(x, turn, back):
     return x
 
 
-TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary)
+def merge(out, lse, out_, lse_):
+    both = torch.logaddexp(lse, lse_)
+    mine, theirs = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (lse, lse_))  # (B, T, H, 1)
+    out.mul_(mine).addcmul_(out_, theirs)
+    lse.copy_(both)
+
+
+TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary, merge)
 
 
 # --- with fused kernels; on "meta" only what they request is done ---
@@ -103,7 +114,13 @@ def fused_rotary(x, turn, back):
     return x
 
 
-TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_rotary)
+def fused_merge(out, lse, out_, lse_):
+    if not out.is_meta:
+        from memo import kernels
+        kernels.merge(out, lse, out_, lse_)
+
+
+TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_rotary, fused_merge)
 
 
 def lacking(device):

@@ -7,6 +7,7 @@ from bench.parallel import scores
 from memo.attention import BACKENDS
 from memo.cp import across, held, parts
 from memo.mesh import Axis
+from memo.ops import TORCH
 from tests.ranks import pool
 
 
@@ -26,7 +27,7 @@ def attend(host, kind, dtype, limit):
         out, lse = attention.forward(q, k, v, True, scale)
         want = [out, *attention.backward(dout, q, k, v, out, lse, True, scale)]
         q_, k_, v_, dout_ = (t[:, mine].contiguous() for t in (q, k, v, dout))
-        parallel = across(attention, axis, kind)
+        parallel = across(attention, axis, kind, TORCH.merge)
         axis.sent_bytes = 0
         out_, lse_ = parallel.forward(q_, k_, v_, True, scale)
         block, cp = q_.nbytes, axis.size
@@ -64,4 +65,4 @@ def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
 
 
 def test_one_rank_is_the_plain_attention():
-    assert across(BACKENDS["cpu"], Axis("cp"), "ring") is BACKENDS["cpu"]
+    assert across(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge) is BACKENDS["cpu"]
