@@ -159,7 +159,8 @@ class Slow(Axis):
 def ring(host, S, delays, rounds):
     """{delay: (seconds of a forward, of a backward)} of the slowest rank, the median of `rounds`."""
     axis = Slow("cp", host.size, host.rank, host.group)
-    attention, T = across(BACKENDS["cpu"], axis, "ring", TORCH.merge), sum(end - first for first, end in held(S, axis, "ring"))
+    attention = across(BACKENDS["cpu"], axis, "ring", TORCH.merge)
+    T = sum(end - first for first, end in held(S, axis, "ring"))
     q, k, v, dout = torch.randn(4, 1, T, 4, 64)
     seconds = {d: [] for d in delays}
     for _ in range(rounds):
