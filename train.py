@@ -111,7 +111,7 @@ def check_tokenizer(data, folder, whose):
 def arena_here(cfg, machine):
     """budget.traced_arena in this process."""
     return traced_arena(cfg, machine, lambda keys: trace_step(replace(cfg, attention=keys["attention"]), keys["device"],
-                                                         keys["threads"]))
+                                                              keys["threads"], keys["multiprocessors"]))
 
 
 def check(argv, launch):
@@ -134,10 +134,11 @@ def check(argv, launch):
         check_tokenizer(data, out if ckpt is not None else hf, f"the weights of init_from={cfg.init_from}")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
-    resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+    attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
     limit = placement.host_limit(cfg, launch)
     placement.check(cfg, device, dtype, limit)
-    expected = expect(cfg, device, launch, arena_here, force) if launch.rank == 0 else None
+    same = replace(cfg, attention=attention.name)
+    expected = expect(same, device, launch, arena_here, force) if launch.rank == 0 else None
     return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit,
                            expected=expected)
 
@@ -203,8 +204,8 @@ def describe(run):
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
           f"ranks       {mesh.host.size}: dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; {m.params.numel() / 1e6:.1f}M weights, "
           f"{placement.n_rows(cfg):,} tokens each\n"
-          f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, attention={m.attention.name}, "
-          f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}\n"
+          f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
+          f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}, attention={m.attention.label}\n"
           f"{placement.describe(cfg, run.decision, run.lines, run.expected)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
 

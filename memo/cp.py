@@ -113,5 +113,5 @@ def across(attention, axis, kind):
     if axis.size == 1:
         return attention
     forward, backward = KINDS[kind]
-    return Attention(f"{kind} of {axis.size}, {attention.name}", partial(forward, attention, axis),
-                     partial(backward, attention, axis), heads=axis.size if kind == "ulysses" else 1)
+    return Attention(attention.name, partial(forward, attention, axis), partial(backward, attention, axis),
+                     heads=axis.size if kind == "ulysses" else 1, label=f"{kind} of {axis.size}, {attention.label}")
