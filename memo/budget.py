@@ -91,6 +91,8 @@ def fast_arena(cfg, machine, scale=1.0):
     if cfg.context_parallel == "ulysses":
         T, H = cfg.block_size, heads // cp
     kernel = sum(backends.workspaces(name, B, T, H, C // cfg.n_head, cfg.deterministic, machine.multiprocessors))
+    if name == "flash" and heads < cfg.n_head // tp:
+        kernel += 2 * group  # it makes dout and out contiguous
     if name == "cpu":
         kernel = machine.threads * 256 * 512 * 2 * (4 + e % 4)
     if name == "math":

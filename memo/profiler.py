@@ -177,9 +177,10 @@ def traced(make, B, T, missing, device="meta", requests=None):
 
 
 def kernel_requests(name, args, threads=1, deterministic=False, multiprocessors=0):
-    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for itself. On the
-    CPU a block of scores (forward; backward also of their gradients) for each thread, as in torch's
-    FlashAttentionKernel.cpp; on a GPU those of backends.workspaces."""
+    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for itself.
+    On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in torch's
+    FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and out contiguous."""
+    copies = []
     if name == "memo::attention_backward":
         kernel, (B, T, H, D) = args[0], args[1].shape
     elif "scaled_dot_product" not in name:
@@ -189,9 +190,11 @@ def kernel_requests(name, args, threads=1, deterministic=False, multiprocessors=
                 cpu_workspace_bytes(*args[:2], threads, False)]
     elif name.endswith("_backward"):
         kernel, (B, H, T, D) = "cudnn" if "cudnn" in name else "flash", args[1].shape
+        if kernel == "flash":
+            copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
     else:
         return []
-    return workspaces(kernel, B, T, H, D, deterministic, multiprocessors)
+    return copies + workspaces(kernel, B, T, H, D, deterministic, multiprocessors)
 
 
 def cpu_workspace_bytes(q, k, threads, backward):
@@ -227,7 +230,7 @@ class FakeArena(TorchDispatchMode):
         for nbytes in self.requests(func.name(), args) if self.requests else ():
             self.ids += 1
             own.append((str(self.ids), nbytes))
-        self.log += [("malloc", *event) for event in own] + [("free", *event) for event in own]
+        self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
 
     def note(self, storage):
