@@ -137,8 +137,8 @@ def check(argv, launch):
     attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
     limit = placement.host_limit(cfg, launch)
     placement.check(cfg, device, dtype, limit)
-    same = replace(cfg, attention=attention.name)
-    expected = expect(same, device, launch, arena_here, force) if launch.rank == 0 else None
+    resolved = replace(cfg, attention=attention.name)  # so that the estimate has the kernel of the run
+    expected = expect(resolved, device, launch, arena_here, force) if launch.rank == 0 else None
     return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit,
                            expected=expected)
 
