@@ -39,6 +39,7 @@ from memo.metrics import (
     read_metrics,
     tgs,
 )
+from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.out_dir import lock, see
 from memo.plots import loss_curve, memory_plan, timeline
@@ -111,7 +112,7 @@ def check_tokenizer(data, folder, whose):
 def arena_here(cfg, machine):
     """budget.traced_arena in this process."""
     return traced_arena(cfg, machine, lambda keys: trace_step(replace(cfg, attention=keys["attention"]), keys["device"],
-                                                         keys["threads"]))
+                                                              keys["threads"], keys["multiprocessors"]))
 
 
 def check(argv, launch):
@@ -134,12 +135,14 @@ def check(argv, launch):
         check_tokenizer(data, out if ckpt is not None else hf, f"the weights of init_from={cfg.init_from}")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
-    resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+    attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
     limit = placement.host_limit(cfg, launch)
     placement.check(cfg, device, dtype, limit)
-    expected = expect(cfg, device, launch, arena_here, force) if launch.rank == 0 else None
+    ops, why_ops = resolve_ops(cfg.ops, device)
+    resolved = replace(cfg, attention=attention.name, ops=ops.name)  # so that the estimate has the kernels of the run
+    expected = expect(resolved, device, launch, arena_here, force) if launch.rank == 0 else None
     return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit,
-                           expected=expected)
+                           expected=expected, ops=f"{ops.name}: {why_ops}" if why_ops and device.type == "cuda" else ops.name)
 
 
 def setup(argv, launch, host):
@@ -203,8 +206,9 @@ def describe(run):
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
           f"ranks       {mesh.host.size}: dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; {m.params.numel() / 1e6:.1f}M weights, "
           f"{placement.n_rows(cfg):,} tokens each\n"
-          f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, attention={m.attention.name}, "
-          f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}\n"
+          f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
+          f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}, attention={m.attention.label}, "
+          f"ops={run.ops}\n"
           f"{placement.describe(cfg, run.decision, run.lines, run.expected)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
 

@@ -1,20 +1,26 @@
 """Attention on one device: `attention_forward -> out, lse` and `attention_backward -> dq, dk, dv`.
 
 Shapes: q, k, v, out and their gradients (B, T, H, D), any strides with D innermost; lse (B, H, T) fp32, natural
-logarithm, scale included. A causal mask aligns the first query with the first key. The backend is resolved once.
-Heads know nothing of each other: attend() and attend_backward() go group by group of them, so that little exists at once.
+logarithm, scale included. A causal mask aligns the first query with the first key. The kernel is chosen once, see
+memo/backends.py. Heads know nothing of each other: attend() and attend_backward() go group by group of them, so that
+little exists at once.
 """
 
-import importlib.util
+import importlib
+import inspect
 from collections import namedtuple
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from memo.activations import heads_at_once
-from memo.config import ConfigError
+from memo.backends import PACKAGES, Facts, choose, cudnn_version, missing
 
-# what the blocks are handed; it takes multiples of so many `heads`
-Attention = namedtuple("Attention", "name forward backward heads", defaults=(1,))
+# what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its forward has
+# out=, where it writes; `label`: its name and version, and why it was chosen
+Attention = namedtuple("Attention", "name forward backward heads takes_out label", defaults=(1, False, ""))
 aten = torch.ops.aten
 
 
@@ -35,7 +41,11 @@ def head_groups(attention, q):
 def attend(attention, q, k, v, causal, scale, out, lse):
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T)."""
     for h in head_groups(attention, q):
-        out[:, :, h], lse[:, h] = attention.forward(*(t[:, :, h] for t in (q, k, v)), causal, scale)
+        where = dict(out=out[:, :, h]) if attention.takes_out else {}
+        got, lse[:, h] = attention.forward(*(t[:, :, h] for t in (q, k, v)), causal, scale, **where)
+        if not where:
+            out[:, :, h] = got
+        del got  # before the next group's
 
 
 def attend_backward(attention, dout, q, k, v, out, lse, causal, scale):
@@ -115,78 +125,141 @@ def cudnn_backward(dout, q, k, v, out, lse, causal, scale):
         0.0, causal, scale=scale))
 
 
-# --- the flash-attn package, where it is installed ---
+# --- the flash-attn packages, where they are installed ---
 
-def flash_attn_2_forward(q, k, v, causal, scale):
-    from flash_attn.flash_attn_interface import _flash_attn_forward
-    out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
-    return out, lse
-
-
-def flash_attn_2_backward(dout, q, k, v, out, lse, causal, scale):
-    from flash_attn.flash_attn_interface import _flash_attn_backward
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None,
-                         torch.are_deterministic_algorithms_enabled())
-    return dq, dk, dv
-
-
-def flash_attn_3_forward(q, k, v, causal, scale):
-    from flash_attn_interface import _flash_attn_forward
-    return _flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)[:2]
+# {kernel: (distribution, module, its forward, its backward)}. Not through torch's registry of FlashAttention-3 and 4
+# (torch.nn.attention.activate_flash_attention_impl): that of torch 2.13 takes two results of the four that
+# flash-attn-4 returns from beta 19 on, that of all has no out=, and replaces `flash` in the whole process
+INTERFACES = {
+    "flash_attn_2": ("flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
+    "flash_attn_3": ("flash_attn_3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
+    "flash_attn_4": ("flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
+}
+SPELLINGS = {"lse": ("softmax_lse", "lse"), "scale": ("softmax_scale",), "causal": ("causal", "is_causal")}
+# what some versions want although nothing of it is used here
+UNUSED = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False) | dict.fromkeys(
+    """alibi_slopes k_new v_new qv out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k
+    max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale
+    v_descale""".split())
 
 
-def flash_attn_3_backward(dout, q, k, v, out, lse, causal, scale):
-    from flash_attn_interface import _flash_attn_backward
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    _flash_attn_backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal,
-                         deterministic=torch.are_deterministic_algorithms_enabled())
-    return dq, dk, dv
+class Unusable(Exception):
+    """A package that is not there, or of another interface. The message goes on from its name: "it is not installed"."""
 
 
-BACKENDS = {b.name: b for b in (  # fastest first: `auto` takes the first that is there
-    Attention("flash_attn_3", flash_attn_3_forward, flash_attn_3_backward),
-    Attention("flash_attn_2", flash_attn_2_forward, flash_attn_2_backward),
-    Attention("cudnn", cudnn_forward, cudnn_backward),
-    Attention("flash", flash_forward, flash_backward),
-    Attention("cpu", cpu_forward, cpu_backward),
-    Attention("math", math_forward, math_backward),
-)}
+def parameters_of(function):
+    """{name: inspect.Parameter}, of a torch.library.custom_op too, which takes (*args, **kwargs)."""
+    return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
-def missing(name, device, dtype, head_dim):
-    """Why backend `name` cannot serve here; empty where it can."""
-    if name == "math":
-        return ""
-    if device.type == "meta":  # where nothing is computed, in the shapes of torch's own kernels
-        return "" if name in ("cudnn", "flash", "cpu") else "it has no meta kernel"
-    if name == "cpu":
-        return "" if device.type == "cpu" else "it runs on the CPU only"
+def bound(module, name, needed, optional=()):
+    """module.<name> as a function of keywords, the same for all versions of its package: `needed`, and of `optional` those
+    that it has. Errors: Unusable where its parameters are others."""
+    if not hasattr(module, name):
+        raise Unusable(f"it has no {module.__name__}.{name}")
+    function = getattr(module, name)
+    known = parameters_of(function)
+    theirs = {ours: next((s for s in SPELLINGS.get(ours, (ours,)) if s in known), None) for ours in needed}
+    if lacking := [ours for ours, name_ in theirs.items() if name_ is None]:
+        raise Unusable(f"it is of another version: {name} takes no {lacking[0]}")
+    required = [n for n, p in known.items() if p.default is p.empty and n not in theirs.values()]
+    if unknown := [n for n in required if n not in UNUSED]:
+        raise Unusable(f"it is of another version: {name} wants {unknown[0]}")
+    fixed = {n: UNUSED[n] for n in required}
+    theirs |= {ours: ours for ours in optional if ours in known}
+    return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
+
+
+def installed(name):
+    """The Attention of a package's kernel. Errors: Unusable."""
+    distribution, module, forward, backward = INTERFACES[name]
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name and f"{module}.".startswith(f"{e.name}."):  # flash-attn-4 alone has a folder flash_attn too
+            raise Unusable("it is not installed") from None
+        raise Unusable(f"it cannot be imported ({e})") from None
+    except Exception as e:  # built for another torch, say
+        raise Unusable(f"it cannot be imported ({(str(e).splitlines() or [type(e).__name__])[0]})") from None
+    lse = dict(return_lse=True) if name == "flash_attn_4" else {}
+    forward_ = bound(found, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
+    backward_ = bound(found, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal",
+                                        "deterministic"))
+    takes_out = "out" in parameters_of(getattr(found, forward))  # where out_, it is a custom op, which may not return it
+
+    def attention_forward(q, k, v, causal, scale, **out):
+        return forward_(q=q, k=k, v=v, scale=scale, causal=causal, **lse, **out)[:2]
+
+    def attention_backward(dout, q, k, v, out, lse, causal, scale):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        backward_(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=scale, causal=causal,
+                  deterministic=torch.are_deterministic_algorithms_enabled())
+        return dq, dk, dv
+    try:
+        label = f"{name} {version(distribution)}"
+    except PackageNotFoundError:
+        label = name
+    return Attention(name, attention_forward, attention_backward, 1, takes_out, label)
+
+
+# --- without a GPU: what the packages' kernels request, for a trace ---
+
+torch.library.define("memo::attention_backward", "(str kernel, Tensor q) -> ()")
+
+
+@torch.library.impl("memo::attention_backward", "Meta")
+def _(kernel, q):
+    """Stands for a package's kernel: what it takes for itself, memo.profiler adds to a trace."""
+
+
+def meta_forward(q, k, v, causal, scale, out=None):
+    B, T, H, D = q.shape
+    return torch.empty_like(q) if out is None else out, q.new_empty(B, H, T, dtype=torch.float32)
+
+
+def meta_backward(name, dout, q, k, v, out, lse, causal, scale):
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    torch.ops.memo.attention_backward(name, q)
+    return gradients
+
+
+def on_meta(name):
+    """The kernel `name`, whose results have shapes only."""
+    return Attention(name, meta_forward, partial(meta_backward, name), 1, name == "flash_attn_4")
+
+
+# --- the choice ---
+
+BACKENDS = {b.name: b for b in (Attention("cudnn", cudnn_forward, cudnn_backward),
+                                Attention("flash", flash_forward, flash_backward),
+                                Attention("cpu", cpu_forward, cpu_backward), Attention("math", math_forward, math_backward))}
+
+
+def facts_of(device, dtype, head_dim):
+    """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A package is imported
+    only where its kernel could serve."""
+    name, found, why = str(dtype).removeprefix("torch."), {}, {}
+    deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
-        return "it needs a CUDA device"
-    if dtype != torch.bfloat16:
-        return "it needs dtype=bfloat16"
-    if head_dim % 8 or head_dim > 256:
-        return f"it needs n_embd/n_head={head_dim} to be a multiple of 8 up to 256"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
-    if name == "flash_attn_3":
-        installed = importlib.util.find_spec("flash_attn_interface") is not None
-        return "" if installed and capability[0] == 9 else "it needs a Hopper GPU and the flash_attn_interface package"
-    if name == "flash_attn_2":
-        return "" if importlib.util.find_spec("flash_attn") else "the flash-attn package is not installed"
-    if name == "cudnn":
-        if head_dim > 128 or torch.are_deterministic_algorithms_enabled():
-            return "it needs n_embd/n_head <= 128 and deterministic=False"
-        return "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
-    return ""
+        return Facts(device.type, name, head_dim, deterministic), {}
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
+    facts = Facts("cuda", name, head_dim, deterministic, torch.cuda.get_device_capability(device), cudnn)
+    for package in PACKAGES:
+        if not missing(package, replace(facts, packages={package: ""})):
+            try:
+                found[package] = installed(package)
+            except Unusable as e:
+                why[package] = str(e)
+    return replace(facts, packages=why | dict.fromkeys(found, "")), found
 
 
 def resolve_attention(name, device, dtype, head_dim):
-    """The backend called `name`, or for "auto" the fastest one there is. Errors: a named one that is absent."""
-    if name == "auto":
-        name = next(n for n in BACKENDS if not missing(n, device, dtype, head_dim))
-    elif why := missing(name, device, dtype, head_dim):
-        raise ConfigError(f"attention={name} is not available: {why}; try attention=auto")
-    return BACKENDS[name]
+    """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta device any. Errors:
+    ConfigError where a named one cannot serve."""
+    if device.type == "meta":
+        return BACKENDS.get("cudnn" if name == "auto" else name) or on_meta(name)
+    facts, found = facts_of(device, dtype, head_dim)
+    name, why = choose(name, facts)
+    attention = found.get(name) or BACKENDS[name]
+    label = attention.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)
+    return attention._replace(label=f"{label}: {why}" if why else label)

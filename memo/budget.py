@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 
-from memo import alpha, planner
+from memo import alpha, backends, planner
 from memo.activations import CHUNK_ROWS, Placement, group_heads, head_rows, n_rows, tensors_of
 from memo.config import ConfigError, cache_folder, degrees, save_json
 from memo.flat import local_layout
@@ -24,7 +24,7 @@ from memo.roofline import Layer, data_s, head_s, optimizer_s, swap_s
 ROOT = Path(__file__).parents[1]
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
-                "context_parallel", "dtype", "solver")  # that the requests of a layer depend on
+                "context_parallel", "dtype", "solver", "deterministic", "ops")  # that the requests of a layer depend on
 
 Line = namedtuple("Line", "region what device_bytes host_bytes", defaults=(0, 0))  # of a rank
 Arena = namedtuple("Arena", "transient head")  # bytes: of layers and embedding; what the head takes more
@@ -41,8 +41,9 @@ def arena_of(trace, solver, device):
 
 
 def trace_elsewhere(keys):
-    """The Trace of these keys of a config, by another process, which needs torch: some seconds. Errors: ConfigError."""
-    argv = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in keys.items() if k != "threads"]
+    """The Trace of the keys of traced_arena, by another process, which needs torch: some seconds. Errors:
+    ConfigError."""
+    argv = [f"--{k}={v}" for k, v in keys.items() if k != "threads"]
     done = subprocess.run([sys.executable, ROOT / "trace_step.py", *argv], capture_output=True, text=True,
                           env=os.environ | dict(OMP_NUM_THREADS=str(keys["threads"])))
     if done.returncode:
@@ -52,11 +53,12 @@ def trace_elsewhere(keys):
 
 
 def traced_arena(cfg, machine, trace=trace_elsewhere):
-    """The Arena of a rank, from the cache or from trace({key: value of the config}). Errors: those of `trace`, ConfigError
-    where there is no torch."""
+    """The Arena of a rank, from the cache or from trace({key of the config, threads or multiprocessors: value}). Errors:
+    those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
-    keys |= dict(device=device, threads=machine.threads, attention="auto" if has_kernel(cfg, machine) else "math")
+    keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
+                 multiprocessors=machine.multiprocessors)
     try:
         key = hashlib.sha256(repr((keys, version("torch"))).encode())
     except PackageNotFoundError:
@@ -85,12 +87,16 @@ def fast_arena(cfg, machine, scale=1.0):
     heads = group_heads(cfg)
     group = rows * heads * C // cfg.n_head * e
     gradients = 3 * group if heads == cfg.n_head // tp else 0  # dq, dk, dv: of several groups they take q's, k's, v's place
-    kernel = rows * heads * (C // cfg.n_head + 1) * 4  # inside attention's backward: see memo.profiler.workspace_bytes
-    if machine.cpu:
+    name, B, T, H = backends.kernel_of(cfg, machine), cfg.batch_size, rows // cfg.batch_size, heads  # inside attention's
+    if cfg.context_parallel == "ulysses":
+        T, H = cfg.block_size, heads // cp
+    kernel = sum(backends.workspaces(name, B, T, H, C // cfg.n_head, cfg.deterministic, machine.multiprocessors))
+    if name == "flash" and heads < cfg.n_head // tp:
+        kernel += 2 * group  # it makes dout and out contiguous
+    if name == "cpu":
         kernel = machine.threads * 256 * 512 * 2 * (4 + e % 4)
-    if not has_kernel(cfg, machine):
-        keys = cfg.block_size if cfg.context_parallel == "ulysses" else rows // cfg.batch_size
-        kernel = 13 * cfg.batch_size * heads * keys * keys  # scores, mask, their gradients
+    if name == "math":
+        kernel = 13 * B * H * T * T  # scores, mask, their gradients
     attention = 4.2 * group
     if cp > 1:  # ring: two blocks and their gradients under way, in fp32
         attention = (8.6 if cfg.context_parallel == "ulysses" else (4.6 if cp == 2 else 6.6) + 5 * f) * group
@@ -105,12 +111,6 @@ def head_bytes(cfg, itemsize, cpu):
     """What a chunk of the head takes: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
     V = cfg.padded_vocab_size / cfg.tp
     return int(head_rows(V, cpu) * (V * (8.2 + itemsize % 4) + 4 * cfg.n_embd * itemsize))
-
-
-def has_kernel(cfg, machine):
-    """Whether attention has a kernel that makes no whole scores: see memo.attention.missing."""
-    D = cfg.n_embd // cfg.n_head
-    return cfg.attention != "math" and (machine.cpu or (itemsize_of(cfg, machine) == 2 and D % 8 == 0 and D <= 256))
 
 
 # --- the estimate ---

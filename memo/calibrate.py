@@ -17,7 +17,7 @@ from memo import hardware
 from memo.allocator import Arena, NoArena, Unavailable
 from memo.attention import resolve_attention
 from memo.config import save_json
-from memo.device import device_name, synchronize
+from memo.device import device_name, gpu_facts, synchronize
 from memo.ops import resolve_ops
 from memo.roofline import PASSES
 from memo.slab import HostSlab, available
@@ -164,10 +164,10 @@ def calibrate(axis, host, device, dtype, local_ranks):
     node = dict(gpus_per_node=local_ranks, host_memory_bytes=free, nvlink_bytes_per_s=shift,
                 pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
     measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(), ranks=axis.size,
-                    node=node,                    itemsize=dtype.itemsize, speeds=table,
+                    node=node, itemsize=dtype.itemsize, speeds=table,
                     overhead_s=seconds(partial(tiny.add_, 1), device, host),
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
-                    peak_flops_per_s=hardware.peak_flops_per_s(name))
+                    peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:
         path = hardware.calibration_path(axis.size)
         path.parent.mkdir(parents=True, exist_ok=True)

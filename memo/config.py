@@ -86,7 +86,8 @@ class Config:
     device: str = key("auto", "auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = key("auto", "auto is bfloat16 on CUDA, float32 on the CPU", choices=("auto", "float32", "bfloat16"))
     attention: str = key("auto", "attention kernels",
-                         choices=("auto", "flash_attn_3", "flash_attn_2", "cudnn", "flash", "cpu", "math"))
+                         choices=("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "flash", "cpu",
+                                  "math"))
     ops: str = key("auto", "kernels of norms and rotary positions", choices=("auto", "torch", "triton"))
     deterministic: bool = key(False, "the same bits from run to run on a GPU too")
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63)

@@ -103,4 +103,4 @@ def across(attention, axis, kind, merge):
         pair, heads = (partial(ring_forward, attention, axis, merge), partial(ring_backward, attention, axis)), 1
     else:
         pair, heads = (partial(f, attention, axis) for f in (ulysses_forward, ulysses_backward)), axis.size
-    return Attention(f"{kind} of {axis.size}, {attention.name}", *pair, heads=heads)
+    return Attention(attention.name, *pair, heads=heads, label=f"{kind} of {axis.size}, {attention.label}")

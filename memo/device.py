@@ -39,6 +39,14 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
+def gpu_facts(device):
+    """dict(capability=, multiprocessors=) of a CUDA device, as in hardware.Machine."""
+    if device.type != "cuda":
+        return dict(capability=(0, 0), multiprocessors=0)
+    return dict(capability=torch.cuda.get_device_capability(device),
+                multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def device_peak_bytes(device):
     """The most device memory that tensors took so far; on the CPU the process's peak resident set."""
     if device.type == "cuda":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from memo import hardware
 from memo.alpha import what_set_it
+from memo.backends import kernel_of
 from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
 from memo.config import ConfigError, load_config
 from memo.metrics import parameters, percent
@@ -117,6 +118,7 @@ def table(got):
              f"V={cfg.vocab_size} S={cfg.block_size:,}",
              f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, {layout_of(got)}",
              f"activation  {mode_of(got)}",
+             f"attention   {kernel_of(cfg, got.machine)}",
              f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
     rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]

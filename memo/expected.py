@@ -10,7 +10,7 @@ import torch
 from memo import hardware
 from memo.budget import estimate
 from memo.config import ConfigError
-from memo.device import device_name, own_bytes
+from memo.device import device_name, gpu_facts, own_bytes
 from memo.search import explain, remedies
 from memo.slab import available
 
@@ -30,7 +30,7 @@ def machine_of(device, launch):
     else:
         found = hardware.Machine(name, hardware.NODES["workstation"], None, None, None)
     node = replace(found.node, gpus_per_node=launch.local_world, host_memory_bytes=available())
-    return replace(found, node=node, threads=threads, memory_bytes=own_bytes(device))
+    return replace(found, node=node, threads=threads, memory_bytes=own_bytes(device), **gpu_facts(device))
 
 
 def expect(cfg, device, launch, arena, force):

@@ -23,8 +23,9 @@ class GPU:
     peak_flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
+    multiprocessors: int
     node: str
-    efficiency: str
+    architecture: str
 
 
 @dataclass(frozen=True)
@@ -39,27 +40,39 @@ class Node:
     host_bytes_per_s: float  # of the host's own memory, all cores
 
 
-# total memory: torch's own "total capacity" on such a device; peaks and memory bandwidths: NVIDIA's datasheets, which give
-# the Hopper and Blackwell peaks with sparsity, twice the dense figure
+# total memory: torch's own "total capacity" on such a device, or the datasheet's; peaks, memory bandwidths and
+# multiprocessors: NVIDIA's datasheets and whitepapers, which give the Hopper and Blackwell peaks with sparsity, twice the
+# dense figure
 GPUS = {
     # A100 datasheet: 312 TFLOPS BF16, 2,039 GB/s
     "a100-80gb": GPU(r"(NVIDIA )?A100[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12, int(79.1 * GIB), 2.039e12,
-                     "dgx-a100", "ampere"),
+                     108, "dgx-a100", "ampere"),
     # MEMO 5.1: the same cores, 80 GB
     "a800-80gb": GPU(r"(NVIDIA )?A800[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12, 80 * 10**9, 2.039e12,
-                     "memo-a800", "ampere"),
-    # H100 datasheet: SXM 1,979 and PCIe 1,513 TFLOPS BF16 with sparsity; 3.35 and 2 TB/s
-    "h100-80gb": GPU(r"NVIDIA H100 80GB HBM3", 989.4e12, int(79.1 * GIB), 3.35e12, "dgx-h100", "hopper"),
-    "h100-pcie": GPU(r"NVIDIA H100 PCIe", 756e12, int(79.1 * GIB), 2.0e12, "pcie-server", "hopper"),
-    # H200 datasheet: 1,979 TFLOPS BF16 with sparsity, 4.8 TB/s
-    "h200-141gb": GPU(r"NVIDIA H200", 989.4e12, int(139.7 * GIB), 4.8e12, "dgx-h100", "hopper"),
+                     108, "memo-a800", "ampere"),
+    # H100 datasheet: SXM 1,979, NVL 1,671 and PCIe 1,513 TFLOPS BF16 with sparsity; 3.35, 3.9 and 2 TB/s
+    "h100-80gb": GPU(r"NVIDIA H100 80GB HBM3", 989.4e12, int(79.1 * GIB), 3.35e12, 132, "dgx-h100", "hopper"),
+    "h100-nvl": GPU(r"NVIDIA H100 NVL", 835.5e12, int(93.0 * GIB), 3.9e12, 132, "pcie-server", "hopper"),
+    "h100-pcie": GPU(r"NVIDIA H100 PCIe", 756e12, int(79.1 * GIB), 2.0e12, 114, "pcie-server", "hopper"),
+    # the H100's cores with less NVLink
+    "h800-80gb": GPU(r"NVIDIA H800( 80GB HBM3)?", 989.4e12, int(79.1 * GIB), 3.35e12, 132, "hgx-h800", "hopper"),
+    "h800-pcie": GPU(r"NVIDIA H800 PCIe", 756e12, int(79.1 * GIB), 2.0e12, 114, "pcie-server", "hopper"),
+    # H200 datasheet: SXM 1,979 and NVL 1,671 TFLOPS BF16 with sparsity, both 4.8 TB/s
+    "h200-141gb": GPU(r"NVIDIA H200", 989.4e12, int(139.7 * GIB), 4.8e12, 132, "dgx-h100", "hopper"),
+    "h200-nvl": GPU(r"NVIDIA H200 NVL", 835.5e12, int(139.7 * GIB), 4.8e12, 132, "pcie-server", "hopper"),
+    # GH200 datasheet: 1,979 TFLOPS BF16 with sparsity; 96 GB at 4 or 144 GB at 4.9 TB/s. The 480GB are the host's
+    "gh200-96gb": GPU(r"NVIDIA GH200 480GB", 989.4e12, int(94.5 * GIB), 4.0e12, 132, "gh200", "hopper"),
+    "gh200-144gb": GPU(r"NVIDIA GH200 144G HBM3e", 989.4e12, 144 * 10**9, 4.9e12, 132, "gh200", "hopper"),
     # HGX B200 datasheet: 36 PFLOPS BF16 with sparsity and 62 TB/s for eight GPUs
-    "b200": GPU(r"NVIDIA B200", 2250e12, int(178.3 * GIB), 7.7e12, "dgx-b200", "blackwell"),
+    "b200": GPU(r"NVIDIA B200", 2250e12, int(178.3 * GIB), 7.7e12, 148, "dgx-b200", "blackwell"),
+    # HGX B300 datasheet: 36 PFLOPS BF16 with sparsity, 2.1 TB and 64 TB/s for eight GPUs; no more than 160 multiprocessors
+    "b300": GPU(r"NVIDIA B300( SXM6 AC)?", 2250e12, 2100 * 10**9 // 8, 8.0e12, 160, "dgx-b300", "blackwell"),
     # L40S datasheet: 362.05 TFLOPS BF16, 864 GB/s
-    "l40s": GPU(r"NVIDIA L40S", 362.05e12, int(44.4 * GIB), 864e9, "pcie-server", "ada"),
+    "l40s": GPU(r"NVIDIA L40S", 362.05e12, int(44.4 * GIB), 864e9, 142, "pcie-server", "ada"),
     # Ada architecture whitepaper, appendix A: 165.2 TFLOPS BF16 with fp32 accumulation, 1,008 GB/s
-    "rtx4090": GPU(r"NVIDIA GeForce RTX 4090", 165.2e12, int(23.6 * GIB), 1.008e12, "workstation", "ada"),
+    "rtx4090": GPU(r"NVIDIA GeForce RTX 4090", 165.2e12, int(23.6 * GIB), 1.008e12, 128, "workstation", "ada"),
 }
+ARCHITECTURES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}  # compute capability
 
 # PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (this reproduces the best alphas of its
 # Table 5). In the others pairs of GPUs share a switch's x16 uplink: half of what one link carries, 25e9 (gen 4) or 50e9
@@ -70,8 +83,14 @@ NODES = {
     "dgx-a100": Node(8, 2 * 10**12, 300e9, 12.5e9, 25e9, 300e9),
     # DGX H100 and H200 user guide: 2 TB, NVLink 900 GB/s, eight ports of 400 Gb/s
     "dgx-h100": Node(8, 2 * 10**12, 450e9, 25e9, 50e9, 400e9),
+    # the same but for NVLink, 400 GB/s
+    "hgx-h800": Node(8, 2 * 10**12, 200e9, 25e9, 50e9, 400e9),
+    # GH200 datasheet: 480 GB of host memory at up to 384 GB/s behind NVLink-C2C, 450 GB/s; a port of 400 Gb/s assumed
+    "gh200": Node(1, 480 * 10**9, 50e9, 300e9, 50e9, 300e9),
     # DGX B200 datasheet: 2 TB (to 4 TB), NVLink 1,800 GB/s, eight ports of 400 Gb/s
     "dgx-b200": Node(8, 2 * 10**12, 900e9, 25e9, 50e9, 500e9),
+    # DGX B300 datasheet: 2 TB (to 4 TB), NVLink 1,800 GB/s, eight ports of 800 Gb/s; the host's PCIe as there
+    "dgx-b300": Node(8, 2 * 10**12, 900e9, 25e9, 100e9, 500e9),
     # no NVLink: what a GPU sends another goes over PCIe too
     "pcie-server": Node(8, 10**12, 12.5e9, 12.5e9, 12.5e9, 300e9),
     "workstation": Node(1, 128 * 10**9, 12.5e9, 25e9, 1e9, 60e9),
@@ -80,15 +99,20 @@ NODES = {
 # set by hand: memory, and what NCCL gets of NVLink and of InfiniBand with large messages
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9}
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two products forward
-# and five backward), of its memory bandwidth, of a link
+# and five backward), of its memory bandwidth, of a link. "attention": of every kernel of memo/backends.py not named
 EFFICIENCY = {
     # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800)
     "ampere": {"matmul": 0.801, "attention forward": 0.679, "attention backward": 0.598, **REST},
-    # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K: cuDNN, which torch brings
-    # along, 539 TFLOPS forward (causal) and 516 backward; flash_attn_3 itself would be 616 and 561. cuBLAS: assumed
-    "hopper": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
-    # not measured nor published for these kernels: taken as on Hopper, and as on Ampere
-    "blackwell": {"matmul": 0.70, "attention forward": 0.545, "attention backward": 0.522, **REST},
+    # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal and backward:
+    # FlashAttention-2 335 and 322 TFLOPS, cuDNN 539 and 516, FlashAttention-3 616 and 561. cuBLAS: assumed
+    "hopper": {"matmul": 0.70, "attention forward": 0.339, "attention backward": 0.325, "cudnn forward": 0.545,
+               "cudnn backward": 0.522, "flash_attn_3 forward": 0.623, "flash_attn_3 backward": 0.567, **REST},
+    # B200, head dimension 128: FlashAttention-4 causal at 8K 1,418 and 1,209 TFLOPS (flash-attention pull request 2280);
+    # FlashAttention-2 forward 331 at 16K (tritonbench pull request 171), backward 334 (flash-attention issue 1589, head
+    # dimension 64). cuBLAS and cuDNN: taken as on Hopper
+    "blackwell": {"matmul": 0.70, "attention forward": 0.147, "attention backward": 0.148, "cudnn forward": 0.545,
+                  "cudnn backward": 0.522, "flash_attn_4 forward": 0.630, "flash_attn_4 backward": 0.537, **REST},
+    # not measured nor published for these kernels: taken as on Ampere
     "ada": {"matmul": 0.801, "attention forward": 0.679, "attention backward": 0.598, **REST},
 }
 
@@ -125,7 +149,8 @@ class Speeds:
 @dataclass(frozen=True)
 class Machine:
     """What a run is estimated for. `peak_flops_per_s` is None where it is not known, `speeds` where nothing was measured or
-    published, `memory_bytes` (of the device) where the device is the host, a CPU. `threads`: of a rank there."""
+    published, `memory_bytes` (of the device) where the device is the host, a CPU. `threads`: of a rank there.
+    `capability`, as (9, 0), and `multiprocessors`: of a GPU."""
 
     name: str
     node: Node
@@ -133,6 +158,8 @@ class Machine:
     peak_flops_per_s: float | None
     speeds: Speeds | None
     threads: int = 1
+    capability: tuple = (0, 0)
+    multiprocessors: int = 0
 
     @property
     def cpu(self):
@@ -177,15 +204,17 @@ def machine(gpu, node=None, ranks=1, **figures):
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(measured["speeds"], measured["overhead_s"], measured["itemsize"]), measured["threads"])
+                       Speeds(measured["speeds"], measured["overhead_s"], measured["itemsize"]), measured["threads"],
+                       tuple(measured["capability"]), measured["multiprocessors"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})
-    n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.efficiency]
-    of_peak = {op: [(1, e[op] * g.peak_flops_per_s)] for op in ("matmul", "attention forward", "attention backward")}
+    n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.architecture]
+    of_peak = {op: [(1, part * g.peak_flops_per_s)] for op, part in e.items() if op not in REST}
     links = {op: [(1, e[op])] for op in ("link", "network")}  # parts of the node's figures
     speeds = Speeds(of_peak | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]}, LAUNCH_S)
-    return Machine(gpu, n, int(g.memory_bytes), g.peak_flops_per_s, speeds)
+    return Machine(gpu, n, int(g.memory_bytes), g.peak_flops_per_s, speeds,
+                   capability=ARCHITECTURES[g.architecture], multiprocessors=g.multiprocessors)
 
 
 def known_figures(kind):

@@ -130,7 +130,9 @@ def lacking(device):
     if device.type != "cuda":
         return "they need a CUDA device"
     try:
-        fused_rotary(torch.zeros(1, 1, 2, device=device), torch.ones(1, 1, 1, dtype=torch.complex64, device=device), False)
+        with torch.cuda.device(device):
+            x, turn = torch.zeros(1, 1, 2, device=device), torch.ones(1, 1, 1, dtype=torch.complex64, device=device)
+            fused_rotary(x, turn, back=False)
     except ImportError:
         return "triton is not installed"
     except Exception as e:  # no C compiler, a driver that is too old: whatever triton says

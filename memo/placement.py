@@ -122,7 +122,7 @@ def requests_of_a_step(model, arena):
         print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its requests are traced, "
               "not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
         arena.recorded()  # half a rehearsal, of no use
-        cfg, like = replace(model.cfg, attention="auto"), "cpu" if model.device.type == "cpu" else "meta"
+        cfg, like = replace(model.cfg, attention=model.attention.name), "cpu" if model.device.type == "cpu" else "meta"
         return profiler.traced(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
                                model.swap.missing, like)
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from memo import planner
 from memo.activations import TABLE
 from memo.alpha import GROUPS
+from memo.backends import workspaces
 from memo.calibrate import calibrate
 from memo.config import Config, ConfigError
 from memo.device import pick_device, synchronize
@@ -163,40 +164,53 @@ def rehearse(model, arena):
         model.grads.zero_()
 
 
-def traced(make, B, T, missing, device="meta", threads=0):
-    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as it is on a
-    GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing. With `threads`, of the CPU, what
-    attention's kernels take for themselves is in it too; a GPU's are guessed, and such a trace is no good for replay."""
+def traced(make, B, T, missing, device="meta", requests=None):
+    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as it
+    is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing. requests(name of
+    an operation, its arguments) -> bytes of each request of an attention kernel for itself, see kernel_requests; None
+    leaves them out."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
         model.swap.missing = missing
-        return rehearse(model, FakeArena(threads))
+        return rehearse(model, FakeArena(requests))
 
 
-def workspace_bytes(name, args, threads):
-    """What an attention kernel takes for itself while it runs. On the CPU a block of scores (forward; backward also of their
-    gradients) for each thread, as in torch's FlashAttentionKernel.cpp; on a GPU in the backward the gradient of the queries
-    in fp32 and a number for each row, as flash-attention; cuDNN is taken to be alike. 0 for anything else."""
-    backward = name.endswith("_backward")
-    if "scaled_dot_product" not in name or len(args) < 5 * backward + 3 * (not backward):
-        return 0
-    q, k = args[backward], args[backward + 1]  # (B, H, T, D)
-    T, D, keys = q.shape[2], q.shape[3], min(512, k.shape[2])
-    if "for_cpu" not in name:
-        return q.numel() // D * (D + 1) * 4 if backward else 0
+def kernel_requests(name, args, threads=1, deterministic=False, multiprocessors=0):
+    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for itself.
+    On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in torch's
+    FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and out contiguous."""
+    copies = []
+    if name == "memo::attention_backward":
+        kernel, (B, T, H, D) = args[0], args[1].shape
+    elif "scaled_dot_product" not in name:
+        return []
+    elif "for_cpu" in name:
+        return [cpu_workspace_bytes(*args[1:3], threads, True) if name.endswith("_backward") else
+                cpu_workspace_bytes(*args[:2], threads, False)]
+    elif name.endswith("_backward"):
+        kernel, (B, H, T, D) = "cudnn" if "cudnn" in name else "flash", args[1].shape
+        if kernel == "flash":
+            copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
+    else:
+        return []
+    return copies + workspaces(kernel, B, T, H, D, deterministic, multiprocessors)
+
+
+def cpu_workspace_bytes(q, k, threads, backward):
+    T, D, keys = q.shape[2], q.shape[3], min(512, k.shape[2])  # (B, H, T, D)
     queries = 256 if T >= 768 else 64 if T >= 192 else 32
     scores = queries * keys * (4 + 2 * (q.element_size() == 2))
     return threads * 2 * scores + 4 * queries if backward else threads * (scores + (2 + D) * queries * 4)
 
 
 class FakeArena(TorchDispatchMode):
-    """Records the requests of segments that run on fake tensors: those of each operation's results, and with `threads` of
-    what attention's kernels take for themselves."""
+    """Records the requests of segments that run on fake tensors: those of each operation's results, and `requests`, see
+    traced()."""
 
-    def __init__(self, threads=0):
+    def __init__(self, requests=None):
         super().__init__()
-        self.log, self.known, self.ids, self.threads = [], weakref.WeakKeyDictionary(), 0, threads
+        self.log, self.known, self.ids, self.requests = [], weakref.WeakKeyDictionary(), 0, requests
 
     def run(self, label, work, *args):
         self.log.append(("begin", label, 0))
@@ -212,9 +226,11 @@ class FakeArena(TorchDispatchMode):
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
                 self.note(t.untyped_storage())
-        if self.threads and (nbytes := workspace_bytes(func.name(), args, self.threads)):
+        own = []
+        for nbytes in self.requests(func.name(), args) if self.requests else ():
             self.ids += 1
-            self.log += [("malloc", str(self.ids), nbytes), ("free", str(self.ids), nbytes)]
+            own.append((str(self.ids), nbytes))
+        self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
 
     def note(self, storage):

@@ -11,6 +11,7 @@ from math import sqrt
 
 from memo.activations import CHUNK_ROWS, group_heads, head_rows
 from memo.alpha import ROWS
+from memo.backends import kernel_of
 
 # units that a pass reads and writes. What was measured on a machine (memo/calibrate.py) counts as one pass, whatever it took
 PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2}
@@ -22,10 +23,11 @@ def passes(cfg, speeds):
 
 
 class Layer:
-    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of alpha.GROUPS, all rows."""
+    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of alpha.GROUPS, all rows; `kernel`:
+    of attention, see memo/backends.py."""
 
     def __init__(self, cfg, machine, itemsize):
-        self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
+        self.cfg, self.machine, self.speeds, self.kernel = cfg, machine, machine.speeds, kernel_of(cfg, machine)
         B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
         self.u = B * T * C * itemsize // cfg.tp
@@ -52,7 +54,8 @@ class Layer:
     def kernels_s(self):
         """Of attention (forward, backward) on this rank's share of the scores."""
         size = self.cfg.block_size // (1 if self.cfg.context_parallel == "ulysses" else self.cp)
-        return [self.speeds.seconds(f"attention {way}", part * self.attention_flops, size)
+        name = self.kernel if f"{self.kernel} forward" in self.speeds.table else "attention"
+        return [self.speeds.seconds(f"{name} {way}", part * self.attention_flops, size)
                 for way, part in (("forward", 1.0), ("backward", 2.5))]
 
     def matmul_s(self, gives, takes):

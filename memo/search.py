@@ -107,6 +107,8 @@ def remedies(got, most=3):
     changes = [dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
                dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
                dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
+    if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
+        changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
     options += [(n * world, {name: n * getattr(cfg, name)}) for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
     fits = {}

@@ -50,8 +50,9 @@ def test_attention_counts_the_unmasked_half_only():
     ("A100-SXM4-40GB", 312e12), ("NVIDIA A800-SXM4-80GB", 312e12), ("NVIDIA A800 80GB PCIe", 312e12),
     ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989.4e12), ("NVIDIA B200", 2250e12),
     ("NVIDIA L40S", 362.05e12), ("NVIDIA GeForce RTX 4090", 165.2e12),
-    ("NVIDIA GH200 480GB", None), ("NVIDIA H100 NVL", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ("NVIDIA H20", None), ("NVIDIA L40", None), ("CPU, 2 threads", None)])
+    ("NVIDIA H100 NVL", 835.5e12), ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA H800", 989.4e12), ("NVIDIA H800 PCIe", 756e12),
+    ("NVIDIA GH200 480GB", 989.4e12), ("NVIDIA GH200 144G HBM3e", 989.4e12), ("NVIDIA B300 SXM6 AC", 2250e12),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H20", None), ("NVIDIA L40", None), ("CPU, 2 threads", None)])
 def test_peaks(name, peak):
     assert peak_flops_per_s(name) == peak
 

@@ -7,8 +7,7 @@ import torch
 
 from memo.activations import HEAD_ROWS, TABLE
 from memo.alpha import ROWS
-from memo.attention import BACKENDS, missing, resolve_attention
-from memo.config import Config, ConfigError
+from memo.config import Config
 from memo.flat import views
 from memo.ops import rotary, rotations
 from memo.optim import Optimizer
@@ -173,39 +172,6 @@ def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
         a, b = (rotary(z.clone(), rotations(torch.tensor([p]), 32, 10000.0), back=False) for z, p in ((q, m), (k, n)))
         return (a * b).sum()
     assert torch.allclose(score(5, 3), score(1005, 1003), atol=1e-4)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", list(BACKENDS))
-def test_attention_backends_agree_with_the_mathematics(name, causal):
-    device = torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if why := missing(name, device, dtype, 64):
-        with pytest.raises(ConfigError, match=f"attention={name} is not available: {why}"):
-            resolve_attention(name, device, dtype, 64)
-        return
-    g = torch.Generator(device).manual_seed(0)
-    q, k, v, dout = (torch.zeros(2, 200, 3, 64, device=device).normal_(generator=g).to(dtype) for _ in range(4))
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    out, lse = BACKENDS[name].forward(q, k, v, causal, 0.125)
-    q_, k_, v_ = (t.float().requires_grad_() for t in (q, k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q_, k_) * 0.125
-    if causal:
-        scores = scores.masked_fill(torch.ones(200, 200, dtype=torch.bool, device=device).triu(1), -torch.inf)
-    want = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v_)
-    want.backward(dout.float())
-    assert lse.shape == (2, 3, 200) and lse.dtype == torch.float32
-    assert error(lse, scores.logsumexp(-1)) < limit
-    assert error(out.float(), want) < limit
-    for got, leaf in zip(BACKENDS[name].backward(dout, q, k, v, out, lse, causal, 0.125), (q_, k_, v_), strict=True):
-        assert got.shape == q.shape and error(got.float(), leaf.grad) < limit
-
-
-def test_auto_takes_the_fastest_backend_and_an_absent_one_is_an_error():
-    cpu = torch.device("cpu")
-    assert resolve_attention("auto", cpu, torch.float32, 64).name == "cpu"
-    with pytest.raises(ConfigError, match="attention=cudnn is not available: it needs a CUDA device; try attention=auto"):
-        resolve_attention("cudnn", cpu, torch.float32, 64)
 
 
 def test_full_logits_never_exist():

@@ -1,0 +1,122 @@
+"""Which attention kernels there are, in which order `auto` takes them, and how much memory each takes for itself:
+plain data and functions of what a machine has, without torch, so that a run and its estimate choose alike.
+
+Sources: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and flash_attn/flash_api.cpp; flash-attention's
+csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), flash_attn/cute/interface.py (4).
+"""
+
+from dataclasses import dataclass, field
+from math import ceil
+
+from memo.config import ConfigError
+
+PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
+# cuDNN up to here is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch too prefers newer ones
+WRONG_CUDNN = 91500
+NEEDS_MORE = {"flash_attn_4": "a GPU of compute capability 9, 10 or 11", "flash_attn_3": "a GPU of compute capability 9.0"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, as 92400 for 9.24.0, 0
+    where there is none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can}."""
+
+    device: str
+    dtype: str
+    head_dim: int
+    deterministic: bool = False
+    capability: tuple = (0, 0)
+    cudnn: int = 0
+    packages: dict = field(default_factory=dict)
+
+
+def cudnn_version(n):
+    """92400 -> 9.24, 91501 -> 9.15.1."""
+    return f"{n // 10000}.{n // 100 % 100}" + f".{n % 100}" * (n % 100 > 0)
+
+
+def order(facts):
+    """The kernels that `auto` chooses from, the fastest first. Which is fastest: the FlashAttention-3 and 4 papers; before
+    Hopper torch prefers its own flash kernel to cuDNN."""
+    if facts.device == "cpu":
+        return ("cpu", "math")
+    newest = {9: ("flash_attn_3", "cudnn"), 10: ("flash_attn_4", "cudnn")}.get(facts.capability[0], ())
+    return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
+
+
+def missing(name, facts):
+    """Why kernel `name` cannot serve, as "it needs ..."; empty where it can."""
+    D, capability = facts.head_dim, facts.capability
+    if name == "math":
+        return ""
+    if name == "cpu":
+        return "" if facts.device == "cpu" else "it runs on the CPU only"
+    if facts.device != "cuda":
+        return "it needs a CUDA device"
+    if facts.dtype != "bfloat16":
+        return "it needs dtype=bfloat16"
+    if D % 8 or D > 256:
+        return f"it needs n_embd/n_head={D} to be a multiple of 8 up to 256"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if capability[0] not in {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}.get(name, (capability[0],)):
+        return f"it needs {NEEDS_MORE[name]}, this one has {capability[0]}.{capability[1]}"
+    if name in ("cudnn", "flash_attn_4") and D > 128:
+        return f"it needs n_embd/n_head={D} to be at most 128"
+    if facts.deterministic and (name == "cudnn" or (name == "flash_attn_4" and capability[0] == 9)):
+        return "it needs deterministic=False"
+    if facts.deterministic and name == "flash_attn_3" and D > 192:
+        return f"it needs n_embd/n_head={D} to be at most 192 or deterministic=False"
+    if name == "flash" and 192 < D <= 224 and (capability[0] == 12 or (8, 6) <= capability <= (8, 9)):
+        return f"it has no backward for n_embd/n_head={D} on this GPU"
+    if name == "cudnn" and not facts.cudnn:
+        return "it is not part of this torch"
+    return facts.packages.get(name, "it is not installed") if name in PACKAGES else ""
+
+
+def passed_over(name, facts):
+    """Why `auto` does not take kernel `name`; empty where it may."""
+    if not (why := missing(name, facts)) and name == "cudnn" and facts.cudnn <= WRONG_CUDNN:
+        return f"it is {cudnn_version(facts.cudnn)}: {cudnn_version(WRONG_CUDNN)} and older are wrong where the " \
+               "tokens are no multiple of 128"
+    return why
+
+
+def choose(name, facts):
+    """(the kernel called `name`, or for "auto" the first of order() that can serve; why those before it were not
+    taken, in one line). Errors: ConfigError where a named one cannot serve."""
+    if name != "auto":
+        if why := missing(name, facts):
+            raise ConfigError(f"attention={name} is not available: {why}; try attention=auto")
+        return name, ""
+    whys = {one: passed_over(one, facts) for one in order(facts)}
+    name = next(one for one, why in whys.items() if not why)  # math serves always
+    before = list(whys)[:list(whys).index(name)]
+    return name, "; ".join(f"{one} {whys[one].removeprefix('it ')}" for one in before)
+
+
+def kernel_of(cfg, machine):
+    """The kernel that a run of this config would take on a hardware.Machine: what is named counts as installed,
+    `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
+    device = "cpu" if machine.cpu else "cuda"
+    dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
+    facts = Facts(device, dtype, cfg.n_embd // cfg.n_head, cfg.deterministic, machine.capability, WRONG_CUDNN + 1,
+                  {cfg.attention: ""})
+    return choose(cfg.attention, facts)[0]
+
+
+def workspaces(name, B, T, H, D, deterministic=False, multiprocessors=0):
+    """Bytes of each request of kernel `name` for itself in a backward on (B, T, H, D), in its order: all alive at
+    once. The gradient of the queries is summed up in fp32, by flash and flash_attn_2 where deterministic in so many
+    copies that each multiprocessor has one. What cuDNN takes is not published: a guess. Counters are left out."""
+    def up(n, multiple):
+        return ceil(n / multiple) * multiple
+    rows = 4 * B * H * up(T, 128)  # an fp32 number for each
+    if name == "flash_attn_3":
+        return [rows, rows, rows * next(width for width in (64, 96, 128, 192, 256) if width >= D)]
+    if name == "flash_attn_4":
+        return [rows * up(D, 32), rows, rows]
+    if name not in ("flash", "flash_attn_2", "cudnn"):
+        return []
+    copies = ceil(multiprocessors / (B * H)) if deterministic and name != "cudnn" else 1
+    return [rows, rows * copies * up(D, 32 if D <= 128 else 64)]

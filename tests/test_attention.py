@@ -1,0 +1,256 @@
+"""Attention: each kernel against the mathematics, the packages' interfaces of several versions, which kernel is taken."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memo import activations, backends, budget, hardware, search
+from memo import attention as attention_module
+from memo.attention import BACKENDS, Unusable, attend, attend_backward, facts_of, installed, resolve_attention
+from memo.backends import Facts, choose, missing, workspaces
+from memo.config import Config, ConfigError, load_config
+from memo.profiler import FakeArena, kernel_requests
+from tests import fakes
+from tests.test_model import error
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ALL = {"flash_attn_2": "", "flash_attn_3": "", "flash_attn_4": ""}
+
+
+def exact(q, k, v, dout, causal, scale):
+    """(out, lse, dq, dk, dv) by autograd."""
+    q, k, v = (t.detach().float().clone().requires_grad_() for t in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(mask, -torch.inf)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    out.backward(dout.float())
+    return out, scores.logsumexp(-1), q.grad, k.grad, v.grad
+
+
+def tensors(shape, device=CPU, dtype=torch.float32):
+    g = torch.Generator(device).manual_seed(0)
+    return [torch.zeros(shape, device=device).normal_(generator=g).to(dtype) for _ in range(4)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_backends_agree_with_the_mathematics(name, causal):
+    device = torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if why := missing(name, facts_of(device, dtype, 64)[0]):
+        with pytest.raises(ConfigError, match=f"attention={name} is not available: {why}"):
+            resolve_attention(name, device, dtype, 64)
+        return
+    q, k, v, dout = tensors((2, 200, 3, 64), device, dtype)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    out, lse = BACKENDS[name].forward(q, k, v, causal, 0.125)
+    want, want_lse, *gradients = exact(q, k, v, dout, causal, 0.125)
+    assert lse.shape == (2, 3, 200) and lse.dtype == torch.float32
+    assert error(lse, want_lse) < limit and error(out.float(), want) < limit
+    for got, g in zip(BACKENDS[name].backward(dout, q, k, v, out, lse, causal, 0.125), gradients, strict=True):
+        assert got.shape == q.shape and error(got.float(), g) < limit
+
+
+# --- the packages ---
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("version, takes_out", [("2.8.3", False), ("3 of 2.8.3", True), ("3", False), ("4 beta 0", True),
+                                                ("4 beta 27", True)])
+def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, deterministic, monkeypatch):
+    fakes.install(monkeypatch, version)
+    kernel = installed(fakes.KERNEL[version[0]])
+    assert kernel.takes_out == takes_out and kernel.name == fakes.KERNEL[version[0]]
+    monkeypatch.setattr(activations, "GROUP_ELEMENTS", 2 * 24 * 16 * 2)  # groups of two heads of four
+    packed = torch.cat(tensors((2, 24, 4, 16)), 3)
+    q, k, v, dout = packed.split(16, 3)  # strides of a projection's columns
+    want, want_lse, *gradients = exact(q, k, v, dout, True, 0.25)
+    out, lse = torch.zeros(2, 24, 4, 16), torch.zeros(2, 4, 24)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        attend(kernel, q, k, v, True, 0.25, out, lse)
+        assert error(out, want) < 1e-5 and error(lse, want_lse) < 1e-5
+        got = attend_backward(kernel, dout, q.clone(), k.clone(), v.clone(), out, lse, True, 0.25)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(error(a, b) < 1e-5 for a, b in zip(got, gradients, strict=True))
+    if not deterministic:  # half of a ring's blocks: no mask, more queries than keys
+        want, want_lse, *_ = exact(q, k[:, :12], v[:, :12], dout, False, 0.25)
+        out, lse = kernel.forward(q, k[:, :12], v[:, :12], False, 0.25)
+        assert error(out, want) < 1e-5 and error(lse, want_lse) < 1e-5
+
+
+def test_what_cannot_be_called_is_not_there(monkeypatch, tmp_path):
+    fakes.install(monkeypatch)
+    for name in ALL:
+        with pytest.raises(Unusable, match="^it is not installed$"):
+            installed(name)
+    fakes.install(monkeypatch, "2.6.3")
+    with pytest.raises(Unusable, match="^it is of another version: _flash_attn_forward wants window_size$"):
+        installed("flash_attn_2")
+    fakes.install(monkeypatch, "3")
+    monkeypatch.delattr(sys.modules["flash_attn_interface"], "_flash_attn_backward")
+    with pytest.raises(Unusable, match="^it has no flash_attn_interface._flash_attn_backward$"):
+        installed("flash_attn_3")
+    fakes.install(monkeypatch)
+    for folder, text in (("flash_attn/cute", f"def _flash_attn_fwd({fakes.FORWARD['4 beta 27']}): pass\n"
+                                             f"def _flash_attn_bwd({fakes.BACKWARD['4 beta 27']}): pass"),
+                         ("", "import a_library_of_another_torch")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / ("interface.py" if folder else "flash_attn_interface.py")).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed("flash_attn_4").takes_out
+    with pytest.raises(Unusable, match="^it is not installed$"):  # although there is a folder flash_attn
+        installed("flash_attn_2")
+    with pytest.raises(Unusable, match="^it cannot be imported .No module named 'a_library_of_another_torch'.$"):
+        installed("flash_attn_3")
+
+
+# --- the choice ---
+
+def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtype="bfloat16"):
+    return Facts("cuda", dtype, D, deterministic, capability, cudnn, {name: "" for name in packages})
+
+
+@pytest.mark.parametrize("given, kernel, why", [
+    (facts((9, 0), packages=ALL), "flash_attn_3", ""),
+    (facts((9, 0)), "cudnn", "flash_attn_3 is not installed"),
+    (facts((9, 0), packages=["flash_attn_2"]), "cudnn", "flash_attn_3 is not installed"),
+    (facts((9, 0), cudnn=91501), "cudnn", "flash_attn_3 is not installed"),
+    (facts((9, 0), cudnn=91500, packages=["flash_attn_2"]), "flash_attn_2",
+     "flash_attn_3 is not installed; cudnn is 9.15: 9.15 and older are wrong where the tokens are no multiple of 128"),
+    (facts((9, 0), cudnn=0), "flash",
+     "flash_attn_3 is not installed; cudnn is not part of this torch; flash_attn_2 is not installed"),
+    (facts((9, 0), deterministic=True), "flash",
+     "flash_attn_3 is not installed; cudnn needs deterministic=False; flash_attn_2 is not installed"),
+    (facts((9, 0), deterministic=True, packages=ALL), "flash_attn_3", ""),
+    (facts((9, 0), 256, deterministic=True, packages=ALL), "flash_attn_2",
+     "flash_attn_3 needs n_embd/n_head=256 to be at most 192 or deterministic=False; "
+     "cudnn needs n_embd/n_head=256 to be at most 128"),
+    (facts((10, 0), packages=ALL), "flash_attn_4", ""),
+    (facts((10, 3), packages=["flash_attn_3", "flash_attn_2"]), "cudnn", "flash_attn_4 is not installed"),
+    (facts((10, 0), deterministic=True, packages=ALL), "flash_attn_4", ""),
+    (facts((8, 0), packages=ALL), "flash_attn_2", ""),
+    (facts((8, 0)), "flash", "flash_attn_2 is not installed"),
+    (facts((8, 9)), "flash", "flash_attn_2 is not installed"),
+    (facts((12, 0)), "flash", "flash_attn_2 is not installed"),
+    (facts((8, 9), 208), "math", "flash_attn_2 is not installed; flash has no backward for n_embd/n_head=208 on this GPU; "
+                                 "cudnn needs n_embd/n_head=208 to be at most 128"),
+    (facts((8, 0), 208), "flash", "flash_attn_2 is not installed"),
+])
+def test_auto_takes_the_fastest_kernel_and_says_why_not_another(given, kernel, why):
+    assert choose("auto", given) == (kernel, why)
+
+
+@pytest.mark.parametrize("given", [facts((7, 5)), facts((9, 0), 65), facts((9, 0), 264), facts((9, 0), dtype="float32")])
+def test_without_a_kernel_it_is_the_mathematics(given):
+    assert choose("auto", replace(given, packages=ALL))[0] == "math"
+
+
+@pytest.mark.parametrize("name, given, why", [
+    ("flash_attn_3", facts((8, 0), packages=ALL), "it needs a GPU of compute capability 9.0, this one has 8.0"),
+    ("flash_attn_3", facts((10, 0), packages=ALL), "it needs a GPU of compute capability 9.0, this one has 10.0"),
+    ("flash_attn_4", facts((12, 0), packages=ALL), "it needs a GPU of compute capability 9, 10 or 11, this one has 12.0"),
+    ("flash_attn_4", facts((9, 0), deterministic=True, packages=ALL), "it needs deterministic=False"),
+    ("flash_attn_4", facts((9, 0)), "it is not installed"),
+    ("cpu", facts((9, 0)), "it runs on the CPU only"),
+    ("cudnn", Facts("cpu", "float32", 64), "it needs a CUDA device"),
+])
+def test_a_named_kernel_that_cannot_serve_is_an_error(name, given, why):
+    with pytest.raises(ConfigError, match=f"^attention={name} is not available: {why}; try attention=auto$"):
+        choose(name, given)
+    assert choose("cudnn", facts((9, 0), cudnn=91002)) == ("cudnn", "")  # by name also one that auto passes over
+
+
+def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92400)
+    monkeypatch.setattr(attention_module, "version", lambda name: {"flash_attn_3": "3.0.0"}[name])
+
+    def resolved(*versions, name="auto"):
+        fakes.install(monkeypatch, *versions)
+        return resolve_attention(name, CUDA, torch.bfloat16, 128)
+    assert resolved("3").label == "flash_attn_3 3.0.0"
+    assert resolved().label == "cudnn 9.24: flash_attn_3 is not installed"
+    assert resolved().forward is BACKENDS["cudnn"].forward
+    fakes.install(monkeypatch, "3")
+    monkeypatch.delattr(sys.modules["flash_attn_interface"], "_flash_attn_forward")
+    label = resolve_attention("auto", CUDA, torch.bfloat16, 128).label
+    assert label == "cudnn 9.24: flash_attn_3 has no flash_attn_interface._flash_attn_forward"
+    with pytest.raises(ConfigError, match="^attention=flash_attn_2 is not available: it is not installed"):
+        resolved("3", name="flash_attn_2")
+    assert resolve_attention("auto", CPU, torch.float32, 64).label == "cpu"
+
+
+# --- memory and speed ---
+
+@pytest.mark.parametrize("shape, deterministic, requests", [  # recorded from torch's kernel on a GPU of 132 multiprocessors
+    ((1, 16384, 32, 128), False, [2097152, 268435456]), ((1, 16384, 32, 128), True, [2097152, 1342177280]),
+    ((1, 131072, 4, 128), False, [2097152, 268435456]), ((1, 131072, 4, 128), True, [2097152, 8858370048]),
+    ((1, 1000, 32, 128), True, [131072, 83886080])])
+def test_what_a_kernel_takes_for_itself(shape, deterministic, requests):
+    for name in ("flash", "flash_attn_2"):
+        assert workspaces(name, *shape, deterministic, 132) == requests
+    B, T, H, D = shape
+    for name in ("flash_attn_3", "flash_attn_4"):  # no copies
+        assert sum(workspaces(name, *shape, deterministic, 132)) == 4 * B * H * (T + -T % 128) * (D + 2)
+    assert workspaces("flash_attn_3", 1, 128, 1, 72)[-1] == 4 * 128 * 96
+    assert workspaces("flash", 1, 128, 1, 136)[-1] == 4 * 128 * 192
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", *ALL])
+def test_a_trace_has_the_requests_of_its_kernel(name):
+    """One group of heads of four: the results, and what lives while the kernel runs."""
+    shape = (1, 256, 4, 64)
+    kernel, arena = resolve_attention(name, torch.device("meta"), torch.bfloat16, 64), FakeArena(
+        lambda op, args: kernel_requests(op, args, deterministic=True, multiprocessors=9))
+    q, k, v, dout, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(5))
+    lse = torch.empty(1, 4, 256, device="meta")
+    arena.run("forward", attend, kernel, q, k, v, True, 0.125, out, lse)
+    arena.run("backward", kernel.backward, dout, q, k, v, out, lse, True, 0.125)
+    segments = arena.recorded().segments
+    sizes = {label: [event[-1] for event in events if event[0] == "malloc"] for label, events in segments.items()}
+    tensor, row = 2 * 256 * 4 * 64, 4 * 256 * 4
+    wanted = workspaces(name, *shape, True, 9)
+    assert sum(wanted) == row * {"flash": 193, "flash_attn_2": 193, "cudnn": 65}.get(name, 66)
+    assert sizes["backward"][-len(wanted):] == wanted and sizes["backward"].count(tensor) >= 3
+    assert sizes["forward"].count(tensor) == (name != "flash_attn_4") and row in sizes["forward"]
+
+
+def test_the_estimate_knows_the_kernel():
+    cfg, h100 = load_config(["config/7b_1m.py"]), hardware.machine("h100-80gb")
+
+    def of(machine=h100, **keys):
+        return budget.estimate(replace(cfg, **keys), machine, 8, budget.fast_arena)
+    assert of().layer.kernel == "cudnn" and of(hardware.machine("b200")).layer.kernel == "cudnn"
+    assert of(hardware.machine("a800-80gb")).layer.kernel == "flash" == of(deterministic=True).layer.kernel
+    assert of(attention="flash").seconds["step"] > 1.5 * of().seconds["step"]
+    kernels_s = [sum(of(attention=name).layer.kernels_s()) for name in ("flash_attn_3", "cudnn", "flash_attn_2", "flash")]
+    assert kernels_s[0] < kernels_s[1] < kernels_s[2] == kernels_s[3]
+    T, H = cfg.block_size // 2, 8
+    flops = 2 * T * 2 * T / 2 * 2 / 2 * H * 128  # of the forward: two products, half of the scores, cp=2
+    assert kernels_s[1] == pytest.approx(2 * flops / 539e12 + 5 * flops / 516e12, rel=2e-3)
+    with pytest.raises(ConfigError, match="^attention=flash_attn_3 is not available: it needs a GPU of compute capability"):
+        of(hardware.machine("a800-80gb"), attention="flash_attn_3")
+
+
+def test_the_copies_of_a_deterministic_backward_are_counted_and_have_a_remedy():
+    cfg, h100 = load_config(["config/7b_1m.py", "--deterministic=true"]), hardware.machine("h100-80gb")
+    got = budget.estimate(cfg, h100, 8, budget.fast_arena)
+    plain = budget.estimate(replace(cfg, attention="flash", deterministic=False), h100, 8, budget.fast_arena)
+    copies = 132 * 4 * (cfg.block_size // cfg.cp) * 128
+    more = got.bytes_of("transient")[0] - plain.bytes_of("transient")[0]
+    assert 0.97 * copies < more < 1.02 * copies and not got.fits and plain.fits
+    assert any("--attention=flash_attn_3" in text for text, _ in search.remedies(got))
+    a100 = hardware.machine("a100-80gb")
+    got = budget.estimate(replace(cfg, block_size=2**19), replace(a100, memory_bytes=40 * 2**30), 8, budget.fast_arena)
+    assert any("--deterministic=False" in text for text, _ in search.remedies(got))
+
+
+def test_config_offers_every_kernel():
+    for name in (*BACKENDS, *backends.PACKAGES):
+        assert Config(attention=name).attention == name
