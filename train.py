@@ -141,8 +141,9 @@ def check(argv, launch):
     ops, why_ops = resolve_ops(cfg.ops, device)
     resolved = replace(cfg, attention=attention.name, ops=ops.name)  # so that the estimate has the kernels of the run
     expected = expect(resolved, device, launch, arena_here, force) if launch.rank == 0 else None
+    ops = f"{ops.name}: {why_ops}" if why_ops and device.type == "cuda" else ops.name
     return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit,
-                           expected=expected, ops=f"{ops.name}: {why_ops}" if why_ops and device.type == "cuda" else ops.name)
+                           expected=expected, ops=ops)
 
 
 def setup(argv, launch, host):
