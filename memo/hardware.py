@@ -96,13 +96,14 @@ NODES = {
     "workstation": Node(1, 128 * 10**9, 12.5e9, 25e9, 1e9, 60e9),
 }
 
-# set by hand: memory, and what NCCL gets of NVLink and of InfiniBand with large messages
-REST = {"memory": 0.8, "link": 0.8, "network": 0.9}
+# set by hand: memory, what NCCL gets of NVLink and of InfiniBand with large messages, and how much of the tp ranks' messages
+# that have products beside them (memo/tp.py) hides: NCCL's kernels take multiprocessors from these products
+REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two products forward
 # and five backward), of its memory bandwidth, of a link. "attention": of every kernel of memo/backends.py not named
 EFFICIENCY = {
-    # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800)
-    "ampere": {"matmul": 0.801, "attention forward": 0.679, "attention backward": 0.598, **REST},
+    # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800): of a system whose messages do not hide
+    "ampere": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST, "hidden": 0.0},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal and backward:
     # FlashAttention-2 335 and 322 TFLOPS, cuDNN 539 and 516, FlashAttention-3 616 and 561. cuBLAS: assumed
     "hopper": {"matmul": 0.70, "attention forward": 0.339, "attention backward": 0.325, "cudnn forward": 0.545,
@@ -113,7 +114,7 @@ EFFICIENCY = {
     "blackwell": {"matmul": 0.70, "attention forward": 0.147, "attention backward": 0.148, "cudnn forward": 0.545,
                   "cudnn backward": 0.522, "flash_attn_4 forward": 0.630, "flash_attn_4 backward": 0.537, **REST},
     # not measured nor published for these kernels: taken as on Ampere
-    "ada": {"matmul": 0.801, "attention forward": 0.679, "attention backward": 0.598, **REST},
+    "ada": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST},
 }
 
 # device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels, all-to-all between
@@ -211,7 +212,7 @@ def machine(gpu, node=None, ranks=1, **figures):
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})
     n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.architecture]
     of_peak = {op: [(1, part * g.peak_flops_per_s)] for op, part in e.items() if op not in REST}
-    links = {op: [(1, e[op])] for op in ("link", "network")}  # parts of the node's figures
+    links = {op: [(1, e[op])] for op in ("link", "network", "hidden")}  # parts of the node's figures, of 1
     speeds = Speeds(of_peak | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]}, LAUNCH_S)
     return Machine(gpu, n, int(g.memory_bytes), g.peak_flops_per_s, speeds,
                    capability=ARCHITECTURES[g.architecture], multiprocessors=g.multiprocessors)

@@ -73,13 +73,14 @@ class Layer:
 
     def exposed_s(self, compute_s, *messages):
         """Exposed seconds of gathers and scattered sums of all rows beside so much computing, by pieces of rows, two under
-        way: the first message of the first piece, and what takes longer than the computing. On a CPU nothing hides."""
+        way: at best the first message of the first piece, and what takes longer than the computing. How far it gets there is
+        the machine's "hidden"; on a CPU, and where it is not known, nothing hides."""
         if self.tp == 1:
             return 0.0
         seconds = [self.machine.message_s(op, self.u * (self.tp - 1), self.tp) for op in messages]
-        if self.machine.cpu or self.pieces == 1:
-            return sum(seconds)
-        return seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
+        hidden = self.speeds.rate("hidden") if "hidden" in self.speeds.table and self.pieces > 1 else 0.0
+        best = seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
+        return sum(seconds) - hidden * max(0.0, sum(seconds) - best)
 
     def into_residual_s(self, takes):
         """residual + x w^T: each of the tp ranks has a part of the sum."""
