@@ -1,9 +1,9 @@
 """Attention on one device: `attention_forward -> out, lse` and `attention_backward -> dq, dk, dv`.
 
 Shapes: q, k, v, out and their gradients (B, T, H, D), any strides with D innermost; lse (B, H, T) fp32, natural
-logarithm, scale included. A causal mask aligns the first query with the first key. The kernel is chosen once, see
-memo/backends.py. Heads know nothing of each other: attend() and attend_backward() go group by group of them, so that
-little exists at once.
+logarithm, scale included. A causal mask aligns the first query with the first key. The kernel is chosen once,
+see memo/backends.py. Heads know nothing of each other: attend() and attend_backward() go group by group of them,
+so that little exists at once.
 """
 
 import importlib
@@ -18,8 +18,8 @@ import torch
 from memo.activations import heads_at_once
 from memo.backends import PACKAGES, Facts, choose, cudnn_version, missing
 
-# what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its forward has
-# out=, where it writes; `label`: its name and version, and why it was chosen
+# what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
+# forward has out=, where it writes; `label`: its name and version, and why it was chosen
 Attention = namedtuple("Attention", "name forward backward heads takes_out label", defaults=(1, False, ""))
 aten = torch.ops.aten
 
@@ -127,20 +127,22 @@ def cudnn_backward(dout, q, k, v, out, lse, causal, scale):
 
 # --- the flash-attn packages, where they are installed ---
 
-# {kernel: (distribution, module, its forward, its backward)}. Not through torch's registry of FlashAttention-3 and 4
-# (torch.nn.attention.activate_flash_attention_impl): that of torch 2.13 takes two results of the four that
-# flash-attn-4 returns from beta 19 on, that of all has no out=, and replaces `flash` in the whole process
+# {kernel: (distribution, module, its forward, its backward)}. Not through torch's registry of FlashAttention-3 and
+# 4 (torch.nn.attention.activate_flash_attention_impl): in torch 2.13 it fails on flash-attn-4 from beta 19 on, whose
+# forward returns four results and not two; it has no out=; and it replaces `flash` in the whole process
 INTERFACES = {
-    "flash_attn_2": ("flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
+    "flash_attn_2": ("flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward",
+                     "_flash_attn_backward"),
     "flash_attn_3": ("flash_attn_3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
     "flash_attn_4": ("flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
 }
 SPELLINGS = {"lse": ("softmax_lse", "lse"), "scale": ("softmax_scale",), "causal": ("causal", "is_causal")}
 # what some versions want although nothing of it is used here
-UNUSED = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False) | dict.fromkeys(
-    """alibi_slopes k_new v_new qv out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k
-    max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale
-    v_descale""".split())
+UNUSED = dict.fromkeys(
+    """alibi_slopes k_new v_new qv out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q
+    sequed_k max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary
+    q_descale k_descale v_descale""".split())
+UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
 
 
 class Unusable(Exception):
@@ -153,8 +155,8 @@ def parameters_of(function):
 
 
 def bound(module, name, needed, optional=()):
-    """module.<name> as a function of keywords, the same for all versions of its package: `needed`, and of `optional` those
-    that it has. Errors: Unusable where its parameters are others."""
+    """module.<name> as a function of keywords, the same for all versions of its package: `needed`, and of
+    `optional` those that it has. Errors: Unusable where its parameters are others."""
     if not hasattr(module, name):
         raise Unusable(f"it has no {module.__name__}.{name}")
     function = getattr(module, name)
@@ -180,12 +182,13 @@ def installed(name):
             raise Unusable("it is not installed") from None
         raise Unusable(f"it cannot be imported ({e})") from None
     except Exception as e:  # built for another torch, say
-        raise Unusable(f"it cannot be imported ({(str(e).splitlines() or [type(e).__name__])[0]})") from None
+        why = (str(e).splitlines() or [type(e).__name__])[0]
+        raise Unusable(f"it cannot be imported ({why})") from None
     lse = dict(return_lse=True) if name == "flash_attn_4" else {}
     forward_ = bound(found, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
-    backward_ = bound(found, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal",
-                                        "deterministic"))
-    takes_out = "out" in parameters_of(getattr(found, forward))  # where out_, it is a custom op, which may not return it
+    backward_ = bound(found, backward,
+                      ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal", "deterministic"))
+    takes_out = "out" in parameters_of(getattr(found, forward))  # not out_ of a custom op, which may not return it
 
     def attention_forward(q, k, v, causal, scale, **out):
         return forward_(q=q, k=k, v=v, scale=scale, causal=causal, **lse, **out)[:2]
@@ -230,14 +233,14 @@ def on_meta(name):
 
 # --- the choice ---
 
-BACKENDS = {b.name: b for b in (Attention("cudnn", cudnn_forward, cudnn_backward),
-                                Attention("flash", flash_forward, flash_backward),
-                                Attention("cpu", cpu_forward, cpu_backward), Attention("math", math_forward, math_backward))}
+BACKENDS = {b.name: b for b in (  # those of torch
+    Attention("cudnn", cudnn_forward, cudnn_backward), Attention("flash", flash_forward, flash_backward),
+    Attention("cpu", cpu_forward, cpu_backward), Attention("math", math_forward, math_backward))}
 
 
 def facts_of(device, dtype, head_dim):
-    """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A package is imported
-    only where its kernel could serve."""
+    """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A package is
+    imported only where its kernel could serve."""
     name, found, why = str(dtype).removeprefix("torch."), {}, {}
     deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
@@ -254,8 +257,8 @@ def facts_of(device, dtype, head_dim):
 
 
 def resolve_attention(name, device, dtype, head_dim):
-    """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta device any. Errors:
-    ConfigError where a named one cannot serve."""
+    """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta device any.
+    Errors: ConfigError where a named one cannot serve."""
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or on_meta(name)
     facts, found = facts_of(device, dtype, head_dim)

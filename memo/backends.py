@@ -1,8 +1,9 @@
-"""Which attention kernels there are, in which order `auto` takes them, and how much memory each takes for itself:
-plain data and functions of what a machine has, without torch, so that a run and its estimate choose alike.
+"""Which attention kernels there are, in which order `auto` takes them, and how much memory each takes for
+itself: plain data and functions of what a machine has, without torch, so that a run and its estimate choose
+alike.
 
-Sources: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and flash_attn/flash_api.cpp; flash-attention's
-csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), flash_attn/cute/interface.py (4).
+Sources: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and flash_attn/flash_api.cpp; of
+flash-attention csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), flash_attn/cute/interface.py (4).
 """
 
 from dataclasses import dataclass, field
@@ -11,15 +12,15 @@ from math import ceil
 from memo.config import ConfigError
 
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
-# cuDNN up to here is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch too prefers newer ones
+# up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it
 WRONG_CUDNN = 91500
-NEEDS_MORE = {"flash_attn_4": "a GPU of compute capability 9, 10 or 11", "flash_attn_3": "a GPU of compute capability 9.0"}
+MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabilities; the others run from 8 on
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, as 92400 for 9.24.0, 0
-    where there is none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can}."""
+    """What decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, 92400 for 9.24.0,
+    0 where there is none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can}."""
 
     device: str
     dtype: str
@@ -36,8 +37,8 @@ def cudnn_version(n):
 
 
 def order(facts):
-    """The kernels that `auto` chooses from, the fastest first. Which is fastest: the FlashAttention-3 and 4 papers; before
-    Hopper torch prefers its own flash kernel to cuDNN."""
+    """The kernels that `auto` chooses from, the fastest first. Source: the papers of FlashAttention-3 and 4;
+    before Hopper torch too prefers its flash kernel to cuDNN."""
     if facts.device == "cpu":
         return ("cpu", "math")
     newest = {9: ("flash_attn_3", "cudnn"), 10: ("flash_attn_4", "cudnn")}.get(facts.capability[0], ())
@@ -59,8 +60,9 @@ def missing(name, facts):
         return f"it needs n_embd/n_head={D} to be a multiple of 8 up to 256"
     if capability < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
-    if capability[0] not in {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}.get(name, (capability[0],)):
-        return f"it needs {NEEDS_MORE[name]}, this one has {capability[0]}.{capability[1]}"
+    if name in MAJORS and capability[0] not in MAJORS[name]:
+        wanted = " or ".join(f"{major}.x" for major in MAJORS[name])
+        return f"it needs compute capability {wanted}, this GPU has {capability[0]}.{capability[1]}"
     if name in ("cudnn", "flash_attn_4") and D > 128:
         return f"it needs n_embd/n_head={D} to be at most 128"
     if facts.deterministic and (name == "cudnn" or (name == "flash_attn_4" and capability[0] == 9)):
@@ -77,14 +79,14 @@ def missing(name, facts):
 def passed_over(name, facts):
     """Why `auto` does not take kernel `name`; empty where it may."""
     if not (why := missing(name, facts)) and name == "cudnn" and facts.cudnn <= WRONG_CUDNN:
-        return f"it is {cudnn_version(facts.cudnn)}: {cudnn_version(WRONG_CUDNN)} and older are wrong where the " \
-               "tokens are no multiple of 128"
+        found, last = cudnn_version(facts.cudnn), cudnn_version(WRONG_CUDNN)
+        return f"it is {found}: {last} and older are wrong where the tokens are no multiple of 128"
     return why
 
 
 def choose(name, facts):
-    """(the kernel called `name`, or for "auto" the first of order() that can serve; why those before it were not
-    taken, in one line). Errors: ConfigError where a named one cannot serve."""
+    """(the kernel called `name`, or for "auto" the first of order() that can serve; why those before it were
+    not taken, in one line). Errors: ConfigError where a named one cannot serve."""
     if name != "auto":
         if why := missing(name, facts):
             raise ConfigError(f"attention={name} is not available: {why}; try attention=auto")
@@ -96,19 +98,20 @@ def choose(name, facts):
 
 
 def kernel_of(cfg, machine):
-    """The kernel that a run of this config would take on a hardware.Machine: what is named counts as installed,
-    `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
+    """The kernel that a run of this config would take on a hardware.Machine: what is named counts as
+    installed, `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
     device = "cpu" if machine.cpu else "cuda"
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
-    facts = Facts(device, dtype, cfg.n_embd // cfg.n_head, cfg.deterministic, machine.capability, WRONG_CUDNN + 1,
-                  {cfg.attention: ""})
+    facts = Facts(device, dtype, cfg.n_embd // cfg.n_head, cfg.deterministic, machine.capability,
+                  cudnn=WRONG_CUDNN + 1, packages={cfg.attention: ""})
     return choose(cfg.attention, facts)[0]
 
 
 def workspaces(name, B, T, H, D, deterministic=False, multiprocessors=0):
-    """Bytes of each request of kernel `name` for itself in a backward on (B, T, H, D), in its order: all alive at
-    once. The gradient of the queries is summed up in fp32, by flash and flash_attn_2 where deterministic in so many
-    copies that each multiprocessor has one. What cuDNN takes is not published: a guess. Counters are left out."""
+    """Bytes of each request of kernel `name` for itself in a backward on (B, T, H, D), in its order: all
+    alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2, where
+    deterministic, in so many copies that each multiprocessor has one. What cuDNN takes is not published: a
+    guess. Counters are left out."""
     def up(n, multiple):
         return ceil(n / multiple) * multiple
     rows = 4 * B * H * up(T, 128)  # an fp32 number for each
