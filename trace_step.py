@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from memo import profiler
+from memo.command import end_with_reader
 from memo.config import ConfigError, load_config
 from memo.mesh import Axis, Mesh
 from model import GPT, HEAD_ROWS
@@ -36,6 +37,7 @@ def trace_step(cfg, device, threads=1):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     try:
         config = load_config(sys.argv[1:])
         print(trace_step(config, "cpu" if config.device == "cpu" else "cuda", torch.get_num_threads()).text, end="")

@@ -14,7 +14,8 @@ from pathlib import Path
 from memo import hardware
 from memo.alpha import what_set_it
 from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
-from memo.config import ConfigError, load_config
+from memo.command import end_with_reader
+from memo.config import Config, ConfigError, load_keys
 from memo.metrics import parameters, percent
 from memo.search import changed, longest, remedies, search, tried
 
@@ -76,11 +77,14 @@ def vocab_size_of(dataset):
 def prepare(argv):
     """(cfg, machine, world, options). Errors: ConfigError."""
     options, rest = read_arguments(argv)
-    cfg = load_config(rest)
+    keys = load_keys(rest)
+    world = options.get("gpus", keys.get("tp", 1) * keys.get("cp", 1))
+    if "search" in options:  # among all layouts: the config's own need not be one
+        keys |= dict(tp=1, cp=1)
+    cfg = Config(**keys)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab_size_of(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}
     granted = figures.pop("host_memory_bytes", None)
-    world = options.get("gpus", cfg.tp * cfg.cp)
     machine = hardware.machine(options.get("gpu", "here"), options.get("node"), world, **figures)
     if granted is not None:
         cfg, machine = granting(cfg, machine, world, granted)
@@ -241,4 +245,5 @@ def limit_of(most):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -22,6 +22,7 @@ from memo import planner
 from memo.activations import TABLE
 from memo.alpha import GROUPS
 from memo.calibrate import calibrate
+from memo.command import end_with_reader
 from memo.config import Config, ConfigError
 from memo.device import pick_device, synchronize
 from memo.hardware import calibration_path
@@ -265,4 +266,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())
