@@ -125,8 +125,8 @@ def table(got):
     rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
     lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip() for row in rows]
-    if got.alpha is not None:
-        lines.append(f"alpha       {what_set_it(cfg, got.plan)}")
+    if got.plan:
+        lines.append(f"alpha       {what_set_it(cfg, got.plan, got.placement.n_swapped)}")
     if got.seconds:
         parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
         parts = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]

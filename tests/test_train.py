@@ -68,6 +68,10 @@ def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dat
     train.main(argv(dataset, tmp_path / "keep", activation="keep", **keys))
     said = capsys.readouterr().out
     assert "5 buffers for 5 layers" in said and "alpha" not in said
+    train.main(argv(dataset, tmp_path / "auto", **keys))
+    said = capsys.readouterr().out
+    assert "5 buffers for 5 layers" in said and "alpha       none: all layers stay on the device" in said
+    assert losses(tmp_path / "auto") == losses(tmp_path / "keep")
     train.main(argv(dataset, tmp_path / "memo", alpha=0.5, **keys))
     said = capsys.readouterr().out
     assert "2 buffers for 5 layers" in said and "alpha       0.500, given: overlap allows" in said
