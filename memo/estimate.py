@@ -17,6 +17,7 @@ from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting
 from memo.command import end_with_reader
 from memo.config import Config, ConfigError, load_keys
 from memo.metrics import parameters, percent
+from memo.plots import dry_run
 from memo.search import changed, longest, remedies, search, tried
 
 GIB = 2**30
@@ -229,7 +230,6 @@ def run(argv):
                      "max_context none: what does not depend on the sequence is too much already")
     print(json.dumps(out) if options.get("json") else "\n".join(lines))
     if "plot" in options:
-        from memo.plots import dry_run  # matplotlib takes a second
         try:
             dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, options["plot"])
         except (OSError, ValueError) as e:

@@ -22,3 +22,10 @@ def test_a_command_ends_quietly_with_its_reader(command):
     done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_a_start_imports_nothing_that_can_wait():
+    late = "matplotlib torch.distributed.checkpoint scipy highspy ortools wandb transformers"
+    code = f"import sys, train, memo.estimate; print(*(name for name in {late.split()} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("\n", "")
