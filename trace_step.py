@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from memo import profiler
+from memo.command import end_with_reader
 from memo.config import ConfigError, load_config
 from memo.mesh import Axis, Mesh
 from model import GPT
@@ -37,6 +38,7 @@ def trace_step(cfg, device, threads=1, multiprocessors=0):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     try:
         own = [arg for arg in sys.argv[1:] if arg.startswith("--multiprocessors=")]
         config = load_config([arg for arg in sys.argv[1:] if arg not in own])

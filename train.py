@@ -22,6 +22,7 @@ from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
 from memo.batch import open_dataset
 from memo.budget import traced_arena
+from memo.command import end_with_reader
 from memo.config import ConfigError, degrees, help_text, load_config, save_config, save_json
 from memo.cp import held
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
@@ -416,6 +417,8 @@ def last_line(e):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        end_with_reader()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -66,7 +66,9 @@ class Bench:
 
     def chosen(self, mode):
         """What alpha=auto comes to at the present rate."""
-        return placement.decide(replace(CFG, alpha_mode=mode), self.model, 2**50, streams=self.streams)
+        layer = sum(placement.problem(CFG, torch.float32, 0).nbytes.values())
+        enough = (CFG.n_layer - 1) * layer  # for what is swapped, but not for all layers, which would stay on a CPU
+        return placement.decide(replace(CFG, alpha_mode=mode), self.model, enough, streams=self.streams)
 
     def run(self, p):
         """[(seconds, spans)] of the steps with placement `p`, after one that warms up."""

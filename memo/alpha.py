@@ -112,8 +112,10 @@ class SwapPlan:
     fits: bool  # False: OOHM, though every layer keeps only x
 
 
-def what_set_it(cfg, plan):
+def what_set_it(cfg, plan, n_swapped):
     """alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
+    if not n_swapped:
+        return "none: all layers stay on the device"
     why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
     return f"{plan.alpha:.3f}, {why}: " + ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
 
@@ -201,15 +203,16 @@ def copies(cfg):
     return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
 
 
-def n_buffers(cfg, problem, spare_bytes):
-    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of a GPU are left for them.
+def n_buffers(cfg, problem, spare_bytes, cpu=False):
+    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are left for them.
 
     A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken; with
-    alpha_mode=paper, either all of them or two.
+    alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy frees nothing and
+    takes the time of the cores that compute. Where all do not fit there, the host's limit alone bounds the two.
     """
     fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes["x"]) // sum(problem.nbytes.values()))
-    if fit <= 2 or (cfg.alpha_mode == "paper" and fit < cfg.n_layer):
-        return 2, spare_bytes
+    if fit <= 2 or (fit < cfg.n_layer and (cpu or cfg.alpha_mode == "paper")):
+        return 2, inf if cpu else spare_bytes
     return fit, inf
 
 

@@ -245,6 +245,12 @@ def activation_lines(placement, tensors):
     return lines + [Line("swap", f"{name} {of}", 0, nbytes) for name, nbytes in swapped.items() if nbytes]
 
 
+def cpu_spare(cfg, machine, lines, limit):
+    """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the host, beside
+    the model's states (the `lines` of states()) and a bound of the temporary tensors. The same in the run."""
+    return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
+
+
 def decide(cfg, machine, itemsize, layer, limit, spare):
     """(Placement, SwapPlan, message of OutOfHostMemory or None), as memo/placement.py decides in the run."""
     nbytes = {name: t.nbytes for name, t in tensors_of(cfg, itemsize).items()}
@@ -252,8 +258,8 @@ def decide(cfg, machine, itemsize, layer, limit, spare):
     if not machine.cpu and not cfg.pin_memory:
         forward_s = 0.0
     problem = alpha.Problem(nbytes, cfg.n_layer, forward_s, rate, limit)
-    if not machine.cpu and alpha.copies(cfg) and cfg.finds_alpha:
-        n, device_bytes = alpha.n_buffers(cfg, problem, spare)
+    if alpha.copies(cfg) and cfg.finds_alpha:
+        n, device_bytes = alpha.n_buffers(cfg, problem, spare, machine.cpu)
         problem = replace(problem, n_buffers=n, device_bytes=device_bytes)
     costs = layer.groups_s if layer else dict.fromkeys(alpha.GROUPS, 1.0)
     try:
@@ -293,11 +299,13 @@ def estimate(cfg, machine, world, arena=traced_arena):
     local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
     host = host_capacity(cfg, machine, world)
     on_host = sum(line.host_bytes for line in lines)
-    spare = 0  # for the buffers
-    if not machine.cpu:  # with the margin of placement.room
+    limit = max(0, host // local_ranks - on_host)
+    if machine.cpu:
+        spare = cpu_spare(cfg, machine, lines, limit)
+    else:  # with the margin of placement.room
         lines.append(Line("margin", "margin for gaps", capacity // 32 + max(0, transient // 4 - head)))
         spare = capacity - sum(line.device_bytes for line in lines) - transient - head
-    placement, plan, why = decide(cfg, machine, itemsize, layer, max(0, host // local_ranks - on_host), spare)
+    placement, plan, why = decide(cfg, machine, itemsize, layer, limit, spare)
     lines += activation_lines(placement, tensors_of(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient)]
     lines += [Line("head", "more of it for the head", head)] * bool(head)

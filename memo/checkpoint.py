@@ -11,51 +11,25 @@ moments (memo.convert makes them) starts a run of its own. Reading one executes 
 
 import contextlib
 import os
-import pickle
 import shutil
 import threading
-import warnings
 import zlib
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from memo.config import CHECKPOINT, CHECKPOINT_JSON, FORMAT, MODEL_KEYS, REMEDY, CheckpointError, read_checkpoint, sealed
 from memo.config import latest_checkpoint as latest
 from memo.flat import whole
 
-METADATA = ".metadata"  # DCP's name
+METADATA = ".metadata"  # DCP's name, see memo/dcp.py
 READ_BYTES = 2**24
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 
 
 def reason(e):
-    """Why, in one line: that of the first rank that failed, where DCP gathered the failures."""
-    if isinstance(e, CheckpointException):
-        e = e.failures[min(e.failures)][0]
+    """Why, in one line."""
     return getattr(e, "strerror", None) or (str(e).splitlines() or [type(e).__name__])[0]
 
 
@@ -75,49 +49,7 @@ def sync(folder):
     os.close(fd)
 
 
-def box(piece):
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-
-
 # --- writing ---
-
-class Boxes(SavePlanner):
-    """Saves pieces; all ranks' pieces together must tile every tensor."""
-
-    def __init__(self, pieces):
-        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
-
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-        pass
-
-    def create_local_plan(self):
-        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
-            box(p), TensorProperties(p.tensor.dtype), torch.Size(p.shape))) for index, p in self.pieces.items()])
-
-    def create_global_plan(self, all_plans):
-        plans, metadata = create_default_global_save_plan(all_plans)
-        for name, t in metadata.state_dict_metadata.items():
-            if (found := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
-                raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {found} elements, must be {prod(t.size)}")
-        return plans, metadata
-
-    def finish_plan(self, new_plan):
-        return new_plan
-
-    def resolve_data(self, write_item):
-        return self.pieces[write_item.index].tensor
-
-
-class Writer(dcp.FileSystemWriter):
-    def storage_meta(self):
-        return StorageMeta()  # the usual one holds the path, which is about to change
-
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as e:  # torch.save's, about what the disk had to say; a rank sends no context to the others
-            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
-
 
 class Saver:
     """Writes a run's checkpoints in the background.
@@ -182,7 +114,7 @@ class Saver:
         """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on all."""
         try:
             results = [work(*args)]
-        except (Exception, CheckpointException) as e:
+        except Exception as e:
             results = [CheckpointError(reason(e))]
         if self.group is not None:
             [mine], results = results, [None] * dist.get_world_size(self.group)
@@ -203,9 +135,8 @@ class Saver:
 
     def write_files(self, folder, pieces):
         """-> {name of a file that this rank wrote: [bytes, crc32]}."""
-        # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread
-        dcp.save({}, storage_writer=Writer(folder, per_thread_copy_ahead=0), planner=Boxes(pieces),
-                 process_group=self.group, no_dist=self.group is None)
+        from memo import dcp  # takes a second: a run starts without it
+        dcp.write(folder, pieces, self.group)
         mine = sorted(folder.glob(f"__{self.rank}_*")) + [folder / METADATA] * (self.rank == 0)
         return {file.name: [file.stat().st_size, crc32(file)] for file in mine}
 
@@ -230,64 +161,6 @@ class Saver:
 
 # --- reading ---
 
-ADMITTED = {("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            *(("torch.distributed.checkpoint.metadata", name) for name in (
-                "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
-                "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"))}
-
-
-class Unpickler(pickle.Unpickler):
-    def find_class(self, module, name):
-        if (module, name) not in ADMITTED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint")
-        return super().find_class(module, name)
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads DCP's files; the metadata once, and without executing what it names. Tensors: torch.load(weights_only=True)."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        with open(path / METADATA, "rb") as file:
-            self.metadata = Unpickler(file).load()
-        if not isinstance(self.metadata, Metadata):
-            raise pickle.UnpicklingError(f"a {type(self.metadata).__name__} is not of a checkpoint")
-
-    def read_metadata(self, *args, **kwargs):
-        return self.metadata
-
-
-class Targets(LoadPlanner):
-    """Fills pieces in place."""
-
-    def __init__(self, pieces):
-        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
-
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
-        self.stored = metadata.state_dict_metadata
-
-    def create_local_plan(self):
-        return LoadPlan([item for p in self.pieces.values()
-                         for item in create_read_items_for_chunk_list(p.name, self.stored[p.name], [box(p)])])
-
-    def create_global_plan(self, global_plan):
-        return global_plan
-
-    def finish_plan(self, central_plan):
-        return central_plan
-
-    def load_bytes(self, read_item, value):
-        raise AssertionError("a checkpoint holds tensors only")
-
-    def resolve_tensor(self, read_item):
-        begin, sizes = read_item.dest_offsets, read_item.lengths
-        return self.pieces[read_item.dest_index].tensor[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
-
-    def commit_tensor(self, read_item, tensor):
-        pass
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """An intact checkpoint. The tensors stay in the files until they are read."""
@@ -295,7 +168,7 @@ class Checkpoint:
     path: Path
     config: dict
     iter: int
-    reader: Reader
+    reader: object  # a memo.dcp.Reader
 
     def shapes(self, prefix):
         """{name: shape} of the tensors under `prefix`."""
@@ -313,14 +186,15 @@ class Checkpoint:
         """Fills the `pieces` in place, on any device, whatever the layout they were saved in; each rank for itself. Their
         names and shapes must be those of the checkpoint."""
         try:
-            dcp.load({}, storage_reader=self.reader, planner=Targets(pieces), no_dist=True)
-        except CheckpointException as e:
+            self.reader.read(pieces)
+        except Exception as e:
             raise CheckpointError(f"{self.path} cannot be read ({reason(e)}); {REMEDY}") from None
 
 
 def load(out_dir, rank=0, world=1):
     """The latest Checkpoint in `out_dir`. Each of `world` ranks reads its part of the files to see whether they are
     intact. Errors: none there, a file of it that is missing, truncated or corrupt, another format."""
+    from memo import dcp  # takes a second: a run starts without it
     path, stored = read_checkpoint(out_dir)
     for i, (name, (size, crc)) in enumerate(stored["files"].items()):
         file = path / name
@@ -335,7 +209,7 @@ def load(out_dir, rank=0, world=1):
         except OSError as e:
             raise CheckpointError(f"{file} cannot be read ({e.strerror}); {REMEDY}") from None
     try:
-        reader = Reader(path)
+        reader = dcp.Reader(path, METADATA)
     except Exception as e:  # a pickle has many ways to be wrong
         raise CheckpointError(f"{path / METADATA} cannot be read ({reason(e)}); {REMEDY}") from None
     return Checkpoint(path, stored["config"], stored["iter"], reader)

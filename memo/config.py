@@ -65,7 +65,8 @@ class Config:
     max_iters: int = key(1000, "steps in the whole run", least=1)
     learning_rate: float = key(1e-3, "highest learning rate", least=0.0)
     min_lr: float = key(1e-4, "learning rate at the end of the decay", least=0.0)
-    warmup_iters: int = key(20, "steps of linear warmup", least=0)
+    warmup_iters: int = key(20, "steps of linear warmup; where it is left out, a run with a shorter decay lowers it",
+                            least=0)
     lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0)
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", least=0.0)
     beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0)
@@ -106,8 +107,9 @@ class Config:
         if self.min_lr > self.learning_rate:
             raise ConfigError(f"min_lr={self.min_lr} must be <= learning_rate={self.learning_rate}; lower min_lr")
         if self.decay_iters < self.warmup_iters:
-            raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= lr_decay_iters={self.decay_iters}; "
-                              "lower warmup_iters")
+            name = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
+            raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= {name}={self.decay_iters}; lower warmup_iters, "
+                              f"or raise {name}")
         if self.alpha != "auto" and self.activation != "memo":
             raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not activation={self.activation}; "
                               "leave one of them out")
@@ -309,16 +311,14 @@ def read_checkpoint(out_dir):
     return folder, stored
 
 
-def saved_config(out_dir):
-    """The config that the latest checkpoint in `out_dir` carries; config.json is for people."""
-    return read_checkpoint(out_dir)[1]["config"]
-
-
 def inherited(given):
     """What the run starts from besides the defaults: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
-        base = saved_config(out_dir)
+        folder, stored = read_checkpoint(out_dir)
+        base = stored["config"]  # out_dir's config.json is for people
+        if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
+            base = {k: v for k, v in base.items() if k in MODEL_KEYS}
         rope = base.get("position") == "rope"  # no weight depends on the positions: the context may grow
         fixed = {k: base[k] for k in MODEL_KEYS if k in base and not (rope and k in ("block_size", "rope_theta"))}
     elif init_from.startswith("hf:"):
@@ -334,8 +334,9 @@ def inherited(given):
     return {k: v for k, v in base.items() if k in KEYS}
 
 
-def load_config(argv):
-    """argv -> Config: defaults, then what `init_from` brings, then the config file, then --key=value."""
+def load_keys(argv):
+    """argv -> {key: value}, each of which may be: what `init_from` brings, then the config file, then --key=value.
+    warmup_iters is always there: a short run that does not say it warms up for no longer than its learning rate decays."""
     path, values = read_argv(argv)
     given = {**(read_file(path) if path else {}), **values}
     if given.get("vocab_size") == 0:
@@ -344,7 +345,16 @@ def load_config(argv):
     for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
         for name in its if mode in given else ():
             base.pop(name, None)  # that of another mode
-    return Config(**{**base, **given})
+    keys = {**base, **given}
+    for name, value in keys.items():
+        check_value(KEYS[name], value)
+    length = keys.get("lr_decay_iters") or keys.get("max_iters", KEYS["max_iters"].default)
+    return {"warmup_iters": min(KEYS["warmup_iters"].default, length)} | keys
+
+
+def load_config(argv):
+    """argv -> Config: defaults, then load_keys()."""
+    return Config(**load_keys(argv))
 
 
 def degrees(cfg, world):

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from memo import checkpoint
+from memo.command import end_with_reader
 from memo.config import Config, ConfigError, gpt2_model_keys, save_config
 from memo.flat import whole
 
@@ -176,4 +177,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -16,6 +16,7 @@ from math import gcd
 from pathlib import Path
 
 from memo import dsa_solvers
+from memo.command import end_with_reader
 
 COLUMNS = ("id", "lower", "upper", "size")
 OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}  # how the public benchmark's first edition names them
@@ -291,4 +292,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -17,7 +17,6 @@ from itertools import accumulate
 from math import ceil, inf, isfinite
 
 import numpy as np
-from scipy.sparse import csr_matrix
 
 # To how many blocks buffers are joined, as a fraction of their number, and what each joint may waste of the joined area.
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
@@ -211,6 +210,8 @@ def mip(part, best, stop, highest, seconds):
 
     A_i + S_i <= A_j + z_ij*M,  A_j + S_j <= A_i + (1 - z_ij)*M,  A_i + S_i <= peak <= M.  Source: MEMO 4.2.
     """
+    from scipy.sparse import csr_matrix
+
     start, (i, j) = time.monotonic(), part.pairs()
     n, pairs, M, size = len(part.size), len(i), part.peak(best), np.array(part.size)
     if pairs > MOST_PAIRS:

@@ -15,8 +15,10 @@ from memo import hardware
 from memo.alpha import what_set_it
 from memo.backends import kernel_of
 from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
-from memo.config import ConfigError, load_config
+from memo.command import end_with_reader
+from memo.config import Config, ConfigError, load_keys
 from memo.metrics import parameters, percent
+from memo.plots import dry_run
 from memo.search import changed, longest, remedies, search, tried
 
 GIB = 2**30
@@ -77,11 +79,14 @@ def vocab_size_of(dataset):
 def prepare(argv):
     """(cfg, machine, world, options). Errors: ConfigError."""
     options, rest = read_arguments(argv)
-    cfg = load_config(rest)
+    keys = load_keys(rest)
+    world = options.get("gpus", keys.get("tp", 1) * keys.get("cp", 1))
+    if "search" in options:  # among all layouts: the config's own need not be one
+        keys |= dict(tp=1, cp=1)
+    cfg = Config(**keys)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab_size_of(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}
     granted = figures.pop("host_memory_bytes", None)
-    world = options.get("gpus", cfg.tp * cfg.cp)
     machine = hardware.machine(options.get("gpu", "here"), options.get("node"), world, **figures)
     if granted is not None:
         cfg, machine = granting(cfg, machine, world, granted)
@@ -123,8 +128,8 @@ def table(got):
     rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
     lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip() for row in rows]
-    if got.alpha is not None:
-        lines.append(f"alpha       {what_set_it(cfg, got.plan)}")
+    if got.plan:
+        lines.append(f"alpha       {what_set_it(cfg, got.plan, got.placement.n_swapped)}")
     if got.seconds:
         parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
         parts = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
@@ -227,7 +232,6 @@ def run(argv):
                      "max_context none: what does not depend on the sequence is too much already")
     print(json.dumps(out) if options.get("json") else "\n".join(lines))
     if "plot" in options:
-        from memo.plots import dry_run  # matplotlib takes a second
         try:
             dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, options["plot"])
         except (OSError, ValueError) as e:
@@ -243,4 +247,5 @@ def limit_of(most):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -11,10 +11,11 @@ from memo import profiler
 from memo.activations import Placement, n_rows, tensors_of
 from memo.allocator import Arena, Unavailable
 from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
-from memo.budget import STATES_BYTES, Line, activation_lines, head_bytes
+from memo.budget import STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
 from memo.config import ConfigError
-from memo.device import free_bytes
+from memo.device import device_name, free_bytes
 from memo.estimate import as_dict as estimate_dict
+from memo.hardware import NODES, Machine
 from memo.metrics import parameters, percent
 from memo.slab import host_bytes
 
@@ -93,14 +94,26 @@ def room(cfg, model, rates):
     return n_buffers(cfg, p, spare)
 
 
+def cpu_buffers(cfg, model, limit):
+    """alpha.n_buffers() of a CPU, on the rank that has least: one a layer where all can stay, else two. Nothing need be
+    measured for that. Two on a GPU, and where nothing is to be decided. `limit`: host_limit()."""
+    if not (copies(cfg) and cfg.finds_alpha) or gpu_decides(cfg, model.device):
+        return 2
+    host, cpu = model.mesh.host, Machine(device_name(model.device), NODES["workstation"], None, None, None,
+                                         torch.get_num_threads())
+    spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
+    return n_buffers(cfg, problem(cfg, model.dtype, limit), -int(*host.max(-spare)), cpu=True)[0]
+
+
 def decide(cfg, model, limit, streams=None):
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks measure at once,
     and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
-    rates, buffers, device_bytes, host = None, 2, inf, model.mesh.host
+    rates, device_bytes, host = None, inf, model.mesh.host
     limit = -int(*host.max(-limit))
-    if copies(cfg):
+    buffers = cpu_buffers(cfg, model, limit)
+    if copies(cfg) and buffers < cfg.n_layer:
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()
@@ -187,8 +200,9 @@ def alpha_and_rates(cfg, decision, expected):
     """The lines on what set alpha, and on what was measured."""
     lines = []
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
+    if plan:
+        lines.append(f"alpha       {what_set_it(cfg, plan, p.n_swapped)}")
     if decision.alpha is not None:
-        lines.append(f"alpha       {what_set_it(cfg, plan)}")
         if p.input_only:
             lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memo import dsa, dsa_solvers
+from memo.command import end_with_reader
 from memo.config import readable_json, save_json
 
 OUTSIDE = ""  # the segment of what is requested between the segments
@@ -351,4 +352,5 @@ def read_text(path):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

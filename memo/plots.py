@@ -4,13 +4,7 @@ import itertools
 import json
 import math
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.collections import PolyCollection
-from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from memo.caching import Rectangle, kind, pieces, planned, simulate
 from memo.metrics import read_metrics
@@ -18,6 +12,14 @@ from memo.metrics import read_metrics
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN, "stall": RED}
 ROWS = ("compute", "offload", "prefetch")
+
+
+def pyplot():
+    """matplotlib's, which takes a second to import: not before there is a picture to draw."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    return plt
 
 
 def smooth(values, weight):
@@ -34,6 +36,7 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
     rows = read_metrics(metrics_path)
     steps = [r["iter"] for r in rows]
     losses = [r["loss"] for r in rows]
+    plt = pyplot()
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6.5), dpi=130, sharex=True, height_ratios=(4, 1),
                                       layout="constrained")
     guess = math.log(vocab_size)
@@ -64,6 +67,7 @@ def timeline(spans, json_path, png_path, title):
     events += [dict(name=s.label if s.kind == "launch" else f"stall: {s.label}", cat=s.kind, ph="X", pid=0,
                     tid=ROWS.index(s.stream), ts=s.start_s * 1e6, dur=(s.end_s - s.start_s) * 1e6) for s in shown]
     json_path.write_text(json.dumps(dict(traceEvents=events, displayTimeUnit="ms")) + "\n")
+    plt = pyplot()
     fig, ax = plt.subplots(figsize=(12, 3.2), dpi=130, layout="constrained")
     length = max(s.end_s for s in shown)
     for s in shown:
@@ -107,6 +111,7 @@ def printed(nbytes):
 
 def fill(ax, rectangles, colour, unit, linewidth, edge):
     """Rectangles (memo/caching.py) as one collection: a step has thousands."""
+    from matplotlib.collections import PolyCollection
     corners = [[(r.start, low), (r.stop, low), (r.stop, high), (r.start, high)] for r, low, high in
                ((r, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles)]
     thin, low = ax.get_xlim()[1] / 400, ax.get_ylim()[1] / 100  # an edge would hide it
@@ -146,6 +151,7 @@ def memory_plan(trace, plan, png_path, title, before=()):
     else:
         lines += [dict(color="black", lw=1.2, ls=(0, (4, 3)), label=f"lower bound, {printed(plan.lower_bound)}")]
 
+    plt = pyplot()
     fig, axes = plt.subplots(2, 1, figsize=(12, 7.7), dpi=130, sharex=True, height_ratios=heights, layout="constrained")
     for ax, rectangles, reserved, top in zip(axes, (tensors, cached), (arena, segments), tops, strict=True):
         ax.set(ylabel=f"address ({name})", xlim=(0, len(begins) - 1), ylim=(0, top))
@@ -155,7 +161,7 @@ def memory_plan(trace, plan, png_path, title, before=()):
         for at, line in zip((plan.arena_bytes, plan.lower_bound), lines, strict=False):
             ax.axhline(at / unit, **line)
         if heights[0] == tops[0]:
-            ax.yaxis.set_major_locator(FixedLocator(MaxNLocator(8).tick_values(0, max(tops))))
+            ax.yaxis.set_major_locator(plt.FixedLocator(plt.MaxNLocator(8).tick_values(0, max(tops))))
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_title(f"planned: {printed(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
     axes[1].set_title(f"torch's caching allocator (simulated): reserves {printed(cache.reserved_bytes)}, "
@@ -182,6 +188,7 @@ def dry_run(got, at, most, png_path):
     """A PNG of an Estimate `got`: its device memory by region, stacked, with that of the longest context beside it (`most`,
     None where there is none), below the capacity; and MFU against the context, from 4K to the longest. at(S) -> Estimate,
     or None where S cannot be."""
+    plt = pyplot()
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 5), dpi=130, width_ratios=(2, 3), layout="constrained")
     bars = [got] + [most] * (most is not None and most.cfg.block_size != got.cfg.block_size)
     gib, regions = 2**30, {line.region: None for bar in bars for line in bar.lines if line.device_bytes}
@@ -215,8 +222,8 @@ def dry_run(got, at, most, png_path):
         right.set(ylabel="tokens per second and rank", ylim=(0, None))
     right.set(xscale="log", xlabel="context, tokens")
     ticks = [S for k in range(40) if lengths[0] <= (S := 2**k) <= end][::-2][::-1]
-    right.xaxis.set_major_locator(FixedLocator(ticks))
-    right.xaxis.set_minor_locator(FixedLocator([]))
+    right.xaxis.set_major_locator(plt.FixedLocator(ticks))
+    right.xaxis.set_minor_locator(plt.FixedLocator([]))
     right.set_xticklabels([f"{S // 2**20}M" if S >= 2**20 else f"{S // 1024}K" if S >= 1024 else str(S) for S in ticks])
     for ax in (left, right):
         ax.grid(alpha=0.2, axis="y")

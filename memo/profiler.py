@@ -23,6 +23,7 @@ from memo.activations import TABLE
 from memo.alpha import GROUPS
 from memo.backends import workspaces
 from memo.calibrate import calibrate
+from memo.command import end_with_reader
 from memo.config import Config, ConfigError
 from memo.device import pick_device, synchronize
 from memo.hardware import calibration_path
@@ -281,4 +282,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

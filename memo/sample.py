@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from memo import checkpoint
 from memo.attention import BACKENDS
+from memo.command import end_with_reader
 from memo.config import Config, ConfigError
 from memo.device import pick_device
 from memo.tp import row_linear_forward
@@ -94,6 +95,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    end_with_reader()
     try:
         main()
     except (ConfigError, OSError) as e:

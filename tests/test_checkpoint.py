@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memo import checkpoint
+from memo import checkpoint, dcp
 from memo.checkpoint import CheckpointError, Saver
 from memo.config import CHECKPOINT_JSON, Config, read_checkpoint, sealed
 from memo.flat import Piece, whole
@@ -272,8 +272,8 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
 def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
     model, optimizer = fresh()
     train(model, optimizer, range(3))
-    before, go, real = state(model, optimizer), threading.Event(), checkpoint.Writer.write_data
-    monkeypatch.setattr(checkpoint.Writer, "write_data", lambda *args: go.wait(60) and real(*args))
+    before, go, real = state(model, optimizer), threading.Event(), dcp.Writer.write_data
+    monkeypatch.setattr(dcp.Writer, "write_data", lambda *args: go.wait(60) and real(*args))
     saver = Saver(tmp_path)
     saver.save(optimizer.pieces(saved=True), CFG, 3)
     train(model, optimizer, range(3, 6))
@@ -295,7 +295,7 @@ def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkey
     model, optimizer = saved(tmp_path)
     pieces, saver = optimizer.pieces(saved=True), Saver(tmp_path)
     with monkeypatch.context() as m:
-        m.setattr(checkpoint.Writer, "write_data", full)
+        m.setattr(dcp.Writer, "write_data", full)
         saver.save(pieces, CFG, 4)
         saver.thread.join()
     assert saver.done()

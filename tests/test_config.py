@@ -56,7 +56,10 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--n_embd=6", "--n_head=2"], "n_embd/n_head=3 must be even for position=rope (it rotates pairs); try another n_head "
                                    "or position=learned"),
     (["--min_lr=1"], "min_lr=1.0 must be <= learning_rate=0.001; lower min_lr"),
-    (["--max_iters=5"], "warmup_iters=20 must be <= lr_decay_iters=5; lower warmup_iters"),
+    (["--max_iters=5", "--warmup_iters=20"], "warmup_iters=20 must be <= max_iters=5; lower warmup_iters, or raise "
+                                             "max_iters"),
+    (["--lr_decay_iters=5", "--warmup_iters=6"], "warmup_iters=6 must be <= lr_decay_iters=5; lower warmup_iters, or "
+                                                 "raise lr_decay_iters"),
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
     (["--init_from=resume", "--out_dir=nowhere"], "nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or "
                                                   "see memo.convert"),
@@ -136,6 +139,32 @@ def test_resume_starts_from_the_saved_config_but_keeps_the_model(tmp_path):
             load_config(["--init_from=resume", f"--out_dir={tmp_path}", key])
 
 
+@pytest.mark.parametrize("argv,warmup", [
+    ([], 20), (["--max_iters=20"], 20), (["--max_iters=6"], 6), (["--lr_decay_iters=7"], 7), (["--warmup_iters=3"], 3),
+    (["--max_iters=6", "--lr_decay_iters=50"], 20), (["--max_iters=6", "--warmup_iters=0"], 0)])
+def test_a_warmup_that_is_left_out_is_no_longer_than_the_decay(argv, warmup):
+    assert load_config(argv).warmup_iters == warmup
+
+
+def test_a_warmup_of_the_file_or_of_the_saved_run_is_set(tmp_path):
+    (tmp_path / "c.py").write_text("warmup_iters = 20\n")
+    with pytest.raises(ConfigError, match="^warmup_iters=20 must be <= max_iters=6; lower warmup_iters, or raise"):
+        load_config([str(tmp_path / "c.py"), "--max_iters=6"])
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}"]
+    save_header(tmp_path, load_config(["--vocab_size=99", "--max_iters=6"]))
+    assert load_config([*resume, "--max_iters=100"]).warmup_iters == 6  # steps are done with it
+    save_header(tmp_path, Config(vocab_size=99), 7)
+    assert load_config(resume).warmup_iters == 20
+    with pytest.raises(ConfigError, match="^warmup_iters=20 must be <= max_iters=8"):
+        load_config([*resume, "--max_iters=8"])
+
+
+def test_a_converted_checkpoint_brings_its_model_and_no_way_to_train(tmp_path):
+    save_header(tmp_path, Config(vocab_size=99, n_layer=3), 0)
+    cfg = load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=6"])
+    assert (cfg.n_layer, cfg.warmup_iters) == (3, 6)
+
+
 def test_another_mode_drops_the_alpha_of_the_saved_one(tmp_path):
     save_header(tmp_path, Config(vocab_size=99, alpha=0.5))
     resume = ["--init_from=resume", f"--out_dir={tmp_path}"]
@@ -187,7 +216,8 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
     assert gpt.params.numel() == P + norms + padding
 
 
-TORCH_FREE = {"config", "activations", "alpha", "backends", "dsa", "dsa_solvers", "planner", "caching", "tokens", "hardware",
+TORCH_FREE = {"command", "config", "activations", "alpha", "backends", "dsa", "dsa_solvers", "planner", "caching", "tokens",
+              "hardware",
               "metrics", "flat", "roofline", "budget", "search", "estimate", "plots"}  # DESIGN section 4
 
 

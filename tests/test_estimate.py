@@ -260,6 +260,22 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     assert out.count("it would with --") == 3
 
 
+@pytest.mark.parametrize("argv", [["--tp=3"], ["--block_size=1048568"], ["--n_head=2", "--n_embd=256"], ["--cp=5"]])
+def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
+    with_layout = ["config/7b_1m.py", "--gpu=h100-80gb", "--gpus=2", *argv]
+    assert command(*with_layout, capsys=capsys)[0] == 2
+    code, out, err = command(*with_layout, "--search", capsys=capsys)
+    assert code == 0 and "layout" in out and not err
+    code, out, err = command(*with_layout, "--gpus=6", "--search", capsys=capsys)
+    assert code == 2 and err.startswith("error: --gpus=6: no layout divides them") and err.count("\n") == 1
+
+
+def test_search_takes_the_configs_number_of_ranks(capsys):
+    assert " 8 x h100-80gb on 1 node" in command("config/7b_1m.py", "--gpu=h100-80gb", "--search", capsys=capsys)[1]
+    _, _, err = command("config/7b_1m.py", "--gpu=h100-80gb", "--tp=0", "--search", capsys=capsys)
+    assert err == "error: tp=0 must be at least 1\n"
+
+
 @pytest.mark.parametrize("argv, says", [
     (("--gpu=a100",), r"^error: --gpu=a100: unknown gpu; the nearest known: a100-80gb"),
     (("--gpu=a800-80gb", "--node=dgx-h10"), r"unknown node; the nearest known: dgx-h100"),

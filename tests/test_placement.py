@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 
 import pytest
 import torch
@@ -10,8 +10,11 @@ import torch
 from memo import placement, slab
 from memo.activations import TABLE, Placement, layout
 from memo.alpha import OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
+from memo.budget import estimate, fast_arena
 from memo.config import Config, ConfigError
+from memo.expected import machine_of
 from memo.mesh import Launch
+from memo.metrics import parameters
 from memo.optim import Optimizer
 from memo.profiler import Rates
 from model import GPT
@@ -28,6 +31,9 @@ def tensors(cfg=CFG, dtype=torch.float32):
 
 def whole(cfg=CFG):
     return sum(t.nbytes for t in tensors(cfg).values())
+
+
+ENOUGH = 4 * whole()  # for three swapped layers, not for all five
 
 
 def fixed(alpha):
@@ -117,7 +123,7 @@ def test_the_modes(activation, n_buffers, host):
 
 @pytest.mark.parametrize("mode", ["paper", "per_tensor"])
 def test_alpha_from_measured_rates(mode):
-    model, d = decided(replace(CFG, alpha_mode=mode))
+    model, d = decided(replace(CFG, alpha_mode=mode), ENOUGH)
     r = d.rates
     assert 0 < r.forward_s < r.backward_s and r.offload_bytes_per_s > 1e6 and r.prefetch_bytes_per_s > 1e6
     assert set(r.recompute_s) == {"ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out"}
@@ -130,7 +136,7 @@ def test_alpha_from_measured_rates(mode):
 @pytest.mark.parametrize("alpha", ["auto", 0.5])
 def test_what_is_said_is_what_was_taken(alpha):
     cfg = fixed(alpha)
-    model, d = decided(cfg)
+    model, d = decided(cfg, ENOUGH)
     optimizer = Optimizer(model, cfg)
     rows = placement.where_it_lives(cfg, d, model, optimizer)
     device = sum(line.device_bytes for line in rows)
@@ -145,6 +151,28 @@ def test_what_is_said_is_what_was_taken(alpha):
     plan = json.loads(json.dumps(placement.as_dict(cfg, d, model, rows, None)))
     assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
     assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
+    model.close()
+
+
+@pytest.mark.parametrize("keys", [{}, dict(alpha_mode="paper"), dict(dtype="bfloat16")])
+def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_the_estimate(keys, monkeypatch):
+    cfg, launch = replace(CFG, **keys), Launch(0, 1, 0, 1, 0, "")
+    model = GPT(cfg, "cpu", torch.bfloat16 if "dtype" in keys else torch.float32)
+    keep = placement.decide(replace(cfg, activation="keep"), model, 0)
+    kept = model.swap.device_bytes
+    lines = placement.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
+    cpu = machine_of(CPU, launch)
+    needs = sum(line.device_bytes for line in lines) + sum(fast_arena(cfg, cpu))
+    least = ceil((needs + 12 * parameters(cfg)) / 0.9)  # beside a checkpoint's copy
+    for there, n in ((least, 5), (least - 1, 2)):
+        monkeypatch.setattr(slab, "available", lambda there=there: there)
+        node = replace(cpu.node, host_memory_bytes=there)
+        assert estimate(cfg, replace(cpu, node=node), 1, fast_arena).placement.n_buffers == n
+        d = placement.decide(cfg, model, placement.host_limit(cfg, launch))
+        assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
+        if n == 5:
+            assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
+            assert "alpha       none: all layers stay on the device" in placement.describe(cfg, d, lines, None)
     model.close()
 
 

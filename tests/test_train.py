@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 import train
-from memo import checkpoint, sample
+from memo import checkpoint, dcp, sample
 from memo.config import ConfigError
 from memo.metrics import read_metrics
 from memo.out_dir import lock
@@ -68,6 +68,10 @@ def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dat
     train.main(argv(dataset, tmp_path / "keep", activation="keep", **keys))
     said = capsys.readouterr().out
     assert "5 buffers for 5 layers" in said and "alpha" not in said
+    train.main(argv(dataset, tmp_path / "auto", **keys))
+    said = capsys.readouterr().out
+    assert "5 buffers for 5 layers" in said and "alpha       none: all layers stay on the device" in said
+    assert losses(tmp_path / "auto") == losses(tmp_path / "keep")
     train.main(argv(dataset, tmp_path / "memo", alpha=0.5, **keys))
     said = capsys.readouterr().out
     assert "2 buffers for 5 layers" in said and "alpha       0.500, given: overlap allows" in said
@@ -170,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_and_saves_nothing(dataset, tmp_path, mo
 
 
 def test_a_failed_save_in_mid_run_is_a_warning_and_at_the_end_an_error(dataset, tmp_path, monkeypatch, capsys):
-    real, calls = checkpoint.Writer.write_data, []
+    real, calls = dcp.Writer.write_data, []
 
     def full_disk(*args):
         calls.append(1)
@@ -178,7 +182,7 @@ def test_a_failed_save_in_mid_run_is_a_warning_and_at_the_end_an_error(dataset, 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args)
 
-    monkeypatch.setattr(checkpoint.Writer, "write_data", full_disk)
+    monkeypatch.setattr(dcp.Writer, "write_data", full_disk)
     train.main(argv(dataset, tmp_path))
     [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert warning.startswith(f"warning: {tmp_path}/ckpt/4 cannot be written (No space left on device); ")

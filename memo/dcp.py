@@ -1,0 +1,157 @@
+"""Pieces of tensors to and from the files of torch.distributed.checkpoint (DCP). In a module of its own, because DCP takes a
+second to import: memo/checkpoint.py does that when there is a checkpoint to write or to read.
+"""
+
+import pickle
+import warnings
+from contextlib import contextmanager
+from math import prod
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
+
+
+@contextmanager
+def first_failure():
+    """The exception of the first rank that failed, where DCP gathers those of all ranks in one that is no Exception."""
+    try:
+        yield
+    except CheckpointException as e:
+        raise e.failures[min(e.failures)][0] from None
+
+
+def box(piece):
+    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+
+
+# --- writing ---
+
+class Boxes(SavePlanner):
+    """Saves pieces; all ranks' pieces together must tile every tensor."""
+
+    def __init__(self, pieces):
+        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        pass
+
+    def create_local_plan(self):
+        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
+            box(p), TensorProperties(p.tensor.dtype), torch.Size(p.shape))) for index, p in self.pieces.items()])
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = create_default_global_save_plan(all_plans)
+        for name, t in metadata.state_dict_metadata.items():
+            if (found := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
+                raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {found} elements, must be {prod(t.size)}")
+        return plans, metadata
+
+    def finish_plan(self, new_plan):
+        return new_plan
+
+    def resolve_data(self, write_item):
+        return self.pieces[write_item.index].tensor
+
+
+class Writer(dcp.FileSystemWriter):
+    def storage_meta(self):
+        return StorageMeta()  # the usual one holds the path, which is about to change
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as e:  # torch.save's, about what the disk had to say; a rank sends no context to the others
+            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
+
+
+def write(folder, pieces, group):
+    """Writes the pieces of all ranks of `group`, a gloo process group, into the folder. None: one process."""
+    with first_failure():  # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread
+        dcp.save({}, storage_writer=Writer(folder, per_thread_copy_ahead=0), planner=Boxes(pieces), process_group=group,
+                 no_dist=group is None)
+
+
+# --- reading ---
+
+ADMITTED = {("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(("torch.distributed.checkpoint.metadata", name) for name in (
+                "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+                "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"))}
+
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        if (module, name) not in ADMITTED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads DCP's files; the metadata once, and without executing what it names. Tensors: torch.load(weights_only=True)."""
+
+    def __init__(self, path, metadata):
+        super().__init__(path)
+        with open(path / metadata, "rb") as file:
+            self.metadata = Unpickler(file).load()
+        if not isinstance(self.metadata, Metadata):
+            raise pickle.UnpicklingError(f"a {type(self.metadata).__name__} is not of a checkpoint")
+
+    def read_metadata(self, *args, **kwargs):
+        return self.metadata
+
+    def read(self, pieces):
+        """Fills the `pieces` in place."""
+        with first_failure():
+            dcp.load({}, storage_reader=self, planner=Targets(pieces), no_dist=True)
+
+
+class Targets(LoadPlanner):
+    """Fills pieces in place."""
+
+    def __init__(self, pieces):
+        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        self.stored = metadata.state_dict_metadata
+
+    def create_local_plan(self):
+        return LoadPlan([item for p in self.pieces.values()
+                         for item in create_read_items_for_chunk_list(p.name, self.stored[p.name], [box(p)])])
+
+    def create_global_plan(self, global_plan):
+        return global_plan
+
+    def finish_plan(self, central_plan):
+        return central_plan
+
+    def load_bytes(self, read_item, value):
+        raise AssertionError("a checkpoint holds tensors only")
+
+    def resolve_tensor(self, read_item):
+        begin, sizes = read_item.dest_offsets, read_item.lengths
+        return self.pieces[read_item.dest_index].tensor[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
+
+    def commit_tensor(self, read_item, tensor):
+        pass
