@@ -20,6 +20,15 @@ from memo.flat import Piece, boxes, joined, split_dim, views
 from memo.tp import local
 
 EPS = 1e-8
+SUMMED = 2**10  # squares that are added up in fp32
+
+
+def square_sum(flat):
+    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: of pieces in fp32, of these in fp64. torch's norm of the
+    whole reads 1% low at 100M elements on the CPU, whose long sums in fp32 lose what is small beside them."""
+    rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
+    norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
+    return torch.cat(norms).double().square().sum()
 
 
 class Range(namedtuple("Range", "start end at")):
@@ -116,10 +125,9 @@ class Optimizer:
         self.reducing.clear()
         for r, _ in [r for bucket in self.shared for r in bucket]:
             tp.sum(grads[r.flat])
-        norms = [torch.linalg.vector_norm(grads[r.flat]) for bucket in self.counted for r, _ in bucket]
-        norm = torch.linalg.vector_norm(torch.stack([*norms, grads.new_zeros(())]))
-        if world.size > 1:
-            norm = world.sum(norm.square()).sqrt()
+        squares = [square_sum(grads[r.flat]) for bucket in self.counted for r, _ in bucket]
+        square = torch.stack([*squares, grads.new_zeros((), dtype=torch.float64)]).sum()
+        norm = world.sum(square).sqrt().float()
         if max_norm > 0:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for own in self.own:
