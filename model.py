@@ -255,9 +255,10 @@ def initial_weights(cfg, seed, device):
 class GPT:
     """This rank's parameters in one flat buffer, their gradients in one flat fp32 buffer, and the pass over both.
 
-    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)] in the
-    parameters of the embeddings, of each layer, of the final norm; each can be shared out equally among mesh.data.
-    `bucket_grads`: the gradients of each, flat; layers may take turns in one place (memo/flat.py: gradient_slots).
+    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)] in
+    the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally among
+    mesh.data. `bucket_grads`: the gradients of each, flat; layers may take turns in one place
+    (memo/flat.py: gradient_slots).
     """
 
     def __init__(self, cfg, device, dtype, grads=True, mesh=ALONE):
@@ -267,7 +268,8 @@ class GPT:
         self.attention = across(attention, mesh.cp, cfg.context_parallel)
         self.full_shapes = parameter_shapes(cfg)
         self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
-        begins, numel = gradient_places(self.buckets, gradient_slots(cfg, cfg.gradient_accumulation_steps // mesh.dp.size))
+        micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
+        begins, numel = gradient_places(self.buckets, gradient_slots(cfg, micro_batches))
         self.params = torch.zeros(self.buckets[-1][1], dtype=dtype, device=device)
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)
         self.bucket_grads = [self.grads[at:at + end - start]

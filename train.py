@@ -181,7 +181,7 @@ def setup(argv, launch, host):
     with growing(run.expected, device, "transient"):
         placement.plan_memory(cfg, model)
     run.lines = placement.where_it_lives(cfg, run.decision, model, run.optimizer)
-    run.saver = checkpoint.Saver(run.out, host.another())
+    run.saver = checkpoint.Saver(run.out, host.another(), cfg.pin_memory)
     run.peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
     run.speaks = launch.rank == 0  # prints, logs and draws
     if run.speaks:

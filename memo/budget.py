@@ -279,7 +279,8 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
     parts["head and embedding"] = head_s(cfg, machine, itemsize)
     parts = {name: micros * seconds for name, seconds in parts.items()}
     parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
-    parts["optimizer"] = optimizer_s(cfg, machine, numel, itemsize, data, min(world, machine.node.gpus_per_node), forward)
+    local_ranks = min(world, machine.node.gpus_per_node)
+    parts["optimizer"] = optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward)
     return parts | {"step": sum(parts.values())}
 
 

@@ -123,27 +123,28 @@ class Writer(dcp.FileSystemWriter):
 class Saver:
     """Writes a run's checkpoints in the background.
 
-    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None: one process.
+    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None: one
+    process. `pin`: whether a GPU's states come through page-locked memory.
     """
 
-    def __init__(self, out_dir, group=None):
+    def __init__(self, out_dir, group=None, pin=True):
         self.folder, self.group = Path(out_dir) / CHECKPOINT, group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread = self.error = self.pieces = None
-        self.copier, self.taken = Copier(), threading.Event()
+        self.copier, self.taken = Copier(pin), threading.Event()
 
     def save(self, pieces, cfg, iter):
-        """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`, which must not
-        change before copied() returns. Where there is one of this `iter` already it stays: a run that goes on from it is in
-        the same state. Errors: those of the save before, as in wait(); then nothing is started."""
+        """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`, which must
+        not change before copied() returns. Where there is one of this `iter` already it stays: a run that goes on
+        from it is in the same state. Errors: those of the save before, as in wait(); then nothing is started."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
             reached = torch.cuda.Event()
             reached.record(torch.cuda.current_stream(pieces[0].tensor.device))
         self.taken = threading.Event()
-        self.thread = threading.Thread(target=self.write, args=(pieces, reached, asdict(cfg), iter), name="memo checkpoint",
-                                       daemon=True)
+        self.thread = threading.Thread(target=self.write, args=(pieces, reached, asdict(cfg), iter),
+                                       name="memo checkpoint", daemon=True)
         self.thread.start()
 
     def copied(self):

@@ -27,8 +27,8 @@ SUMMED = 2**10  # squares that are added up in fp32
 
 
 def square_sum(flat):
-    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: of pieces in fp32, of these in fp64. torch's norm of the
-    whole reads 1% low at 100M elements on the CPU, whose long sums in fp32 lose what is small beside them."""
+    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: of pieces in fp32, of these in fp64. torch's norm of
+    the whole reads 1% low at 100M elements on the CPU, whose long sums in fp32 lose what is small beside them."""
     rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
     norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
     return torch.cat(norms).double().square().sum()
@@ -60,19 +60,20 @@ class Optimizer:
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
         self.steps = torch.zeros((), device=device)
         self.staging = Staging(model, numel, cfg.pin_memory) if on_host else None
-        self.own, self.grads = [], []  # of each bucket the Range that is this rank's, and its gradients on the device
+        self.own, self.grads = [], []  # of each bucket this rank's Range, and its gradients on the device
         for (start, end), grads in zip(model.buckets, model.bucket_grads, strict=True):
             part = (end - start) // data.size
             self.own.append(Range(start + part * data.rank, start + part * (data.rank + 1), start // data.size))
             self.grads.append(grads[part * data.rank:part * (data.rank + 1)])
-        # a host's optimizer gets the gradients of a bucket early; of what all tp ranks hold they wait here for clip()
-        self.kept = torch.zeros(shared_numel(model.layout, model.mesh.tp.size) if on_host else 0, device=model.device)
+        # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
+        tp = model.mesh.tp.size
+        self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
         self.decays, self.split, self.shared = [], [], []  # of each bucket [(own Range, what)]
         free = self.kept
         for k, (start, end) in enumerate(model.buckets):
             here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
-            held = self.within(k, joined((p.offset, p.end, is_shared(name, model.mesh.tp.size)) for name, p in here))
+            held = self.within(k, joined((p.offset, p.end, is_shared(name, tp)) for name, p in here))
             self.split.append([r for r, shared in held if not shared])
             self.shared.append([])  # with their gradients on the device
             for r in (r for r, shared in held if shared):
@@ -129,8 +130,8 @@ class Optimizer:
         return self.grads[k][r.start - self.own[k].start:r.end - self.own[k].start]
 
     def reduce(self, k):
-        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks. An optimizer on
-        the host needs them in descending order."""
+        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and to bring
+        them to an optimizer on the host, which needs the buckets in descending order."""
         works = self.model.mesh.data.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
         self.reducing[k] = works
         if self.staging is not None:
@@ -146,14 +147,14 @@ class Optimizer:
                 g.copy_(self.gradient(k, r))
 
     def clip(self, max_norm):
-        """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at most `max_norm`
-        (0: leaves them)."""
+        """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at most
+        `max_norm` (0: leaves them)."""
         tp, world, buckets = self.model.mesh.tp, self.model.mesh.world, range(len(self.own))
         if self.staging is None:
             for k in reversed(buckets):
                 self.reduced(k)
         else:
-            assert len(self.reducing) == len(buckets), "an optimizer on the host gets its gradients by reduce()"
+            assert len(self.reducing) == len(buckets), "gradients come to the host by reduce()"
             self.staging.arrived()
         self.reducing.clear()
         squares = [self.squares]
@@ -177,8 +178,9 @@ class Optimizer:
             for r, decays in ranges:
                 g = self.gradient(k, r) if staging is None else staging.grads[r.shard]
                 w, m, v = ([t[r.shard]] for t in self.states().values())
-                adamw(w, [g], m, v, [], [self.steps.clone()], fused=True, grad_scale=scale, amsgrad=False, beta1=cfg.beta1,
-                      beta2=cfg.beta2, lr=lr, eps=EPS, maximize=False, weight_decay=cfg.weight_decay if decays else 0.0)
+                adamw(w, [g], m, v, [], [self.steps.clone()], fused=True, grad_scale=scale, amsgrad=False,
+                      beta1=cfg.beta1, beta2=cfg.beta2, lr=lr, eps=EPS, maximize=False,
+                      weight_decay=cfg.weight_decay if decays else 0.0)
             if staging is None:
                 self.send(k)
             else:

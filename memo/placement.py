@@ -49,8 +49,8 @@ def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=
 
 
 def host_limit(cfg, launch):
-    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and gradients, where
-    optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes on top. Errors:
+    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and gradients,
+    where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes on top. Errors:
     OutOfHostMemory."""
     if not copies(cfg) and cfg.optimizer_device == "auto":
         return 0
@@ -60,9 +60,9 @@ def host_limit(cfg, launch):
         return share
     needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
     if needs > share:
-        raise OutOfHostMemory(f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's master "
-                              f"weights, moments and gradients, its share is {share / 2**30:.4g} GiB; try a larger "
-                              "host_memory_gb, more ranks, or optimizer_device=auto")
+        raise OutOfHostMemory(f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's "
+                              f"master weights, moments and gradients, its share is {share / 2**30:.4g} GiB; "
+                              "try a larger host_memory_gb, more ranks, or optimizer_device=auto")
     return share - needs
 
 
@@ -158,8 +158,8 @@ def where_it_lives(cfg, decision, model, optimizer):
     """[budget.Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
-    grads = Line("grads", "gradients", model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0)
-    return [Line("params", "parameters", model.params.nbytes), grads,
+    grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0
+    return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
             *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),

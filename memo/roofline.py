@@ -155,10 +155,11 @@ def stages(cfg, machine):
 
 
 def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
-    """The gradients' norm, AdamW on this rank's shard with their scaling, the cast of its weights. On the host AdamW runs at
-    the speed of the host's memory, which its ranks share; weights go up meanwhile, and while the next forward runs."""
+    """The gradients' norm, AdamW on this rank's shard with their scaling, the cast of its weights. On the host AdamW
+    runs at the speed of the host's memory, which its ranks share; weights go up meanwhile and in the next forward."""
     speeds, shard = machine.speeds, numel / data
-    adamw, cast = (28 + 4 * (cfg.grad_clip > 0)) * shard, (4 + itemsize) * shard  # clipping stores the scaled gradients
+    adamw = (28 + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
+    cast = (4 + itemsize) * shard
     if stages(cfg, machine):
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
         return host_s + max(0.0, itemsize * shard / machine.node.pcie_bytes_per_s - host_s - forward_s)
@@ -167,9 +168,9 @@ def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
 
 
 def data_s(cfg, machine, numel, itemsize, data, world, forward_s, backward_s):
-    """What of the gradients' sum and way to the host, and of the parameters' way back to all ranks, does not hide behind
-    the last backward and the next forward. Their last and first bucket never do: taken as one in thirty. On a CPU nothing
-    hides."""
+    """Exposed seconds of the gradients' sum and way to the host, behind the last backward, and of the parameters' way
+    back to all ranks, behind the next forward. Of each the bucket at the end is always exposed: taken as one in
+    thirty. On a CPU nothing hides."""
     gradients = params = 0.0
     if data > 1:
         gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, cfg.tp)

@@ -1,5 +1,5 @@
-"""A copy of the optimizer's states for a checkpoint, made while training goes on: from a GPU through two small blocks of
-page-locked host memory, since a GPU's copies to other memory would hold up whoever asks for them."""
+"""A copy of the optimizer's states for a checkpoint, made while training goes on: from a GPU through two small blocks
+of page-locked host memory, since a GPU's copies to other memory are slow."""
 
 import torch
 
@@ -11,17 +11,17 @@ STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, nothing bes
 class Copier:
     """Copies pieces to the host, from a thread of its own while training goes on."""
 
-    def __init__(self):
-        self.slab = None  # page-locked once
+    def __init__(self, pin):
+        self.pin, self.slab = pin, None  # page-locked once
 
     def copy(self, pieces, reached):
-        """The pieces, fp32, in host memory of their own. `reached`: of a GPU, the event behind the last change to them."""
+        """The fp32 pieces in host memory of their own. `reached`: on a GPU the event behind their last change."""
         if reached is None:
-            return [p._replace(tensor=p.tensor.detach().clone(memory_format=torch.contiguous_format)) for p in pieces]
+            return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
         device = pieces[0].tensor.device
-        self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device)
         copies, stream = [torch.empty(p.tensor.shape) for p in pieces], torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
+            self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
             # protects the copy from an optimizer step that is still computed
             stream.wait_event(reached)
             self.through(copies, [p.tensor for p in pieces], stream)

@@ -327,7 +327,7 @@ def test_a_copy_that_fails_is_a_failure_and_holds_nobody_up(tmp_path, monkeypatc
     saver = Saver(tmp_path)
     saver.save(optimizer.pieces(saved=True), CFG, 3)
     saver.copied()
-    with pytest.raises(CheckpointError, match=r"ckpt/3 cannot be written \(DefaultCPUAllocator: can't allocate memory\)"):
+    with pytest.raises(CheckpointError, match=r"ckpt/3 cannot be written \(DefaultCPUAllocator: can't allocate"):
         saver.wait()
 
 

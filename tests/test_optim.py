@@ -51,7 +51,7 @@ SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, p
 
 
 def trained(mesh, cfg, dtype, steps=3, folder=None):
-    """[what a run shows] and the states at its end, as lists. With `folder` it stops after two steps and is resumed."""
+    """[what a run shows] and the states at its end. With `folder` it stops after two steps and is resumed."""
     def fresh():
         model = GPT(cfg, CPU, dtype, mesh=mesh)
         model.reserve(cfg.batch_size, cfg.block_size // cfg.cp)
@@ -99,17 +99,20 @@ def test_a_resumed_run_with_the_optimizer_on_the_host_is_the_run(tmp_path):
     assert trained(ALONE, cfg, torch.bfloat16) == trained(ALONE, cfg, torch.bfloat16, folder=tmp_path)
 
 
-@pytest.mark.parametrize("text,micro_batches", [("dp2", 2), ("dp2", 4), ("tp2", 1), ("tp2", 2), ("tp2 cp2 dp2", 2)])
+@pytest.mark.parametrize("text,micro_batches",
+                         [("dp2", 2), ("dp2", 4), ("tp2", 1), ("tp2", 2), ("tp2 cp2 dp2", 2)])
 def test_an_optimizer_on_the_host_changes_no_bit_in_any_layout(text, micro_batches):
     size = degrees_of(text)
-    cfg = replace(SMALL, tp=size["tp"], cp=size["cp"], gradient_accumulation_steps=micro_batches, grad_clip=0.1)
+    cfg = replace(SMALL, tp=size["tp"], cp=size["cp"], gradient_accumulation_steps=micro_batches)
+    cfg = replace(cfg, grad_clip=0.1)
     for device, host in pool(size["tp"] * size["cp"] * size["dp"]).run(both, cfg, torch.bfloat16):
         assert device == host
 
 
 def test_layers_whose_gradients_leave_take_turns_in_two_places():
     for micro_batches, layers in ((1, 2), (2, 5)):
-        model = GPT(replace(SMALL, optimizer_device="cpu", gradient_accumulation_steps=micro_batches), CPU, torch.float32)
+        cfg = replace(SMALL, optimizer_device="cpu", gradient_accumulation_steps=micro_batches)
+        model = GPT(cfg, CPU, torch.float32)
         first, layer, *_, last = (end - start for start, end in model.buckets)
         assert model.grads.numel() == first + layers * layer + last
         places = [grads.data_ptr() for grads in model.bucket_grads]
@@ -123,6 +126,7 @@ def test_layers_whose_gradients_leave_take_turns_in_two_places():
 def test_gradients_leave_while_the_backward_goes_on():
     cfg = replace(SMALL, optimizer_device="cpu", gradient_accumulation_steps=1)
     model = GPT(cfg, CPU, torch.float32)
+    model.reserve(cfg.batch_size, cfg.block_size)
     optimizer = Optimizer(model, cfg)
     optimizer.load(perturbed_weights(cfg, CPU))
     forward_backward(model, optimizer, cfg)
