@@ -253,11 +253,11 @@ def initial_weights(cfg, seed, device):
 
 
 class GPT:
-    """This rank's parameters in one flat buffer, their gradients in one flat fp32 buffer, and the pass over both.
+    """This rank's parameters and their gradients (fp32), each in one flat buffer, and the pass over both.
 
-    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)] in
-    the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally among
-    mesh.data. `bucket_grads`: the gradients of each, flat; layers may take turns in one place
+    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)]
+    in the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally
+    among mesh.data. `bucket_grads`: the gradients of each, flat; layers may take turns in one place
     (memo/flat.py: gradient_slots).
     """
 

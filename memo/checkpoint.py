@@ -123,8 +123,8 @@ class Writer(dcp.FileSystemWriter):
 class Saver:
     """Writes a run's checkpoints in the background.
 
-    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None: one
-    process. `pin`: whether a GPU's states come through page-locked memory.
+    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
+    one process. `pin`: whether a GPU's states come through page-locked memory.
     """
 
     def __init__(self, out_dir, group=None, pin=True):
@@ -134,9 +134,10 @@ class Saver:
         self.copier, self.taken = Copier(pin), threading.Event()
 
     def save(self, pieces, cfg, iter):
-        """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`, which must
-        not change before copied() returns. Where there is one of this `iter` already it stays: a run that goes on
-        from it is in the same state. Errors: those of the save before, as in wait(); then nothing is started."""
+        """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`,
+        which must not change before copied() returns. Where there is one of this `iter` already it stays: a
+        run that goes on from it is in the same state. Errors: those of the save before, as in wait(); then
+        nothing is started."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:

@@ -96,15 +96,16 @@ def flat_layout(shapes, multiple=1):
 
 
 def gradient_slots(cfg, micro_batches):
-    """How many layers' gradients are on the device at once. With the optimizer on the host they leave layer by layer,
-    unless another micro batch of the step is to add to them: one layer computes while the layer above leaves."""
+    """How many layers' gradients are on the device at once. With the optimizer on the host they leave layer
+    by layer, unless another micro batch of the step is to add to them: one layer computes while the layer
+    above leaves."""
     leaves = cfg.optimizer_device == "cpu" and micro_batches == 1
     return min(2, cfg.n_layer) if leaves else cfg.n_layer
 
 
 def gradient_places(buckets, slots):
-    """(where the gradients of each bucket begin, elements in all) in a flat buffer where the layers, the buckets but
-    for the first and the last, take turns in so many slots."""
+    """(where the gradients of each bucket begin, elements in all) in a flat buffer where the layers, the
+    buckets but for the first and the last, take turns in so many slots."""
     first, *layers, last = (end - start for start, end in buckets)
     begins = [0, *(first + i % slots * n for i, n in enumerate(layers)), first + slots * layers[0]]
     return begins, begins[-1] + last

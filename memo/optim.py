@@ -27,8 +27,9 @@ SUMMED = 2**10  # squares that are added up in fp32
 
 
 def square_sum(flat):
-    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: of pieces in fp32, of these in fp64. torch's norm of
-    the whole reads 1% low at 100M elements on the CPU, whose long sums in fp32 lose what is small beside them."""
+    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: of pieces in fp32, of these in fp64.
+    torch's norm of the whole reads 1% low at 100M elements on the CPU, whose long sums in fp32 lose what is
+    small beside them."""
     rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
     norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
     return torch.cat(norms).double().square().sum()
@@ -130,8 +131,8 @@ class Optimizer:
         return self.grads[k][r.start - self.own[k].start:r.end - self.own[k].start]
 
     def reduce(self, k):
-        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and to bring
-        them to an optimizer on the host, which needs the buckets in descending order."""
+        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
+        to bring them to an optimizer on the host, which needs the buckets in descending order."""
         works = self.model.mesh.data.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
         self.reducing[k] = works
         if self.staging is not None:
@@ -147,8 +148,8 @@ class Optimizer:
                 g.copy_(self.gradient(k, r))
 
     def clip(self, max_norm):
-        """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at most
-        `max_norm` (0: leaves them)."""
+        """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
+        most `max_norm` (0: leaves them)."""
         tp, world, buckets = self.model.mesh.tp, self.model.mesh.world, range(len(self.own))
         if self.staging is None:
             for k in reversed(buckets):

@@ -49,9 +49,9 @@ def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=
 
 
 def host_limit(cfg, launch):
-    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and gradients,
-    where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes on top. Errors:
-    OutOfHostMemory."""
+    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
+    gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
+    on top. Errors: OutOfHostMemory."""
     if not copies(cfg) and cfg.optimizer_device == "auto":
         return 0
     states = STATES_BYTES * parameters(cfg) // launch.world
@@ -60,8 +60,8 @@ def host_limit(cfg, launch):
         return share
     needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
     if needs > share:
-        raise OutOfHostMemory(f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's "
-                              f"master weights, moments and gradients, its share is {share / 2**30:.4g} GiB; "
+        raise OutOfHostMemory(f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a "
+                              f"rank's master weights, moments and gradients, its share is {share / 2**30:.4g} GiB; "
                               "try a larger host_memory_gb, more ranks, or optimizer_device=auto")
     return share - needs
 

@@ -150,13 +150,14 @@ def head_s(cfg, machine, itemsize):
 
 
 def stages(cfg, machine):
-    """Whether gradients and weights go over PCIe, to an optimizer on the host and back: see memo/staging.py."""
+    """Whether gradients and weights go over PCIe, to the optimizer and back: see memo/staging.py."""
     return cfg.optimizer_device == "cpu" and not machine.cpu
 
 
 def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
-    """The gradients' norm, AdamW on this rank's shard with their scaling, the cast of its weights. On the host AdamW
-    runs at the speed of the host's memory, which its ranks share; weights go up meanwhile and in the next forward."""
+    """The gradients' norm, AdamW on this rank's shard with their scaling, the cast of its weights. On the
+    host AdamW runs at the speed of the host's memory, which its ranks share; weights go up meanwhile and in
+    the next forward."""
     speeds, shard = machine.speeds, numel / data
     adamw = (28 + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
@@ -168,9 +169,9 @@ def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
 
 
 def data_s(cfg, machine, numel, itemsize, data, world, forward_s, backward_s):
-    """Exposed seconds of the gradients' sum and way to the host, behind the last backward, and of the parameters' way
-    back to all ranks, behind the next forward. Of each the bucket at the end is always exposed: taken as one in
-    thirty. On a CPU nothing hides."""
+    """Exposed seconds of the gradients' sum and way to the host, behind the last backward, and of the
+    parameters' way back to all ranks, behind the next forward. Of each the bucket at the end is always
+    exposed: taken as one in thirty. On a CPU nothing hides."""
     gradients = params = 0.0
     if data > 1:
         gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, cfg.tp)

@@ -1,5 +1,5 @@
-"""A copy of the optimizer's states for a checkpoint, made while training goes on: from a GPU through two small blocks
-of page-locked host memory, since a GPU's copies to other memory are slow."""
+"""A copy of the optimizer's states for a checkpoint, made while training goes on: from a GPU through two
+small blocks of page-locked host memory, since a GPU's copies to other memory are slow."""
 
 import torch
 
@@ -15,7 +15,7 @@ class Copier:
         self.pin, self.slab = pin, None  # page-locked once
 
     def copy(self, pieces, reached):
-        """The fp32 pieces in host memory of their own. `reached`: on a GPU the event behind their last change."""
+        """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
         if reached is None:
             return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
         device = pieces[0].tensor.device

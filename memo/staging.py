@@ -1,9 +1,9 @@
 """The ways between a model's device and an optimizer in host memory: gradients come down, weights go up.
 
-    backward    the gradients of a bucket, complete and summed over the data ranks, leave on the offload stream
-                while the layers below compute
-    step        the host works bucket by bucket; the weights of one bucket go up on the prefetch stream while the
-                host works on the next
+    backward    the gradients of a bucket, complete and summed over the data ranks, leave on the offload
+                stream while the layers below compute
+    step        the host works bucket by bucket; the weights of one bucket go up on the prefetch stream while
+                the host works on the next
     forward     waits for the weights of a bucket where it first needs them
 
 One block of page-locked host memory serves both: the weights go up from where their gradients came down.
@@ -29,8 +29,8 @@ class Arrival(namedtuple("Arrival", "compute uploaded works")):
 
 
 class Staging:
-    """Host memory for one shard: `grads` (numel,) in fp32 and `scale` (1,), what clipping divides them by; `nbytes`
-    in all. The streams are those of the model's swap. Errors: OutOfHostMemory.
+    """Host memory for one shard: `grads` (numel,) in fp32 and `scale` (1,), what clipping divides them by;
+    `nbytes` in all. The streams are those of the model's swap. Errors: OutOfHostMemory.
     """
 
     def __init__(self, model, numel, pin):
@@ -48,13 +48,13 @@ class Staging:
         return self.model.swap.streams
 
     def sharer(self, k):
-        """The bucket above k whose gradients were last in the place of bucket k's; None where there is none."""
+        """The bucket above k whose gradients were last in the place of bucket k's; None without one."""
         begins = [grads.storage_offset() for grads in self.model.bucket_grads]
         return begins.index(begins[k], k + 1) if begins[k] in begins[k + 1:] else None
 
     def bring(self, k, piece, shard, reduced):
-        """Queues the way of bucket k's gradients: reduced() sums them over the data ranks, then `piece`, this rank's,
-        goes to `shard` of the host's, and their place on the device is zero again."""
+        """Queues the way of bucket k's gradients: reduced() sums them over the data ranks, then `piece`, this
+        rank's, goes to `shard` of the host's, and their place on the device is zero again."""
         compute, offload, *_ = self.streams
         compute.record(self.complete)
         # protects the host from gradients that are not complete yet
@@ -64,7 +64,7 @@ class Staging:
         offload.launch(f"gradients {self.names[k]}", self.leave, k, piece, shard, reduced)
         offload.record(self.left[k])
         if k > 0 and (above := self.sharer(k - 1)) is not None:
-            # protects the gradients of a layer above, which leave the place that the next layer is about to add to
+            # protects the gradients of a layer above, which leave the place that the next layer adds to
             compute.wait(self.left[above])
 
     def leave(self, k, piece, shard, reduced):
@@ -74,12 +74,13 @@ class Staging:
 
     def arrived(self):
         """Holds the compute stream until all gradients have left."""
-        # protects the norm from sums that are not there yet, and the next backward from gradients that are not zero
+        # protects the norm from sums that are not there yet, and the next backward from gradients that are
+        # not zero
         self.streams.compute.wait(self.left[0])
 
     def complete_with(self, pairs):
-        """Copies the last [(on the host, on the device)], and returns when all gradients are on the host. What the
-        device was given before may still read the weights; send() overwrites them behind that."""
+        """Copies the last [(on the host, on the device)], and returns when all gradients are on the host.
+        What the device was given before may still read the weights; send() overwrites them behind that."""
         compute, offload, *_ = self.streams
         compute.record(self.used)
         # protects the host from gradients that the compute stream still works on
@@ -88,7 +89,7 @@ class Staging:
         offload.synchronize()  # the host reads them next
 
     def send(self, k, own, weights):
-        """Starts to bring `weights`, the masters of bucket k's Range `own`, to the parameters of all data ranks."""
+        """Starts to bring `weights`, the masters of bucket k's Range `own`, to all data ranks' parameters."""
         model, (compute, _, prefetch, _) = self.model, self.streams
         part = model.params[own.flat]
         staged = self.grads[own.shard].view(model.dtype)[:len(part)]
