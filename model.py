@@ -26,7 +26,15 @@ from memo.activations import TABLE, Placement, head_rows
 from memo.allocator import NoArena
 from memo.attention import attend, attend_backward, resolve_attention
 from memo.cp import across, held
-from memo.flat import LAYER_BIASES, local_layout, parameter_shapes, views
+from memo.flat import (
+    LAYER_BIASES,
+    bucket_views,
+    gradient_places,
+    gradient_slots,
+    local_layout,
+    parameter_shapes,
+    views,
+)
 from memo.mesh import ALONE
 from memo.ops import gelu_backward, gelu_forward, resolve_ops, rotations
 from memo.swap import Swap
@@ -192,10 +200,12 @@ def initial_weights(cfg, seed, device):
 
 
 class GPT:
-    """This rank's parameters in one flat buffer, their gradients in one flat fp32 buffer, and the pass over both.
+    """This rank's parameters and their gradients (fp32), each in one flat buffer, and the pass over both.
 
-    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)] in the flat
-    buffers of the embeddings, of each layer, of the final norm; each can be shared out equally among mesh.data.
+    `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)]
+    in the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally
+    among mesh.data. `bucket_grads`: the gradients of each, flat; layers may take turns in one place
+    (memo/flat.py: gradient_slots).
     """
 
     def __init__(self, cfg, device, dtype, grads=True, mesh=ALONE):
@@ -206,24 +216,30 @@ class GPT:
         self.attention = across(attention, mesh.cp, cfg.context_parallel, self.ops.merge)
         self.full_shapes = parameter_shapes(cfg)
         self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
-        numel = self.buckets[-1][1]
-        self.params = torch.zeros(numel, dtype=dtype, device=device)
+        micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
+        begins, numel = gradient_places(self.buckets, gradient_slots(cfg, micro_batches))
+        self.params = torch.zeros(self.buckets[-1][1], dtype=dtype, device=device)
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)
-        self.w, self.dw = (SimpleNamespace(**self.named(flat, "")) for flat in (self.params, self.grads))
+        self.bucket_grads = [self.grads[at:at + end - start]
+                             for at, (start, end) in zip(begins, self.buckets, strict=True)]
+        weights = views(self.layout, self.params)
+        gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
+        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "")) for tensors in (weights, gradients))
         self.blocks = []
         for i in range(cfg.n_layer):
-            w, dw = (SimpleNamespace(**self.named(flat, f"h.{i}.")) for flat in (self.params, self.grads))
+            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.")) for tensors in (weights, gradients))
             self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.tp))
         self.shape = self.swap = None
-        self.arriving = {}  # {bucket: Works that bring its parameters}, for the next forward to wait for
+        self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/allocator.py
 
-    def named(self, flat, prefix):
-        """Views of `flat` by the names behind `prefix`; biases that the model lacks are None."""
+    @staticmethod
+    def named(tensors, prefix):
+        """Those of {name: tensor} by the names behind `prefix`; biases that the model lacks are None."""
         absent = dict.fromkeys(LAYER_BIASES if prefix else ("wpe", "lnf_b"))
         depth = prefix.count(".")
-        layout = {n: p for n, p in self.layout.items() if n.startswith(prefix) and n.count(".") == depth and len(flat)}
-        return absent | {n.removeprefix(prefix): v for n, v in views(layout, flat).items()}
+        return absent | {name.removeprefix(prefix): t for name, t in tensors.items()
+                         if name.startswith(prefix) and name.count(".") == depth}
 
     def load(self, named_tensors):
         """Copies this rank's parts of (name, whole tensor) pairs into the parameters."""

@@ -186,7 +186,7 @@ def setup(argv, launch, host):
     with growing(run.expected, device, "transient"):
         placement.plan_memory(cfg, model)
     run.lines = placement.where_it_lives(cfg, run.decision, model, run.optimizer)
-    run.saver = checkpoint.Saver(run.out, host.another())
+    run.saver = checkpoint.Saver(run.out, host.another(), cfg.pin_memory)
     run.peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
     run.speaks = launch.rank == 0  # prints, logs and draws
     if run.speaks:
@@ -282,9 +282,10 @@ def train(run, loggers, stop):
         loss, grad_norm = torch.stack((loss, grad_norm)).tolist()  # the one place where the host waits for the device
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, it, loss, grad_norm)
+        spans = swap.streams.timeline.take()  # before weights go up from the host, into the next step
+        run.saver.copied()  # the last checkpoint is of the states that the optimizer is about to change
         arena.run("optimizer", run.optimizer.step, lr)
         step_s = time.perf_counter() - start
-        spans = swap.streams.timeline.take()
         step_s, stalled_s, stopped = mesh.host.max(step_s, stall_s(spans), stop.number)  # of the slowest rank
         stop.number = int(stopped)  # all stop at once
         rate = tgs(tokens, mesh.host.size, step_s)

@@ -16,13 +16,14 @@ from pathlib import Path
 from memo import alpha, backends, planner
 from memo.activations import CHUNK_ROWS, Placement, group_heads, head_rows, n_rows, tensors_of
 from memo.config import ConfigError, cache_folder, degrees, save_json
-from memo.flat import local_layout
+from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
 from memo.metrics import mfu, parameters, tgs
 from memo.roofline import Layer, data_s, head_s, optimizer_s, swap_s
 
 ROOT = Path(__file__).parents[1]
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
+HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
                 "context_parallel", "dtype", "solver", "deterministic", "ops")  # that the requests of a layer depend on
 
@@ -213,13 +214,16 @@ def states(cfg, machine, world, itemsize):
     """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend on the
     activations)."""
     data = world // cfg.tp
-    numel = local_layout(cfg, cfg.tp, data)[1][-1][1]
-    whole = data == 1 and itemsize == 4 and (machine.cpu or cfg.optimizer_device == "auto")  # the weights are the masters
-    optimizer = (STATES_BYTES - 4 * whole) * numel // data
-    on_host = cfg.optimizer_device == "cpu"
+    layout, buckets = local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.n_embd // cfg.n_head, micro_batches(cfg, world)
+    numel, on_host = buckets[-1][1], cfg.optimizer_device == "cpu"
+    whole = data == 1 and itemsize == 4 and not on_host  # the weights are the masters
+    optimizer = (STATES_BYTES - 4 * whole) * numel // data
+    grads, staged = 4 * gradient_places(buckets, gradient_slots(cfg, micros))[1], 0
+    if on_host:  # see memo/staging.py
+        grads, staged = grads + 4 * shared_numel(layout, cfg.tp), 4 * (numel // data + 1)
     rotations = 8 * D // 2 if cfg.position == "rope" else 0
-    lines = [Line("params", "parameters", itemsize * numel), Line("grads", "gradients", 4 * numel),
+    lines = [Line("params", "parameters", itemsize * numel), Line("grads", "gradients", grads, staged),
              Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
              Line("positions", "positions", cfg.batch_size * T * (8 + rotations))]
     if not machine.cpu:
@@ -281,8 +285,9 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, itemsize)
     parts = {name: micros * seconds for name, seconds in parts.items()}
-    parts["gradients and parameters"] = data_s(machine, numel, itemsize, data, world, cfg.tp, forward, backward)
-    parts["optimizer"] = optimizer_s(cfg, machine, numel, data, min(world, machine.node.gpus_per_node))
+    parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
+    local_ranks = min(world, machine.node.gpus_per_node)
+    parts["optimizer"] = optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward)
     return parts | {"step": sum(parts.values())}
 
 

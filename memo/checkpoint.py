@@ -23,6 +23,7 @@ import torch.distributed as dist
 from memo.config import CHECKPOINT, CHECKPOINT_JSON, FORMAT, MODEL_KEYS, REMEDY, CheckpointError, read_checkpoint, sealed
 from memo.config import latest_checkpoint as latest
 from memo.flat import whole
+from memo.snapshot import Copier
 
 METADATA = ".metadata"  # DCP's name, see memo/dcp.py
 READ_BYTES = 2**24
@@ -54,23 +55,35 @@ def sync(folder):
 class Saver:
     """Writes a run's checkpoints in the background.
 
-    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None: one process.
+    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
+    one process. `pin`: whether a GPU's states come through page-locked memory.
     """
 
-    def __init__(self, out_dir, group=None):
+    def __init__(self, out_dir, group=None, pin=True):
         self.folder, self.group = Path(out_dir) / CHECKPOINT, group
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.thread = self.error = None
+        self.thread = self.error = self.pieces = None
+        self.copier, self.taken = Copier(pin), threading.Event()
 
     def save(self, pieces, cfg, iter):
-        """Starts to write the checkpoint of a run that has still to do iteration `iter`, and returns when the `pieces` are
-        copied to host memory. Where there is one of this `iter` already it stays: a run that goes on from it is in the same
-        state. Errors: those of the save before, as in wait(); then nothing is started."""
+        """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`,
+        which must not change before copied() returns. Where there is one of this `iter` already it stays: a
+        run that goes on from it is in the same state. Errors: those of the save before, as in wait(); then
+        nothing is started."""
         self.wait()
-        pieces = [p._replace(tensor=p.tensor.detach().to("cpu", torch.float32, copy=True)) for p in pieces]
-        self.thread = threading.Thread(target=self.write, args=(pieces, asdict(cfg), iter), name="memo checkpoint",
-                                       daemon=True)
+        reached = None
+        if pieces and pieces[0].tensor.is_cuda:
+            reached = torch.cuda.Event()
+            reached.record(torch.cuda.current_stream(pieces[0].tensor.device))
+        self.taken = threading.Event()
+        self.thread = threading.Thread(target=self.write, args=(pieces, reached, asdict(cfg), iter),
+                                       name="memo checkpoint", daemon=True)
         self.thread.start()
+
+    def copied(self):
+        """Returns when the pieces of the save under way, if any, are copied: from now on they may change."""
+        if self.thread is not None:
+            self.taken.wait()
 
     def done(self):
         """Whether wait() would return, or raise, at once."""
@@ -96,12 +109,19 @@ class Saver:
             dist.destroy_process_group(self.group)
         self.group = None
 
-    def write(self, pieces, config, iter):
+    def take(self, pieces, reached):
+        try:
+            self.pieces = self.copier.copy(pieces, reached)
+        finally:
+            self.taken.set()
+
+    def write(self, pieces, reached, config, iter):
         path = self.folder / str(iter)
         temporary = path.with_name(f"{iter}.tmp")
         try:
+            self.together(self.take, pieces, reached)
             if any(self.together(self.begin, path)):
-                files = self.together(self.write_files, temporary, pieces)
+                files = self.together(self.write_files, temporary, self.pieces)
                 self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
         except Exception as e:
             if self.rank == 0:
@@ -109,6 +129,8 @@ class Saver:
             previous = "; the previous one is whole" if latest(self.folder.parent) else ""
             self.error = CheckpointError(f"{path} cannot be written ({reason(e)}){previous}; "
                                          "free some space there or choose another folder")
+        finally:
+            self.pieces = None  # as large as the optimizer's states
 
     def together(self, work, *args):
         """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on all."""

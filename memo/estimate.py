@@ -197,7 +197,7 @@ def main(argv=None):
 
 def check_size(cfg, machine, world):
     """Errors: ConfigError where no sharing out could make the model's states fit."""
-    each = itemsize_of(cfg, machine) + 4 + STATES_BYTES * (cfg.optimizer_device == "auto")
+    each = itemsize_of(cfg, machine) + (4 + STATES_BYTES) * (cfg.optimizer_device == "auto")
     needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
     if machine.memory_bytes is not None and needs > there:
         least = -(-needs // machine.memory_bytes)

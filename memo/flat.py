@@ -58,6 +58,16 @@ def split_dim(name):
     return SPLIT.get(name.rpartition(".")[2])
 
 
+def is_shared(name, tp):
+    """Whether several tp ranks hold the same parameter."""
+    return tp > 1 and split_dim(name) is None
+
+
+def shared_numel(layout, tp):
+    """Elements of a layout that several tp ranks hold."""
+    return sum(p.end - p.offset for name, p in layout.items() if is_shared(name, tp))
+
+
 def local_shape(name, shape, tp):
     dim = split_dim(name)
     return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
@@ -83,6 +93,32 @@ def flat_layout(shapes, multiple=1):
         end = -(-end // multiple) * multiple
         buckets.append((start, end))
     return layout, buckets
+
+
+def gradient_slots(cfg, micro_batches):
+    """How many layers' gradients are on the device at once. With the optimizer on the host they leave layer
+    by layer, unless another micro batch of the step is to add to them: one layer computes while the layer
+    above leaves."""
+    leaves = cfg.optimizer_device == "cpu" and micro_batches == 1
+    return min(2, cfg.n_layer) if leaves else cfg.n_layer
+
+
+def gradient_places(buckets, slots):
+    """(where the gradients of each bucket begin, elements in all) in a flat buffer where the layers, the
+    buckets but for the first and the last, take turns in so many slots."""
+    first, *layers, last = (end - start for start, end in buckets)
+    begins = [0, *(first + i % slots * n for i, n in enumerate(layers)), first + slots * layers[0]]
+    return begins, begins[-1] + last
+
+
+def bucket_views(layout, buckets, parts):
+    """{name: view in the parameter's shape} of `parts`, the flat tensors of the buckets."""
+    made, k = {}, 0
+    for name, p in layout.items():
+        k += p.offset >= buckets[k][1]
+        start = buckets[k][0]
+        made[name] = parts[k][p.offset - start:p.end - start].view(p.shape)
+    return made
 
 
 def views(layout, flat):

@@ -8,18 +8,31 @@ Every rank of mesh.data has all gradients of its part of the model, and the opti
     step        AdamW on the pieces, bucket by bucket; each goes to all ranks while the next is worked on
     forward     waits for a bucket where it is first needed
 
+With optimizer_device=cpu states and steps are the host's: see memo/staging.py.
 Source: ZeRO (arXiv 1910.02054), stage 1.
 """
 
 from collections import namedtuple
+from functools import partial
 
 import torch
 from torch.optim.adamw import adamw
 
-from memo.flat import Piece, boxes, joined, split_dim, views
+from memo.flat import Piece, boxes, is_shared, joined, shared_numel, split_dim, views
+from memo.staging import Staging
 from memo.tp import local
 
 EPS = 1e-8
+SUMMED = 2**10  # squares that are added up in fp32
+
+
+def square_sum(flat):
+    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: of pieces in fp32, of these in fp64.
+    torch's norm of the whole reads 1% low at 100M elements on the CPU, whose long sums in fp32 lose what is
+    small beside them."""
+    rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
+    norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
+    return torch.cat(norms).double().square().sum()
 
 
 class Range(namedtuple("Range", "start end at")):
@@ -40,25 +53,36 @@ class Optimizer:
 
     def __init__(self, model, cfg):
         self.model, self.cfg, data = model, cfg, model.mesh.data
-        device = torch.device("cpu") if cfg.optimizer_device == "cpu" else model.device
+        on_host = cfg.optimizer_device == "cpu"
+        device = torch.device("cpu") if on_host else model.device
         numel = model.params.numel() // data.size
-        whole = data.size == 1 and model.params.dtype == torch.float32 and device == model.device
+        whole = data.size == 1 and model.params.dtype == torch.float32 and not on_host
         self.master = model.params if whole else torch.zeros(numel, device=device)
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
         self.steps = torch.zeros((), device=device)
-        self.own = []  # of each bucket, the Range that is this rank's
-        for start, end in model.buckets:
+        self.staging = Staging(model, numel, cfg.pin_memory) if on_host else None
+        self.own, self.grads = [], []  # of each bucket this rank's Range, and its gradients on the device
+        for (start, end), grads in zip(model.buckets, model.bucket_grads, strict=True):
             part = (end - start) // data.size
             self.own.append(Range(start + part * data.rank, start + part * (data.rank + 1), start // data.size))
-        self.decays, self.counted, self.shared = [], [], []  # of each bucket, own ranges
+            self.grads.append(grads[part * data.rank:part * (data.rank + 1)])
+        # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
+        tp = model.mesh.tp.size
+        self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
+        self.decays, self.split, self.shared = [], [], []  # of each bucket [(own Range, what)]
+        free = self.kept
         for k, (start, end) in enumerate(model.buckets):
-            here = {name: p for name, p in model.layout.items() if start <= p.offset < end}
-            shared = [(p.offset, p.end, True) for name, p in here.items() if split_dim(name) is None]
-            split = [(p.offset, p.end, True) for name, p in here.items() if split_dim(name) is not None]
-            self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for p in here.values())))
-            self.counted.append(self.within(k, joined(split + shared * (model.mesh.tp.rank == 0))))  # once in a tp group
-            self.shared.append(self.within(k, joined(shared)))
-        self.reducing = []
+            here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
+            self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
+            held = self.within(k, joined((p.offset, p.end, is_shared(name, tp)) for name, p in here))
+            self.split.append([r for r, shared in held if not shared])
+            self.shared.append([])  # with their gradients on the device
+            for r in (r for r, shared in held if shared):
+                n = r.end - r.start
+                g, free = (free[:n], free[n:]) if on_host else (self.gradient(k, r), free)
+                self.shared[k].append((r, g))
+        self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
+        self.reducing, self.scale = {}, None
 
     def within(self, k, ranges):
         """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is any."""
@@ -102,42 +126,70 @@ class Optimizer:
                     at += rows * columns
         return made
 
+    def gradient(self, k, r):
+        """On the device, of Range r of bucket k."""
+        return self.grads[k][r.start - self.own[k].start:r.end - self.own[k].start]
+
     def reduce(self, k):
-        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks."""
-        model, own, (start, end) = self.model, self.own[k], self.model.buckets[k]
-        self.reducing.append(model.mesh.data.start_scatter_sum(model.grads[start:end], model.grads[own.flat]))
+        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
+        to bring them to an optimizer on the host, which needs the buckets in descending order."""
+        works = self.model.mesh.data.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
+        self.reducing[k] = works
+        if self.staging is not None:
+            self.staging.bring(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
+
+    def reduced(self, k):
+        """Waits for the sum over the data ranks, and notes what clip() needs of it."""
+        if works := self.reducing.get(k):
+            works.wait()
+        self.squares[k] = sum(square_sum(self.gradient(k, r)) for r in self.split[k])
+        if self.staging is not None:
+            for r, g in self.shared[k]:
+                g.copy_(self.gradient(k, r))
 
     def clip(self, max_norm):
-        """Completes the gradients, and scales them to a global norm of at most `max_norm` (0: leaves them); returns the norm
-        before."""
-        grads, tp, world = self.model.grads, self.model.mesh.tp, self.model.mesh.world
-        for works in self.reducing:
-            works.wait()
+        """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
+        most `max_norm` (0: leaves them)."""
+        tp, world, buckets = self.model.mesh.tp, self.model.mesh.world, range(len(self.own))
+        if self.staging is None:
+            for k in reversed(buckets):
+                self.reduced(k)
+        else:
+            assert len(self.reducing) == len(buckets), "gradients come to the host by reduce()"
+            self.staging.arrived()
         self.reducing.clear()
-        for r, _ in [r for bucket in self.shared for r in bucket]:
-            tp.sum(grads[r.flat])
-        norms = [torch.linalg.vector_norm(grads[r.flat]) for bucket in self.counted for r, _ in bucket]
-        norm = torch.linalg.vector_norm(torch.stack([*norms, grads.new_zeros(())]))
-        if world.size > 1:
-            norm = world.sum(norm.square()).sqrt()
-        if max_norm > 0:
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for own in self.own:
-                grads[own.flat].mul_(scale)
+        squares = [self.squares]
+        for _, g in (one for shared in self.shared for one in shared):
+            square = square_sum(tp.sum(g))
+            squares += [square[None]] * (tp.rank == 0)  # once in a tp group
+        norm = world.sum(torch.cat(squares).sum()).sqrt().float()
+        self.scale = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else None
         return norm
 
     def step(self, lr):
         """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero again."""
-        cfg, grads = self.cfg, self.model.grads
+        cfg, scale, staging = self.cfg, self.scale, self.staging
+        if staging is not None:
+            rest = [(staging.grads[r.shard], g) for shared in self.shared for r, g in shared]
+            if scale is not None:
+                rest.append((staging.scale, scale[None]))
+                scale = staging.scale[0]
+            staging.complete_with(rest)
         for k, ranges in enumerate(self.decays):
             for r, decays in ranges:
+                g = self.gradient(k, r) if staging is None else staging.grads[r.shard]
                 w, m, v = ([t[r.shard]] for t in self.states().values())
-                adamw(w, [grads[r.flat].to(self.master.device)], m, v, [], [self.steps.clone()], fused=True,
-                      amsgrad=False, beta1=cfg.beta1, beta2=cfg.beta2, lr=lr, eps=EPS, maximize=False,
+                adamw(w, [g], m, v, [], [self.steps.clone()], fused=True, grad_scale=scale, amsgrad=False,
+                      beta1=cfg.beta1, beta2=cfg.beta2, lr=lr, eps=EPS, maximize=False,
                       weight_decay=cfg.weight_decay if decays else 0.0)
-            self.send(k)
+            if staging is None:
+                self.send(k)
+            else:
+                staging.send(k, self.own[k], self.master[self.own[k].shard])
         self.steps += 1
-        grads.zero_()
+        self.scale = None
+        if staging is None:
+            self.model.grads.zero_()
 
     def send(self, k):
         """Sends this rank's part of bucket k's master weights on its way into the parameters of all data ranks."""

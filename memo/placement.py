@@ -11,7 +11,7 @@ from memo import profiler
 from memo.activations import Placement, n_rows, tensors_of
 from memo.allocator import Arena, Unavailable
 from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
-from memo.budget import STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
+from memo.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
 from memo.config import ConfigError
 from memo.device import device_name, free_bytes
 from memo.estimate import as_dict as estimate_dict
@@ -50,20 +50,21 @@ def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=
 
 
 def host_limit(cfg, launch):
-    """What a rank has of the host's memory to swap to: its share, but for master weights and moments, where
-    optimizer_device=cpu keeps them there; their copy that a checkpoint is written from comes on top. Errors:
-    OutOfHostMemory."""
+    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
+    gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
+    on top. Errors: OutOfHostMemory."""
     if not copies(cfg) and cfg.optimizer_device == "auto":
         return 0
     states = STATES_BYTES * parameters(cfg) // launch.world
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=states * launch.local_world)
     if cfg.optimizer_device == "auto":
         return share
-    if states > share:
-        raise OutOfHostMemory(f"optimizer_device=cpu needs {states / 2**30:.4g} GiB of host memory for a rank's master "
-                              f"weights and moments, its share is {share / 2**30:.4g} GiB; try a larger host_memory_gb, "
-                              "more ranks, or optimizer_device=auto")
-    return share - states
+    needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
+    if needs > share:
+        raise OutOfHostMemory(f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a "
+                              f"rank's master weights, moments and gradients, its share is {share / 2**30:.4g} GiB; "
+                              "try a larger host_memory_gb, more ranks, or optimizer_device=auto")
+    return share - needs
 
 
 def check(cfg, device, dtype, limit):
@@ -169,8 +170,9 @@ def plan_memory(cfg, model):
 def where_it_lives(cfg, decision, model, optimizer):
     """[budget.Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
-    on_host = states if cfg.optimizer_device == "cpu" else 0
-    return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", model.grads.nbytes),
+    on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
+    grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0
+    return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
             *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),

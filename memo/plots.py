@@ -10,7 +10,8 @@ from memo.caching import Rectangle, kind, pieces, planned, simulate
 from memo.metrics import read_metrics
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
-KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN, "stall": RED}
+KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN,
+         "gradients": GREEN, "stall": RED}
 ROWS = ("compute", "offload", "prefetch")
 
 

@@ -179,23 +179,35 @@ def head_s(cfg, machine, itemsize):
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
-def optimizer_s(cfg, machine, numel, data, local_ranks):
-    """The gradients' norm and scaling, AdamW on this rank's shard, the cast of its weights."""
+def stages(cfg, machine):
+    """Whether gradients and weights go over PCIe, to the optimizer and back: see memo/staging.py."""
+    return cfg.optimizer_device == "cpu" and not machine.cpu
+
+
+def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
+    """The gradients' norm, AdamW on this rank's shard with their scaling, the cast of its weights. On the
+    host AdamW runs at the speed of the host's memory, which its ranks share; weights go up meanwhile and in
+    the next forward."""
     speeds, shard = machine.speeds, numel / data
-    scale = speeds.seconds("copy", 12 * shard + 4 * numel, 4 * numel)  # norm, scale; all gradients to zero
-    if cfg.optimizer_device == "cpu" and not machine.cpu:  # gradients there, weights back
-        node = machine.node
-        return scale + 8 * shard / node.pcie_bytes_per_s + 32 * shard * local_ranks / node.host_bytes_per_s
-    return scale + speeds.seconds("adamw", 28 * shard, 28 * shard) + speeds.seconds("copy", 6 * shard, 6 * shard)
+    adamw = (28 + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
+    cast = (4 + itemsize) * shard
+    if stages(cfg, machine):
+        host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
+        return host_s + max(0.0, itemsize * shard / machine.node.pcie_bytes_per_s - host_s - forward_s)
+    rest = speeds.seconds("copy", 4 * shard + 4 * numel, 4 * numel)  # norm; all gradients to zero
+    return rest + speeds.seconds("adamw", adamw, adamw) + speeds.seconds("copy", cast, cast)
 
 
-def data_s(machine, numel, itemsize, data, world, tp, forward_s, backward_s):
-    """What of the gradients' sum and of the parameters' way back does not hide behind the last backward and the next
-    forward. Their last and first bucket never do: taken as one in thirty. On a CPU nothing hides."""
-    if data == 1:
-        return 0.0
-    gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, tp)
-    params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world, tp)
+def data_s(cfg, machine, numel, itemsize, data, world, forward_s, backward_s):
+    """Exposed seconds of the gradients' sum and way to the host, behind the last backward, and of the
+    parameters' way back to all ranks, behind the next forward. Of each the bucket at the end is always
+    exposed: taken as one in thirty. On a CPU nothing hides."""
+    gradients = params = 0.0
+    if data > 1:
+        gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, cfg.tp)
+        params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world, cfg.tp)
     if machine.cpu:
         return gradients + params
+    if stages(cfg, machine):  # a layer's place is free when its gradients are summed and gone
+        gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
     return max(gradients / 30, gradients - backward_s) + max(params / 30, params - forward_s)

@@ -70,6 +70,11 @@ class CudaStream:
             work(*args)
         self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
 
+    def call(self, work, *args):
+        """work(*args) by the caller, its messages and kernels behind all that was launched."""
+        with torch.cuda.stream(self.stream):
+            return work(*args)
+
     def record(self, event):
         event.mark = CudaMark(self.stream)
 
@@ -139,6 +144,11 @@ class CpuStream:
         before = self.put_mark()
         self.put(lambda: self.error or work(*args))
         self.timeline.add(self.name, "launch", label, before, self.put_mark())
+
+    def call(self, work, *args):
+        """work(*args) by the caller, behind all that was launched."""
+        self.synchronize()
+        return work(*args)
 
     def record(self, event):
         event.mark = self.put_mark()

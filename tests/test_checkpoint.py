@@ -23,6 +23,7 @@ from memo.checkpoint import CheckpointError, Saver
 from memo.config import CHECKPOINT_JSON, Config, read_checkpoint, sealed
 from memo.flat import Piece, whole
 from memo.optim import Optimizer
+from memo.snapshot import Copier
 from model import GPT, initial_weights
 
 CFG = Config(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=200, bias=True)
@@ -276,6 +277,7 @@ def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
     monkeypatch.setattr(dcp.Writer, "write_data", lambda *args: go.wait(60) and real(*args))
     saver = Saver(tmp_path)
     saver.save(optimizer.pieces(saved=True), CFG, 3)
+    saver.copied()
     train(model, optimizer, range(3, 6))
     assert not saver.done() and checkpoint.latest(tmp_path) is None
     after = state(model, optimizer)
@@ -289,6 +291,44 @@ def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
         assert same(state(*other), {3: before, 6: after}[ckpt.iter])
         saver.wait()
     assert ckpt.iter == 6 and saver.done()
+
+
+def test_the_forward_and_backward_need_not_wait_for_the_copy(tmp_path, monkeypatch):
+    model, optimizer = fresh()
+    train(model, optimizer, range(3))
+    before, go, real = state(model, optimizer), threading.Event(), Copier.copy
+    monkeypatch.setattr(Copier, "copy", lambda *args: go.wait(60) and real(*args))
+    saver, batch = Saver(tmp_path), torch.zeros(1, 24, dtype=torch.int64)
+    saver.save(optimizer.pieces(saved=True), CFG, 3)
+    model.forward(batch, batch, scale=1.0)
+    model.backward()
+    waits = threading.Thread(target=saver.copied)
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    go.set()
+    waits.join(60)
+    assert not waits.is_alive()
+    optimizer.clip(1.0)
+    optimizer.step(1.0)
+    saver.wait()
+    other = fresh(seed=1)
+    checkpoint.restore(checkpoint.load(tmp_path), *other)
+    other[1].publish()
+    assert same(state(*other), before) and not same(state(model, optimizer), before)
+
+
+def test_a_copy_that_fails_is_a_failure_and_holds_nobody_up(tmp_path, monkeypatch):
+    _, optimizer = fresh()
+
+    def no_memory(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    monkeypatch.setattr(Copier, "copy", no_memory)
+    saver = Saver(tmp_path)
+    saver.save(optimizer.pieces(saved=True), CFG, 3)
+    saver.copied()
+    with pytest.raises(CheckpointError, match=r"ckpt/3 cannot be written \(DefaultCPUAllocator: can't allocate"):
+        saver.wait()
 
 
 def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkeypatch):
@@ -325,6 +365,7 @@ def train_forever(out_dir):
     for i in itertools.count(ckpt.iter):
         train(model, optimizer, [i])
         saver.save(optimizer.pieces(saved=True), LARGER, i + 1)
+        saver.copied()
 
 
 def kill_twenty_times(out_dir):

@@ -91,9 +91,13 @@ def test_every_byte_is_in_a_line_and_a_region():
 
 
 @pytest.mark.parametrize("keys", [dict(), dict(tp=2), dict(cp=2, position="learned", bias=True), dict(tp=2, cp=2),
-                                  dict(dtype="bfloat16"), dict(optimizer_device="cpu", cp=2), dict(activation="recompute")])
+                                  dict(dtype="bfloat16"), dict(optimizer_device="cpu", cp=2),
+                                  dict(optimizer_device="cpu", tp=2, gradient_accumulation_steps=4, bias=True),
+                                  dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
+                                  dict(activation="recompute")])
 def test_lines_are_the_bytes_of_a_real_model(keys):
-    keys |= dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300, gradient_accumulation_steps=2)
+    keys = dict(gradient_accumulation_steps=2) | keys
+    keys |= dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
     cfg = Config(**keys)
     cpu, world = torch.device("cpu"), 2 * cfg.tp * cfg.cp
     here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40), None, None, None)

@@ -1,0 +1,49 @@
+"""A copy of the optimizer's states for a checkpoint, made while training goes on: from a GPU through two
+small blocks of page-locked host memory, since a GPU's copies to other memory are slow."""
+
+import torch
+
+from memo.slab import HostSlab
+
+STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, nothing beside the copy itself
+
+
+class Copier:
+    """Copies pieces to the host, from a thread of its own while training goes on."""
+
+    def __init__(self, pin):
+        self.pin, self.slab = pin, None  # page-locked once
+
+    def copy(self, pieces, reached):
+        """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
+        if reached is None:
+            return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
+        device = pieces[0].tensor.device
+        copies, stream = [torch.empty(p.tensor.shape) for p in pieces], torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
+            # protects the copy from an optimizer step that is still computed
+            stream.wait_event(reached)
+            self.through(copies, [p.tensor for p in pieces], stream)
+        return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
+
+    def through(self, copies, tensors, stream):
+        """Part by part through the two blocks: one is filled while the other one is emptied."""
+        blocks = self.slab.bytes.view(torch.float32).split(STAGED_BYTES // 4)
+        parts = [part for pair in zip(copies, tensors, strict=True)
+                 for part in zip(*(t.view(-1).split(STAGED_BYTES // 4) for t in pair), strict=True)]
+        filled = None
+        for i, (copy, part) in enumerate(parts):
+            block, done = blocks[i % 2][:part.numel()], torch.cuda.Event()
+            block.copy_(part, non_blocking=True)
+            done.record(stream)
+            self.empty(filled)
+            filled = copy, block, done
+        self.empty(filled)
+
+    @staticmethod
+    def empty(filled):
+        if filled is not None:
+            copy, block, done = filled
+            done.synchronize()  # of this thread only
+            copy.copy_(block)

@@ -1,0 +1,102 @@
+"""The ways between a model's device and an optimizer in host memory: gradients come down, weights go up.
+
+    backward    the gradients of a bucket, complete and summed over the data ranks, leave on the offload
+                stream while the layers below compute
+    step        the host works bucket by bucket; the weights of one bucket go up on the prefetch stream while
+                the host works on the next
+    forward     waits for the weights of a bucket where it first needs them
+
+One block of page-locked host memory serves both: the weights go up from where their gradients came down.
+Source: ZeRO-Offload (arXiv 2101.06840).
+"""
+
+from collections import namedtuple
+
+import torch
+
+from memo.slab import HostSlab
+from memo.streams import Event
+from memo.swap import copy_bytes
+
+
+class Arrival(namedtuple("Arrival", "compute uploaded works")):
+    """Weights of a bucket on their way to all data ranks."""
+
+    def wait(self):
+        # protects the forward from weights that are still on their way up
+        self.compute.wait(self.uploaded)
+        self.works.wait()
+
+
+class Staging:
+    """Host memory for one shard: `grads` (numel,) in fp32 and `scale` (1,), what clipping divides them by;
+    `nbytes` in all. The streams are those of the model's swap. Errors: OutOfHostMemory.
+    """
+
+    def __init__(self, model, numel, pin):
+        self.model, layers = model, range(model.cfg.n_layer)
+        self.slab = HostSlab(4 * (numel + 1), model.device, pin)
+        self.nbytes = self.slab.bytes.nbytes
+        self.grads, self.scale = self.slab.bytes.view(torch.float32).split((numel, 1))
+        self.complete, self.used = Event("gradients complete"), Event("weights used")
+        self.names = ["of the embedding", *layers, "of the head"]
+        self.left, self.uploaded = ([Event(f"{what} {name}") for name in self.names]
+                                    for what in ("gradients", "weights"))
+
+    @property
+    def streams(self):
+        return self.model.swap.streams
+
+    def sharer(self, k):
+        """The bucket above k whose gradients were last in the place of bucket k's; None without one."""
+        begins = [grads.storage_offset() for grads in self.model.bucket_grads]
+        return begins.index(begins[k], k + 1) if begins[k] in begins[k + 1:] else None
+
+    def bring(self, k, piece, shard, reduced):
+        """Queues the way of bucket k's gradients: reduced() sums them over the data ranks, then `piece`, this
+        rank's, goes to `shard` of the host's, and their place on the device is zero again."""
+        compute, offload, *_ = self.streams
+        compute.record(self.complete)
+        # protects the host from gradients that are not complete yet
+        offload.wait(self.complete)
+        # protects the weights, which may still go up from where the gradients come down
+        offload.wait(self.uploaded[k])
+        offload.launch(f"gradients {self.names[k]}", self.leave, k, piece, shard, reduced)
+        offload.record(self.left[k])
+        if k > 0 and (above := self.sharer(k - 1)) is not None:
+            # protects the gradients of a layer above, which leave the place that the next layer adds to
+            compute.wait(self.left[above])
+
+    def leave(self, k, piece, shard, reduced):
+        reduced()
+        self.grads[shard].copy_(piece, non_blocking=True)
+        self.model.bucket_grads[k].zero_()
+
+    def arrived(self):
+        """Holds the compute stream until all gradients have left."""
+        # protects the norm from sums that are not there yet, and the next backward from gradients that are
+        # not zero
+        self.streams.compute.wait(self.left[0])
+
+    def complete_with(self, pairs):
+        """Copies the last [(on the host, on the device)], and returns when all gradients are on the host.
+        What the device was given before may still read the weights; send() overwrites them behind that."""
+        compute, offload, *_ = self.streams
+        compute.record(self.used)
+        # protects the host from gradients that the compute stream still works on
+        offload.wait(self.used)
+        offload.launch("gradients of all tp ranks", copy_bytes, pairs)
+        offload.synchronize()  # the host reads them next
+
+    def send(self, k, own, weights):
+        """Starts to bring `weights`, the masters of bucket k's Range `own`, to all data ranks' parameters."""
+        model, (compute, _, prefetch, _) = self.model, self.streams
+        part = model.params[own.flat]
+        staged = self.grads[own.shard].view(model.dtype)[:len(part)]
+        staged.copy_(weights)  # their gradients are used up
+        # protects what the device still computes with the weights of before
+        prefetch.wait(self.used)
+        prefetch.launch(f"weights {self.names[k]}", copy_bytes, [(part, staged)])
+        prefetch.record(self.uploaded[k])
+        works = prefetch.call(model.mesh.data.start_gather, part, model.params[slice(*model.buckets[k])])
+        model.arriving[k] = Arrival(compute, self.uploaded[k], works)

@@ -1,0 +1,141 @@
+"""The optimizer's norm, and the optimizer on the host: its bits are those of the one on the device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memo import checkpoint, flat
+from memo.config import Config
+from memo.mesh import ALONE
+from memo.optim import Optimizer, square_sum
+from model import GPT
+from tests.ranks import pool
+from tests.test_model import perturbed_weights
+from tests.test_parallel import degrees_of, mesh_of
+from tests.test_parallel import step as forward_backward
+
+CPU = torch.device("cpu")
+KEYS = dict(n_layer=3, n_head=4, n_embd=64, vocab_size=300, block_size=256)
+
+
+@pytest.mark.parametrize("n", [1, 100, 2**14, 2**24 + 77, 10**8])
+@pytest.mark.parametrize("kind", ["normal", "alike"])
+def test_a_norm_is_that_of_fp64(n, kind):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, generator=generator).mul_(1e-3) if kind == "normal" else torch.full((n,), 0.1)
+    exact = sum(part.double().square().sum() for part in x.split(2**22)).sqrt()
+    assert square_sum(x).sqrt() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def norm_of(cfg):
+    """(norm, that of fp64) of gradients that depend on the parameter alone."""
+    model = GPT(cfg, CPU, torch.float32)
+    for name, g in flat.views(model.layout, model.grads).items():
+        g.normal_(generator=torch.Generator().manual_seed(sum(map(ord, name))))
+    norm = Optimizer(model, cfg).clip(1.0)
+    return norm, model.buckets
+
+
+def test_padding_changes_no_bit_of_the_norm(monkeypatch):
+    cfg = Config(**KEYS)
+    norm, buckets = norm_of(cfg)
+    monkeypatch.setattr(flat, "ALIGNED", 7 * flat.ALIGNED)  # as of seven data ranks
+    padded, others = norm_of(cfg)
+    assert buckets != others and norm == padded and norm.dtype == torch.float32
+
+
+# --- the optimizer on the host ---
+
+SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, position="learned", bias=True)
+
+
+def trained(mesh, cfg, dtype, steps=3, folder=None):
+    """[what a run shows] and the states at its end. With `folder` it stops after two steps and is resumed."""
+    def fresh():
+        model = GPT(cfg, CPU, dtype, mesh=mesh)
+        model.reserve(cfg.batch_size, cfg.block_size // cfg.cp)
+        return model, Optimizer(model, cfg)
+    model, optimizer = fresh()
+    optimizer.load(perturbed_weights(cfg, CPU))
+    shown = []
+    for i in range(steps):
+        if folder and i == 2:
+            saver = checkpoint.Saver(folder)
+            saver.save(optimizer.pieces(saved=True), cfg, i)
+            saver.wait()
+            model.close()
+            model, optimizer = fresh()
+            checkpoint.restore(checkpoint.load(folder), model, optimizer)
+            optimizer.publish()
+        loss = forward_backward(model, optimizer, cfg)
+        shown.append((loss.item(), optimizer.clip(cfg.grad_clip).item()))
+        optimizer.step(1e-2)
+    for k in range(len(model.buckets)):
+        model.arrive(k)
+    states = [t.tolist() for t in (model.params, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.master)]
+    model.close()
+    return shown, states
+
+
+def both(host, cfg, dtype):
+    """What the optimizer does on the device and on the host, on this rank."""
+    mesh = mesh_of(host, cfg)
+    return [trained(mesh, replace(cfg, optimizer_device=where), dtype) for where in ("auto", "cpu")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_optimizer_on_the_host_changes_no_bit(micro_batches, dtype):
+    cfg = replace(SMALL, gradient_accumulation_steps=micro_batches, grad_clip=0.1)
+    device, host = (trained(ALONE, replace(cfg, optimizer_device=where), dtype) for where in ("auto", "cpu"))
+    assert device == host
+    norms = [norm for _, norm in host[0]]
+    assert min(norms) > 2 * cfg.grad_clip and len(set(norms)) == 3, "clipping clips"
+
+
+def test_a_resumed_run_with_the_optimizer_on_the_host_is_the_run(tmp_path):
+    cfg = replace(SMALL, optimizer_device="cpu")
+    assert trained(ALONE, cfg, torch.bfloat16) == trained(ALONE, cfg, torch.bfloat16, folder=tmp_path)
+
+
+@pytest.mark.parametrize("text,micro_batches",
+                         [("dp2", 2), ("dp2", 4), ("tp2", 1), ("tp2", 2), ("tp2 cp2 dp2", 2)])
+def test_an_optimizer_on_the_host_changes_no_bit_in_any_layout(text, micro_batches):
+    size = degrees_of(text)
+    cfg = replace(SMALL, tp=size["tp"], cp=size["cp"], gradient_accumulation_steps=micro_batches)
+    cfg = replace(cfg, grad_clip=0.1)
+    for device, host in pool(size["tp"] * size["cp"] * size["dp"]).run(both, cfg, torch.bfloat16):
+        assert device == host
+
+
+def test_layers_whose_gradients_leave_take_turns_in_two_places():
+    for micro_batches, layers in ((1, 2), (2, 5)):
+        cfg = replace(SMALL, optimizer_device="cpu", gradient_accumulation_steps=micro_batches)
+        model = GPT(cfg, CPU, torch.float32)
+        first, layer, *_, last = (end - start for start, end in model.buckets)
+        assert model.grads.numel() == first + layers * layer + last
+        places = [grads.data_ptr() for grads in model.bucket_grads]
+        assert len(set(places)) == layers + 2 and (places[1] == places[3]) == (layers == 2)
+        for k, (block, grads) in enumerate(zip(model.blocks, model.bucket_grads[1:-1], strict=True)):
+            for name in ("q_w", "ln1_w"):
+                dw, p = getattr(block.dw, name), model.layout[f"h.{k}.{name}"]
+                assert dw.data_ptr() == grads.data_ptr() + 4 * (p.offset - model.buckets[k + 1][0])
+
+
+def test_gradients_leave_while_the_backward_goes_on():
+    cfg = replace(SMALL, optimizer_device="cpu", gradient_accumulation_steps=1)
+    model = GPT(cfg, CPU, torch.float32)
+    model.reserve(cfg.batch_size, cfg.block_size)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(perturbed_weights(cfg, CPU))
+    forward_backward(model, optimizer, cfg)
+    optimizer.clip(1.0)
+    spans = model.swap.streams.timeline.take()
+    left = {s.label: s for s in spans if s.kind == "launch" and s.stream == "offload"}
+    assert list(left) == [f"gradients {name}" for name in ("of the head", 4, 3, 2, 1, 0, "of the embedding")]
+    began = {s.label: s.start_s for s in spans if s.stream == "compute" and s.kind == "launch"}
+    for above in (2, 3, 4):  # no layer adds to a place before the layer above has left it
+        assert left[f"gradients {above}"].end_s <= began[f"backward {above - 2}"]
+    assert not model.grads.any()
+    model.close()
