@@ -161,7 +161,7 @@ def setup(argv, launch, host):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cfg.seed)
-    run.mesh = open_mesh(host, cfg.cp, cfg.tp, device)
+    run.mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
     run.ranges = held(cfg.block_size, run.mesh.cp, cfg.context_parallel)
     run.expected = host.objects(run.expected)[0]
     with growing(run.expected, device, "params"):

@@ -179,5 +179,5 @@ def refused(k, pieces, error):
         shown = f"{limit // 1024} KiB"
         if limit < whole:
             remedy += ", `ulimit -l unlimited`"
-    return (f"page-locking {gib:.4g} GiB (piece {k + 1} of {len(pieces)}) of the host slab's {gibs:.4g} GiB failed ({error}; "
-            f"ulimit -l is {shown}); try {remedy}, or --pin_memory=false, which copies more slowly")
+    return (f"page-locking {gib:.4g} GiB (piece {k + 1} of {len(pieces)}) of the host slab's {gibs:.4g} GiB failed "
+            f"({error}; ulimit -l is {shown}); try {remedy}, or --pin_memory=false, which copies more slowly")

@@ -172,8 +172,8 @@ def test_a_page_lock_that_is_refused_names_the_piece_and_the_remedy(fake_cuda, m
     monkeypatch.setattr(slab, "PIECE_BYTES", MIB)
     with pytest.raises(OutOfHostMemory) as e:
         HostSlab(5 * MIB // 2, torch.device("cuda"))
-    assert str(e.value) == (f"page-locking 0.0004883 GiB (piece 3 of 3) of the host slab's 0.002441 GiB failed (CUDA error 2: "
-                            f"out of memory; ulimit -l is {shown}); try {remedy}, which copies more slowly")
+    assert str(e.value) == ("page-locking 0.0004883 GiB (piece 3 of 3) of the host slab's 0.002441 GiB failed (CUDA error "
+                            f"2: out of memory; ulimit -l is {shown}); try {remedy}, which copies more slowly")
     assert [c[0] for c in calls] == ["register"] * 3 + ["launch"] + ["unregister"] * 2
     assert {c[1] for c in calls[4:]} == {c[1] for c in calls[:2]}  # the two that had been locked
 
