@@ -20,7 +20,7 @@ import torch
 
 from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
-from memo.batch import open_dataset
+from memo.batch import open_dataset, to_device
 from memo.budget import traced_arena
 from memo.config import ConfigError, degrees, help_text, load_config, save_config, save_json
 from memo.cp import held
@@ -212,7 +212,8 @@ def describe(run):
 def batch(run, *which):
     """(tokens, targets) of this rank, on its device; `which`: split, step, micro batch."""
     cfg = run.cfg
-    return [t.to(run.device) for t in run.data.batch(*which, cfg.batch_size, cfg.block_size, cfg.seed, run.ranges)]
+    tokens_targets = run.data.batch(*which, cfg.batch_size, cfg.block_size, cfg.seed, run.ranges)
+    return [to_device(t, run.device, cfg.pin_memory) for t in tokens_targets]
 
 
 def evaluate(run):
