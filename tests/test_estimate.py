@@ -38,8 +38,8 @@ def paper(S, gpus=8, model="7B", **keys):
     return budget.estimate(paper_config(model, S, **keys), A800, gpus, fast_arena)
 
 
-@pytest.mark.parametrize("tp,cp,dp,made", [(1, 1, 1, 0), (8, 1, 1, 1), (1, 8, 1, 2), (1, 1, 8, 1), (4, 2, 1, 4), (2, 1, 4, 3),
-                                           (1, 2, 4, 2), (2, 2, 2, 4)])
+@pytest.mark.parametrize("tp,cp,dp,made", [(1, 1, 1, 0), (8, 1, 1, 1), (1, 8, 1, 2), (1, 1, 8, 1), (4, 2, 1, 4),
+                                           (2, 1, 4, 3), (1, 2, 4, 2), (2, 2, 2, 4)])
 def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, made):
     """As tests/test_mesh.py counts them: `world` has one of its own only where no other axis has all ranks."""
     cfg = paper_config("7B", 65536, tp=tp, cp=cp, gradient_accumulation_steps=dp)
