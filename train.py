@@ -20,7 +20,7 @@ import torch
 
 from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
-from memo.batch import open_dataset
+from memo.batch import open_dataset, to_device
 from memo.budget import traced_arena
 from memo.command import end_with_reader
 from memo.config import ConfigError, degrees, help_text, load_config, save_config, save_json
@@ -166,7 +166,7 @@ def setup(argv, launch, host):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(cfg.seed)
-    run.mesh = open_mesh(host, cfg.cp, cfg.tp, device)
+    run.mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
     run.ranges = held(cfg.block_size, run.mesh.cp, cfg.context_parallel)
     run.expected = host.objects(run.expected)[0]
     with growing(run.expected, device, "params"):
@@ -218,7 +218,8 @@ def describe(run):
 def batch(run, *which):
     """(tokens, targets) of this rank, on its device; `which`: split, step, micro batch."""
     cfg = run.cfg
-    return [t.to(run.device) for t in run.data.batch(*which, cfg.batch_size, cfg.block_size, cfg.seed, run.ranges)]
+    tokens_targets = run.data.batch(*which, cfg.batch_size, cfg.block_size, cfg.seed, run.ranges)
+    return [to_device(t, run.device, cfg.pin_memory) for t in tokens_targets]
 
 
 def evaluate(run):

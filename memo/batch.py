@@ -50,6 +50,12 @@ class Data:
         return value
 
 
+def to_device(t, device, pin):
+    """`t`, from pageable host memory, on the device. With `pin` the host does not wait for the copy: the pinned memory in
+    between is torch's, which keeps it for the next one and hands it out again when the copy's event has come."""
+    return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
+
+
 def prepare_again(folder):
     if folder == DATA / "stdlib":
         return "run python data/stdlib/prepare.py"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from memo import alpha, backends, planner
 from memo.activations import CHUNK_ROWS, Placement, group_heads, head_rows, n_rows, tensors_of
-from memo.config import ConfigError, cache_folder, degrees, save_json
+from memo.config import ConfigError, cache_folder, communicators, degrees, save_json
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
 from memo.metrics import mfu, parameters, tgs
@@ -227,9 +227,9 @@ def states(cfg, machine, world, itemsize):
              Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
              Line("positions", "positions", cfg.batch_size * T * (8 + rotations))]
     if not machine.cpu:
-        axes = sum(n > 1 for n in (cfg.tp, cfg.cp, data, world))
+        made = len(set(communicators(cfg.tp, cfg.cp, data // cfg.cp).values()))
         lines += [Line("batch", "tokens and targets", 16 * cfg.batch_size * T * micros),
-                  Line("communication", f"{axes} NCCL communicators", axes * COMMUNICATOR_BYTES),
+                  Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}", made * COMMUNICATOR_BYTES),
                   Line("context", "CUDA's context", CONTEXT_BYTES)]
     return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
 

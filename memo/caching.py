@@ -6,7 +6,7 @@ are by default: no expandable segments, no limit to splitting, no rounding up to
     rounding     a request is rounded up to 512 bytes
     pools        rounded requests up to 1 MiB share segments of 2 MiB; those below 10 MiB make segments of 20 MiB; greater
                  ones get a segment of their own, rounded up to 2 MiB. The first are the small pool, the others the large
-    best fit     the smallest free block of the pool that is large enough, the lowest address among equals
+    best fit     the smallest free block of the pool that is large enough; among equals see tie_rule()
     splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB (large pool)
     merging      a freed block merges with its free neighbours of the same segment; the segment stays reserved
     full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc tried again. That is
@@ -17,6 +17,8 @@ import math
 from bisect import bisect_left, insort
 from collections import namedtuple
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 
 MiB = 2**20
 MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
@@ -33,11 +35,16 @@ class OutOfMemory(RuntimeError):
 class Block:
     """A piece of a segment, in use or free; `before` and `after` are its neighbours in the segment."""
 
-    __slots__ = ("address", "bytes", "small", "before", "after", "free")
+    __slots__ = ("address", "bytes", "small", "age", "before", "after", "free")
 
-    def __init__(self, address, nbytes, small, before=None, after=None):
-        self.address, self.bytes, self.small, self.free = address, nbytes, small, True
+    def __init__(self, address, nbytes, small, age, before=None, after=None):
+        self.address, self.bytes, self.small, self.age, self.free = address, nbytes, small, age, True
         self.before, self.after = before, after
+
+    @property
+    def key(self):
+        """Where it stands among the free blocks of its pool."""
+        return self.bytes, self.age, self.address
 
 
 def round_up(nbytes, unit):
@@ -49,16 +56,33 @@ def segment_bytes(nbytes):
     return SMALL_SEGMENT if nbytes <= SMALL else LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
 
 
+def installed_torch():
+    """(major, minor) of the torch that is installed, which need not be imported; infinite where none is."""
+    try:
+        return tuple(int(number) for number in version("torch").split(".")[:2])
+    except PackageNotFoundError:
+        return math.inf, 0
+
+
+def tie_rule(torch_version):
+    """Which of several free blocks of the same size that torch, (major, minor), takes: "address", the lowest; "segment", one
+    of the segment that was reserved first, there the lowest; "block", the one that became a block of its own first. Of a
+    block that is cut the rest remains the old one, of blocks that merge the one just freed."""
+    return "address" if torch_version < (2, 12) else "block" if torch_version < (2, 13) else "segment"
+
+
 class CachingAllocator:
     """One device of `capacity` bytes. `malloc` returns addresses, `free` takes them. Counters: `allocated_bytes` (rounded)
-    and `reserved_bytes` now, `peak_allocated_bytes`, `peak_reserved_bytes`; `cuda_mallocs`, `reorganisations`.
+    and `reserved_bytes` now, `peak_allocated_bytes`, `peak_reserved_bytes`; `cuda_mallocs`, `reorganisations`. `ties`: a
+    tie_rule(), that of the installed torch without.
 
     `time` is the caller's clock; `history` lists the segments, [address, bytes, reserved at, returned at (None: never)].
     """
 
-    def __init__(self, capacity=None):
+    def __init__(self, capacity=None, ties=None):
         self.capacity_bytes = math.inf if capacity is None else capacity
-        self.pools = {True: [], False: []}  # small or not: its free blocks, sorted: (bytes, address)
+        self.ties, self.ages = ties or tie_rule(installed_torch()), count(1)
+        self.pools = {True: [], False: []}  # small or not: its free blocks, sorted: (bytes, age, address)
         self.blocks = {}  # address: Block
         self.segments = []  # the rows of history that are reserved now, sorted by address
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -70,8 +94,8 @@ class CachingAllocator:
         nbytes = max(round_up(nbytes, MIN_BLOCK), MIN_BLOCK)
         small = nbytes <= SMALL
         pool = self.pools[small]
-        if (i := bisect_left(pool, (nbytes, 0))) < len(pool):
-            block = self.blocks[pool.pop(i)[1]]
+        if (i := bisect_left(pool, (nbytes,))) < len(pool):
+            block = self.blocks[pool.pop(i)[2]]
         else:
             block = self.reserve(segment_bytes(nbytes), small)
         rest = block.bytes - nbytes
@@ -87,26 +111,29 @@ class CachingAllocator:
         block = self.blocks[address]
         assert not block.free, address
         self.allocated_bytes -= block.bytes
-        before, after = block.before, block.after
+        before, after, age = block.before, block.after, block.age
         if after and after.free:
             self.take(after)
             self.merge(block, after)
         if before and before.free:
             self.take(before)
             block = self.merge(before, block)
+            block.age = age  # of what was freed
         self.put(block)
 
     def put(self, block):
         block.free = True
-        insort(self.pools[block.small], (block.bytes, block.address))
+        insort(self.pools[block.small], block.key)
 
     def take(self, block):
         pool = self.pools[block.small]
-        pool.pop(bisect_left(pool, (block.bytes, block.address)))
+        pool.pop(bisect_left(pool, block.key))
 
     def split(self, block, nbytes):
         """Cuts a block that is in no pool down to nbytes; the rest is free."""
-        rest = Block(block.address + nbytes, block.bytes - nbytes, block.small, block, block.after)
+        rest = Block(block.address + nbytes, block.bytes - nbytes, block.small, block.age, block, block.after)
+        if self.ties == "block":
+            block.age = next(self.ages)
         if block.after:
             block.after.before = rest
         block.after, block.bytes = rest, nbytes
@@ -135,7 +162,7 @@ class CachingAllocator:
         self.cuda_mallocs += 1
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        block = self.blocks[address] = Block(address, nbytes, small)
+        block = self.blocks[address] = Block(address, nbytes, small, 0 if self.ties == "address" else next(self.ages))
         return block
 
     def place(self, nbytes):
@@ -150,7 +177,7 @@ class CachingAllocator:
     def release(self):
         """Returns all segments that are wholly free (torch.cuda.empty_cache)."""
         for pool in self.pools.values():
-            for nbytes, address in tuple(pool):
+            for nbytes, _, address in tuple(pool):
                 block = self.blocks[address]
                 if not block.before and not block.after:
                     self.take(block)

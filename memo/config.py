@@ -370,6 +370,17 @@ def degrees(cfg, world):
     return dp
 
 
+def communicators(tp, cp, dp):
+    """{axis: the axis whose communicator carries its messages} of the axes that have several ranks. Each has one of its own,
+    but `world` where another has the same ranks: its sums of scalars come when that one has nothing under way."""
+    sizes = dict(tp=tp, cp=cp, data=dp * cp, world=dp * cp * tp)
+    carriers = {name: name for name, size in sizes.items() if size > 1}
+    for name in ("tp", "data"):
+        if 1 < sizes[name] == sizes["world"]:
+            carriers["world"] = name
+    return carriers
+
+
 def cache_folder():
     """Where compiled code and plans are kept from run to run."""
     try:

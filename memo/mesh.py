@@ -14,7 +14,7 @@ import threading
 import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,12 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from memo.config import ConfigError
+from memo.config import ConfigError, communicators
+
+FOREVER = timedelta(days=365)  # of a message: a rank may wait for a forward of hours. Pulse looks after who is alive
+CONNECT_S = 600  # of a first message
+LOST_S, BEAT_S = 600, 30  # Pulse: seconds without a sign of life from a rank that is lost; from one sign to the next
+FIRST_BYTES = 2**25  # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 
 # `id`: of a node's torchrun, the same until it ends; `threads`: for a rank, where torchrun left it just one
 Launch = namedtuple("Launch", "rank world local_rank local_world restarts id threads", defaults=(0,))
@@ -147,9 +152,23 @@ class Axis:
                ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
         return Works(dist.batch_isend_irecv(ops), tensors, here)
 
+    def warm(self, kinds, device):
+        """Sends first messages, short and long, in each of these ways: communicators are made, and take their memory."""
+        for nbytes in (4, FIRST_BYTES) if device.type == "cuda" else (4,):
+            x = torch.zeros(self.size, -(-nbytes // 4 // self.size), device=device)
+            for kind in kinds:
+                sent = getattr(self, kind)(x[0] if kind == "gather" else x)
+                if kind == "shift":
+                    sent.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.sent_bytes = 0
+
     def another(self):
         """A gloo group of the same ranks, for a thread that talks beside this one; None where there are no others."""
-        return dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo") if self.size > 1 else None
+        if self.size == 1:
+            return None
+        return dist.new_group(dist.get_process_group_ranks(self.group), FOREVER, "gloo")
 
     def objects(self, value):
         """[every rank's value]; anything that can be pickled."""
@@ -166,14 +185,28 @@ class Mesh(namedtuple("Mesh", "tp cp dp data world host", defaults=map(Axis, ("t
 
     def close(self):
         """Gives the groups back that open_mesh() made."""
-        for axis in (self.tp, self.cp, self.data, self.world):
-            if axis.group is not None:
-                dist.destroy_process_group(axis.group)
-                axis.group = None
+        axes = (self.tp, self.cp, self.data, self.world)
+        for group in dict.fromkeys(axis.group for axis in axes if axis.group is not None):
+            dist.destroy_process_group(group)
+        for axis in axes:
+            axis.group = None
 
     def silent(self):
         """The same mesh with nobody at the other ends."""
         return Mesh(*(Axis(a.name, a.size, a.rank) for a in self))
+
+    @contextmanager
+    def silenced(self):
+        """Meanwhile nothing is sent over the devices' network, so that a rank which fails leaves no other waiting."""
+        axes = (self.tp, self.cp, self.data, self.world)
+        groups = [axis.group for axis in axes]
+        try:
+            for axis in axes:
+                axis.group = None
+            yield
+        finally:
+            for axis, group in zip(axes, groups, strict=True):
+                axis.group = group
 
     def take_sent_bytes(self):
         """{axis: bytes sent since the last call} of the axes that have several ranks; but for the scalars over `world`."""
@@ -242,28 +275,65 @@ def meeting(store, rank, world):
 
 
 class Pulse:
-    """Ends this process at once when the rank before it is gone: a GPU would wait for that one's messages for minutes, and
-    torchrun on another node would not notice. A thread that waits for a message which comes with stop() only."""
+    """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S: a GPU would wait for days for
+    that one's messages, and torchrun on another node would not notice. Each rank tells the next one every BEAT_S that it
+    is alive (0), in the end that it stops (1)."""
 
     def __init__(self, rank, world):
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
         self.before, self.next = (rank - 1) % world, (rank + 1) % world
-        self.thread = threading.Thread(target=self.listen, name="memo pulse", daemon=True)
-        self.thread.start()
+        self.stopped = threading.Event()
+        self.threads = [threading.Thread(target=work, name="memo pulse", daemon=True) for work in (self.listen, self.beat)]
+        for thread in self.threads:
+            thread.start()
 
     def listen(self):
+        heard = torch.zeros(1)
         try:
-            dist.recv(torch.zeros(1), self.before, self.group)
+            while not heard.item():
+                dist.recv(heard, self.before, self.group)
         except RuntimeError:
             time.sleep(1)  # whoever knows more may say it first
-            print(f"error: {place(dist.get_rank())}: lost rank {self.before}; the last checkpoint is whole", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(1)
+            leave(f"{place(dist.get_rank())}: lost rank {self.before}; the last checkpoint is whole")
+
+    def beat(self):
+        with suppress(RuntimeError):  # the next rank is gone: it, or who listens to it, says so
+            while not self.stopped.wait(BEAT_S):
+                dist.send(torch.zeros(1), self.next, self.group)
+            dist.send(torch.ones(1), self.next, self.group)
 
     def stop(self):
         """All ranks leave in good order."""
-        dist.send(torch.ones(1), self.next, self.group)
-        self.thread.join()
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join()
+
+
+def leave(line):
+    """Ends the process at once, whatever its threads wait for."""
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@contextmanager
+def connecting(what, rank, backend):
+    """Ends this process, with a line on `what`, where its ranks do not reach each other: at the library's error, and after
+    CONNECT_S without one."""
+    name = f"{backend.upper()}_SOCKET_IFNAME"
+    check = (f"check that their hosts reach each other, past firewalls and over the right interface ({name} is "
+             f"{os.environ.get(name, 'not set')})" + "; NCCL_DEBUG=INFO says more" * (backend == "nccl"))
+    timer = threading.Timer(CONNECT_S, lambda: leave(f"{place(rank)}: {what}: no answer within {CONNECT_S} s; {check}"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:
+        said = str(e).splitlines() or [type(e).__name__]
+        leave(f"{place(rank)}: {what}: {' ... '.join(dict.fromkeys((said[0], said[-1])))}; {check}")
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -274,26 +344,35 @@ def connected(launch):
         yield Axis("host")
         return
     store, rank, world = next(dist.rendezvous("env://", launch.rank, launch.world))
-    dist.init_process_group("gloo", store=dist.PrefixStore(meeting(store, rank, world), store), rank=rank, world_size=world)
-    pulse = Pulse(rank, world)
+    name = meeting(store, rank, world)
+    with connecting(f"all {world} ranks over gloo", rank, "gloo"):
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=FOREVER)
+        pulse = Pulse(rank, world)
     yield Axis("host", world, rank, dist.group.WORLD)
     pulse.stop()
     dist.destroy_process_group()
 
 
-def open_mesh(host, cp, tp, device):
-    """The Mesh of the ranks on the Axis `host`. All of them must call it."""
+def open_mesh(host, cp, tp, device, context_parallel="ring"):
+    """The Mesh of the ranks on the Axis `host`. All of them must call it. The first messages of each axis are sent: what
+    communicators take of the device is taken, and a network that does not carry them is found now."""
     dp = host.size // (cp * tp)
     ranks = torch.arange(host.size).view(dp, cp, tp)
     backend = "nccl" if device.type == "cuda" else "gloo"
-
-    def axis(name, lines):
-        mine = Axis(name)
-        for line in lines.tolist() if lines.shape[1] > 1 else ():
-            group = dist.new_group(line, backend=backend)
-            if host.rank in line:
-                mine = Axis(name, len(line), line.index(host.rank), group)
-        return mine
-    return Mesh(axis("tp", ranks.view(-1, tp)), axis("cp", ranks.transpose(1, 2).reshape(-1, cp)),
-                Axis("dp", dp, host.rank // (cp * tp)), axis("data", ranks.permute(2, 0, 1).reshape(tp, -1)),
-                axis("world", ranks.view(1, -1)), host)
+    lines = dict(tp=ranks.view(-1, tp), cp=ranks.transpose(1, 2).reshape(-1, cp),
+                 data=ranks.permute(2, 0, 1).reshape(tp, -1), world=ranks.view(1, -1))
+    shared = ("gather", "scatter_sum", "sum")
+    kinds = dict(tp=shared, cp=["shift" if context_parallel == "ring" else "exchange"], data=shared, world=["sum"])
+    axes = {name: Axis(name) for name in lines}
+    for name, carrier in communicators(tp, cp, dp).items():
+        [mine] = [line for line in lines[name].tolist() if host.rank in line]
+        with connecting(f"axis {name} ({len(mine)} ranks, {mine[0]} to {mine[-1]}) over {backend}", host.rank, backend):
+            group = axes[carrier].group
+            if carrier == name:  # all ranks make the groups of all lines
+                made = [dist.new_group(line, FOREVER, backend) for line in lines[name].tolist()]
+                group = made[lines[name].tolist().index(mine)]
+            axes[name] = Axis(name, len(mine), mine.index(host.rank), group)
+            axes[name].warm(kinds[name], device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the long messages
+    return Mesh(dp=Axis("dp", dp, host.rank // (cp * tp)), host=host, **axes)

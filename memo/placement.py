@@ -2,6 +2,7 @@
 the plan of the temporary tensors, and what the startup and plan.json say of it."""
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 
@@ -127,18 +128,22 @@ def decide(cfg, model, limit, streams=None):
 
 
 def requests_of_a_step(model, arena):
-    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for one."""
-    try:
-        return profiler.rehearse(model, arena)
-    except torch.OutOfMemoryError:
-        if model.mesh.world.size > 1:
-            raise  # the other ranks may have gone on, and would wait for this one
+    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for one on some
+    rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other waiting."""
+    trace, host = None, model.mesh.host
+    with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
+        trace = profiler.rehearse(model, arena)
+    if all(host.objects(trace is not None)):
+        return trace
+    if host.rank == 0:
         print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its requests are traced, "
               "not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
+    if trace is None:
         arena.recorded()  # half a rehearsal, of no use
-        cfg, like = replace(model.cfg, attention=model.attention.name), "cpu" if model.device.type == "cpu" else "meta"
-        return profiler.traced(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
-                               model.swap.missing, like)
+    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
+    like = "cpu" if model.device.type == "cpu" else "meta"
+    return profiler.traced(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
+                           model.swap.missing, like)
 
 
 def plan_memory(cfg, model):

@@ -12,6 +12,7 @@ import platform
 import resource
 import sys
 import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from memo.alpha import OutOfHostMemory, granted
 
 MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
 MPOL_PREFERRED = 1  # from that node while it has pages, then from the others: a small node must not end the run
+PIECE_BYTES = 2**36  # of one page lock; a multiple of any page
 
 
 # --- what there is ---
@@ -112,14 +114,22 @@ def prefer_node(address, nbytes, node):
                         ctypes.c_ulong(1024), 0) == 0
 
 
+def split(first, end, piece_bytes):
+    """[slice] of the bytes first..end of a slab, each inside one of its pieces."""
+    edges = [first, *range((first // piece_bytes + 1) * piece_bytes, end, piece_bytes), end]
+    return [slice(a, b) for a, b in pairwise(edges) if a < b]
+
+
 class HostSlab:
     """`nbytes` of host memory: `bytes`, a uint8 tensor. Taken at once, zeroed; page-locked for a CUDA device if `pin`.
 
+    It is locked in pieces, since the driver refuses one registration of 512 GiB (NVIDIA's open kernel modules, R580), and
+    CUDA refuses a copy that goes over the edge of a piece: what is copied is cut by parts().
     Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
     """
 
     def __init__(self, nbytes, device, pin=True):
-        self.unlock = None
+        self.unlock = []  # of each locked piece
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
@@ -135,22 +145,39 @@ class HostSlab:
         if pin and device.type == "cuda":
             self.lock(device)
 
+    def parts(self, first, end):
+        """[slice] of the bytes first..end, each of which one copy may move."""
+        return split(first, end, PIECE_BYTES)
+
     def lock(self, device):
-        cudart, address = torch.cuda.cudart(), self.bytes.data_ptr()
-        error = int(cudart.cudaHostRegister(address, self.bytes.nbytes, 0))
-        if error:
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=device)  # the next launch reports the error once more: let it be this one
-            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
-            gib = self.bytes.nbytes / 2**30
-            self.close()
-            raise OutOfHostMemory(f"page-locking {gib:.4g} GiB of host memory failed (CUDA error {error}, ulimit -l is "
-                                  f"{shown}); try `ulimit -l unlimited`, or --pin_memory=false, which copies more slowly")
-        self.unlock = weakref.finalize(self, cudart.cudaHostUnregister, address)  # at the latest when the slab is forgotten
+        cudart, pieces = torch.cuda.cudart(), self.parts(0, self.bytes.nbytes)
+        for k, piece in enumerate(pieces):
+            address, nbytes = self.bytes.data_ptr() + piece.start, piece.stop - piece.start
+            error = cudart.cudaHostRegister(address, nbytes, 0)
+            if int(error):
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=device)  # the next launch reports the error once more: let it be this one
+                self.close()
+                raise OutOfHostMemory(refused(k, pieces, f"CUDA error {int(error)}: {cudart.cudaGetErrorString(error)}"))
+            # at the latest when the slab is forgotten
+            self.unlock.append(weakref.finalize(self, cudart.cudaHostUnregister, address))
 
     def close(self):
         """Gives the memory back, whoever still holds a view of it. No copy may be under way."""
-        if self.unlock is not None:
-            self.unlock()
+        for unlock in self.unlock:
+            unlock()
         self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def refused(k, pieces, error):
+    """The line on piece k, which could not be page-locked."""
+    piece, whole = pieces[k], pieces[-1].stop
+    gib, gibs = ((n / 2**30) for n in (piece.stop - piece.start, whole))
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shown, remedy = "unlimited", "a smaller --host_memory_gb"
+    if limit != resource.RLIM_INFINITY:
+        shown = f"{limit // 1024} KiB"
+        if limit < whole:
+            remedy += ", `ulimit -l unlimited`"
+    return (f"page-locking {gib:.4g} GiB (piece {k + 1} of {len(pieces)}) of the host slab's {gibs:.4g} GiB failed "
+            f"({error}; ulimit -l is {shown}); try {remedy}, or --pin_memory=false, which copies more slowly")

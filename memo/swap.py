@@ -63,7 +63,9 @@ class Swap:
             pairs.append([])
             for name, (first, n) in self.placement.swapped(i, tensors).items():
                 flat = getattr(layer, name).view(-1).view(torch.uint8)
-                pairs[i].append((flat[first:first + n], self.slab.bytes[end:end + n]))
+                for part in self.slab.parts(end, end + n):
+                    at = first + part.start - end
+                    pairs[i].append((flat[at:at + part.stop - part.start], self.slab.bytes[part]))
                 end += n
         return pairs
 

@@ -8,11 +8,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memo.caching import CachingAllocator, OutOfMemory, Rectangle, kind, planned, simulate, tensors
+from memo.caching import (
+    CachingAllocator,
+    OutOfMemory,
+    Rectangle,
+    installed_torch,
+    kind,
+    planned,
+    simulate,
+    tensors,
+    tie_rule,
+)
 from memo.plots import memory_plan
 
 KiB, MiB = 2**10, 2**20
 SIZES = (1, 511, 513, 100 * KiB, MiB - 1, MiB, MiB + 1, 3 * MiB, 9 * MiB, 10 * MiB, 11 * MiB, 24 * MiB + 5, 40 * MiB)
+TIES = ("address", "block", "segment")
 
 
 def trace(*lines):
@@ -51,8 +62,9 @@ def test_the_pools_do_not_share():
     assert a.malloc(MiB) == 20 * MiB and a.reserved_bytes == 22 * MiB
 
 
-def test_best_fit_takes_the_smallest_block_and_the_lowest_address_among_equals():
-    a = CachingAllocator()
+@pytest.mark.parametrize("ties", TIES)
+def test_best_fit_takes_the_smallest_block(ties):
+    a = CachingAllocator(ties=ties)
     large, first, small, second = (a.malloc(n * MiB) for n in (30, 14, 12, 14))
     for address in (large, second, small, first):
         a.free(address)
@@ -63,15 +75,37 @@ def test_best_fit_takes_the_smallest_block_and_the_lowest_address_among_equals()
     assert a.cuda_mallocs == 4 and a.allocated_bytes == (14 + 14 + 14 + 16) * MiB
 
 
+def test_each_torch_breaks_ties_in_its_own_way():
+    """What torch 2.11, 2.12 and 2.13 to 2.14 do was seen by running their allocators on such requests."""
+    assert [tie_rule(v) for v in ((2, 9), (2, 11), (2, 12), (2, 13), (2, 14), (3, 0))] == [
+        "address", "address", "block", "segment", "segment", "segment"]
+    assert tie_rule(installed_torch()) == tie_rule(tuple(int(n) for n in torch.__version__.split(".")[:2]))
+    taken = {}
+    for ties in TIES:
+        a = CachingAllocator(ties=ties)
+        places = iter((100 * MiB, 0))  # the younger segment lies lower
+        a.place = lambda _, places=places: next(places)
+        p = [a.malloc(5 * MiB) for _ in range(8)]  # of each segment the last block is the oldest: what was left of it
+        for i in (1, 3, 5):
+            a.free(p[i])
+        taken[ties] = [p.index(a.malloc(5 * MiB)) for _ in range(3)]
+    assert taken == dict(address=[5, 1, 3], block=[3, 1, 5], segment=[1, 3, 5])
+    a = CachingAllocator(ties="block")
+    p = [a.malloc(2 * MiB) for _ in range(10)]
+    for i in (0, 3, 2, 1, 5, 6, 7, 8):
+        a.free(p[i])
+    assert a.pools[False] == [(8 * MiB, 3, p[0]), (8 * MiB, 10, p[5])]  # freed last: p[1], p[8]; the segment was 1
+
+
 def test_free_neighbours_merge_within_their_segment_only():
-    a = CachingAllocator()
+    a = CachingAllocator(ties="segment")
     p = [a.malloc(5 * MiB) for _ in range(8)]  # two segments, side by side
     for i in (0, 2, 1):
         a.free(p[i])
-    assert a.pools[False] == [(15 * MiB, 0)]
+    assert a.pools[False] == [(15 * MiB, 1, 0)]
     a.free(p[4])
     a.free(p[3])
-    assert a.pools[False] == [(5 * MiB, 20 * MiB), (20 * MiB, 0)]  # they touch, and stay two
+    assert a.pools[False] == [(5 * MiB, 2, 20 * MiB), (20 * MiB, 1, 0)]  # they touch, and stay two
     with pytest.raises(KeyError):
         a.free(p[1])
 
@@ -97,15 +131,21 @@ def test_a_full_device_returns_its_free_segments_of_both_pools_and_tries_again()
 # --- against a plain model ---
 
 class Plain:
-    """The same rules, slowly: a segment is a list of cells [bytes, used]."""
+    """The same rules, slowly: a segment is a list of cells [bytes, used, number, number of the segment]."""
 
-    def __init__(self, capacity):
-        self.capacity, self.segments = capacity, {}  # base: (small, cells)
+    def __init__(self, capacity, ties):
+        self.capacity, self.segments, self.number = capacity, {}, 0  # base: (small, cells)
+        self.tie = dict(address=lambda cell, cells: 0, block=lambda cell, cells: cell[2],
+                        segment=lambda cell, cells: min(c[3] for c in cells))[ties]
+
+    def cell(self, nbytes, used, born=None):
+        self.number += 1
+        return [nbytes, used, self.number, self.number if born is None else born]
 
     def cells(self):
         for base, (small, cells) in sorted(self.segments.items()):
             address = base
-            for i, (nbytes, used) in enumerate(cells):
+            for i, (nbytes, used, *_) in enumerate(cells):
                 yield address, nbytes, used, small, cells, i
                 address += nbytes
 
@@ -115,7 +155,7 @@ class Plain:
     def malloc(self, n):
         n = max(-(-n // 512), 1) * 512
         small = n <= MiB
-        fits = [(nbytes, address, cells, i) for address, nbytes, used, s, cells, i in self.cells()
+        fits = [(nbytes, self.tie(cells[i], cells), address, cells, i) for address, nbytes, used, s, cells, i in self.cells()
                 if s == small and not used and nbytes >= n]
         if not fits:
             size = 2 * MiB if small else 20 * MiB if n < 10 * MiB else -(-n // (2 * MiB)) * 2 * MiB
@@ -123,32 +163,33 @@ class Plain:
                 self.segments = {b: s for b, s in self.segments.items() if len(s[1]) > 1 or s[1][0][1]}
             if self.reserved() + size > self.capacity:
                 raise OutOfMemory
-            ends = {b: b + sum(nbytes for nbytes, _ in s[1]) for b, s in self.segments.items()}
+            ends = {b: b + sum(nbytes for nbytes, *_ in s[1]) for b, s in self.segments.items()}
             base = min(e for e in (0, *ends.values()) if all(e + size <= b or end <= e for b, end in ends.items()))
-            cells = [[size, False]]
+            cells = [self.cell(size, False)]
             self.segments[base] = small, cells
-            fits = [(size, base, cells, 0)]
-        nbytes, address, cells, i = min(fits)
+            fits = [(size, 0, base, cells, 0)]
+        nbytes, _, address, cells, i = min(fits, key=lambda fit: fit[:3])
         rest = nbytes - n
         if (rest >= 512) if small else (rest > MiB):
-            cells[i:i + 1] = [[n, True], [rest, False]]
+            cells[i:i + 1] = [self.cell(n, True, cells[i][3]), [rest, False, *cells[i][2:]]]
         else:
             cells[i][1] = True
         return address
 
     def free(self, address):
         cells, i = next((cells, i) for at, _, _, _, cells, i in self.cells() if at == address)
-        cells[i][1] = False
+        cells[i][1], numbers = False, cells[i][2:]
         for j in (i, i - 1):
             if 0 <= j < len(cells) - 1 and not cells[j][1] and not cells[j + 1][1]:
-                cells[j:j + 2] = [[cells[j][0] + cells[j + 1][0], False]]
+                cells[j:j + 2] = [[cells[j][0] + cells[j + 1][0], False, *numbers]]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_requests_against_a_plain_model_of_memory(seed):
+@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("seed", range(15))
+def test_random_requests_against_a_plain_model_of_memory(seed, ties):
     rng = random.Random(seed)
     capacity = rng.choice((10**12, 150 * MiB, 80 * MiB))
-    a, plain, live, failures, peak = CachingAllocator(capacity), Plain(capacity), {}, 0, 0
+    a, plain, live, failures, peak = CachingAllocator(capacity, ties), Plain(capacity, ties), {}, 0, 0
     for _ in range(300):
         if live and rng.random() < 0.48:
             address = rng.choice(list(live))
@@ -173,7 +214,7 @@ def test_random_requests_against_a_plain_model_of_memory(seed):
         assert a.reserved_bytes == plain.reserved() == sum(n for _, n, *_ in a.segments) <= capacity
         peak = max(peak, a.reserved_bytes)
         assert all(any(s <= at and at + n <= s + size for s, size, *_ in a.segments) for at, n in live.items())
-        assert sorted(at for pool in a.pools.values() for _, at in pool) == [at for at, _, used, *_ in cells if not used]
+        assert sorted(at for pool in a.pools.values() for _, _, at in pool) == [at for at, _, used, *_ in cells if not used]
     assert a.peak_reserved_bytes == peak and a.reorganisations >= failures
     assert a.cuda_mallocs == len(a.history)
     for address in live:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from memo import tokens
-from memo.batch import SPLITS, open_dataset
+from memo.batch import SPLITS, open_dataset, to_device
 from memo.config import ConfigError
 from memo.tokens import DTYPES, load_tokenizer, run, train_tokenizer, write_dataset
 
@@ -392,3 +392,20 @@ def test_datasets_that_are_not_there(tmp_path, monkeypatch):
         open_dataset("stdlib", 8)
     fake_dataset(tmp_path / "mine")
     assert open_dataset("mine", 8).folder == tmp_path / "mine"
+
+
+def test_a_batch_goes_to_a_gpu_through_pinned_memory_and_nobody_waits():
+    """On a GPU itself: make test-cuda counts the copies. Here, what is asked of torch."""
+    class Host:
+        def __init__(self, pinned=False):
+            self.pinned = pinned
+
+        def pin_memory(self):
+            return Host(True)
+
+        def to(self, device, non_blocking=False):
+            return self.pinned, device, non_blocking
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    assert to_device(Host(), gpu, pin=True) == (True, gpu, True)
+    assert to_device(Host(), gpu, pin=False) == (False, gpu, False)  # from pageable memory a copy must be waited for
+    assert to_device(Host(), cpu, pin=True) == (False, cpu, False)

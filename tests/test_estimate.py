@@ -38,6 +38,17 @@ def paper(S, gpus=8, model="7B", **keys):
     return budget.estimate(paper_config(model, S, **keys), A800, gpus, fast_arena)
 
 
+@pytest.mark.parametrize("tp,cp,dp,made", [(1, 1, 1, 0), (8, 1, 1, 1), (1, 8, 1, 2), (1, 1, 8, 1), (4, 2, 1, 4),
+                                           (2, 1, 4, 3), (1, 2, 4, 2), (2, 2, 2, 4)])
+def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, made):
+    """As tests/test_mesh.py counts them: `world` has one of its own only where no other axis has all ranks."""
+    cfg = paper_config("7B", 65536, tp=tp, cp=cp, gradient_accumulation_steps=dp)
+    *_, lines = budget.states(cfg, A800, tp * cp * dp, 2)
+    [line] = [line for line in lines if line.region == "communication"] or [budget.Line("", "0 NCCL communicators", 0)]
+    assert line.device_bytes == made * hardware.COMMUNICATOR_BYTES
+    assert line.what == f"{made} NCCL communicator{'s' * (made != 1)}"
+
+
 # --- the paper, from its hardware alone ---
 
 def test_alpha_is_the_papers_best_of_table_5():

@@ -2,6 +2,7 @@
 two nodes, and what ranks do not agree on."""
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -16,13 +17,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import train
-from memo import checkpoint, convert
+from memo import checkpoint, convert, profiler
+from memo.allocator import Arena
 from memo.mesh import Agreed, Launch
 from memo.metrics import read_metrics
-from tests.ranks import children, pool
+from tests.ranks import Ranks, children, pool
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
@@ -230,6 +233,55 @@ def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_pat
     assert len(losses(tmp_path)) == 10 and os.listdir(tmp_path / "ckpt") == ["3"]
     assert pool(2).run(here, resume) == [0, 0]
     assert os.listdir(tmp_path / "ckpt") == ["10"]
+
+
+def without_room(host, argv):
+    """here(), but rank 1's rehearsal runs out of memory in its first backward -> (exit code, lines on stderr)."""
+    run, said = profiler.Rehearsal.run, io.StringIO()
+
+    def out_of_memory(self, label, *args):
+        if host.rank == 1 and isinstance(self.arena, Arena) and "backward" in label:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, label, *args)
+    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stderr(said):
+        m.setattr(profiler.Rehearsal, "run", out_of_memory)
+        return here(host, argv), said.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("keys", [dict(tp=2), dict(cp=2)], ids=str)
+def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path, keys):
+    assert pool(2).run(here, argv(dataset, tmp_path / "recorded", max_iters=3, **keys)) == [0, 0]
+    (code, said), (other_code, _) = pool(2).run(without_room, argv(dataset, tmp_path / "traced", max_iters=3, **keys))
+    assert code == other_code == 0 and "its requests are traced, not recorded" in said[0]
+    assert losses(tmp_path / "traced") == losses(tmp_path / "recorded")
+    recorded, traced = (json.loads((tmp_path / name / "plan.json").read_text())["memory_plans"][0]["segments"]
+                        for name in ("recorded", "traced"))
+    assert list(recorded) == list(traced) and recorded != traced  # without attention's workspaces
+
+
+def measured_without_room(host, argv, said):
+    """What rank 1 says whose layer does not fit while the rates are measured; rank 0 waits in a message of that layer."""
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    with pytest.MonkeyPatch.context() as m:
+        if host.rank == 1:
+            m.setattr("model.Block.backward", out_of_memory)
+        sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
+        with train.leaving(host):
+            train.setup(argv, Launch(host.rank, 2, host.rank, 2, 0, ""), host)
+
+
+def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):
+    ranks, said = Ranks(2), tmp_path / "said "
+    for pipe in ranks.pipes:
+        pipe.send((measured_without_room, (argv(dataset, tmp_path / "out", tp=2, activation="memo"), said)))
+    for process in ranks.processes:
+        process.join(60)
+    assert [process.exitcode for process in ranks.processes] == [1, 1]
+    first, second = (Path(f"{said}{rank}").read_text() for rank in range(2))
+    [line] = [line for line in second.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: rank 1 ({socket.gethostname()}): ") and "CUDA out of memory" in line, line
+    assert "error: rank 0" in first and "lost" in first
 
 
 # --- torchrun ---

@@ -1,15 +1,22 @@
 """The mesh: who is where, what they say to each other and what it costs, and what stops a run before it begins."""
 
+import io
 import os
+import re
+import signal
 import socket
+import sys
 import time
+from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from memo import mesh as mesh_module
 from memo.allocator import Arena
-from memo.config import Config, ConfigError, degrees
+from memo.config import Config, ConfigError, communicators, degrees
 from memo.mesh import (
     ALL_GATHER,
     ALONE,
@@ -17,6 +24,7 @@ from memo.mesh import (
     Agreed,
     Axis,
     Launch,
+    Pulse,
     launched,
     open_mesh,
     same_everywhere,
@@ -69,6 +77,103 @@ def test_tp_is_innermost_and_data_are_the_ranks_with_the_same_parameters():
         assert rank == (dp * 2 + cp) * 2 + tp
         assert members == dict(tp=[rank - tp, rank - tp + 1], cp=[4 * dp + tp, 4 * dp + 2 + tp],
                                data=list(range(tp, 8, 2)), world=list(range(8)))
+
+
+def test_axes_of_the_same_ranks_share_a_communicator_where_one_is_quiet():
+    for tp, cp, dp in product((1, 2, 3), repeat=3):
+        ranks = list(product(range(dp), range(cp), range(tp)))
+        lines = dict(tp={r for r in ranks if r[:2] == (0, 0)}, cp={r for r in ranks if r[::2] == (0, 0)},
+                     data={r for r in ranks if r[2] == 0}, world=set(ranks))  # of the first rank
+        got = communicators(tp, cp, dp)
+        assert list(got) == [name for name, line in lines.items() if len(line) > 1]
+        for name, carrier in got.items():
+            assert lines[name] == lines[carrier] and got[carrier] == carrier
+            others = [other for other in ("tp", "data") if lines[other] == lines["world"]]
+            assert carrier == (others[0] if name == "world" and others else name)
+
+
+def opened(host, cp, tp, kind):
+    """(groups, {axis: {message: how often it was sent at the start}}, seconds that any group waits)."""
+    sent, begun = {}, mesh_module.begun
+
+    def noting(call, group):
+        members = tuple(dist.get_process_group_ranks(group))
+        sent.setdefault(members, []).append(call)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(mesh_module, "begun", lambda call, *args: noting(call.__name__, args[-1]) or begun(call, *args))
+        reduce, batch = dist.all_reduce, dist.batch_isend_irecv
+        m.setattr(dist, "all_reduce", lambda x, *args, group: noting("all_reduce", group) or reduce(x, *args, group=group))
+        m.setattr(dist, "batch_isend_irecv", lambda ops: noting("shift", ops[0].group) or batch(ops))
+        mesh = open_mesh(host, cp, tp, CPU, kind)
+    axes = [a for a in (mesh.tp, mesh.cp, mesh.data, mesh.world) if a.size > 1]
+    assert all(a.sent_bytes == 0 for a in axes) and all(a.sum(torch.ones(1)).item() == a.size for a in axes)
+    groups = {a.group for a in axes}
+    waits = {g._get_backend(CPU).options._timeout for g in (*groups, host.group, host.another())}
+    mesh.close()
+    return len(groups), sent, waits
+
+
+@pytest.mark.parametrize("cp,tp,kind", [(1, 2, "ring"), (2, 1, "ring"), (2, 1, "ulysses"), (1, 1, "ring")])
+def test_the_first_messages_of_every_axis_are_sent_when_it_is_made(cp, tp, kind):
+    shared = [ALL_GATHER.__name__, REDUCE_SCATTER.__name__, "all_reduce"]
+    hop = [] if cp == 1 else ["shift"] if kind == "ring" else ["all_to_all_single"]
+    for groups, sent, waits in pool(2).run(opened, cp, tp, kind):
+        assert groups == len(set(communicators(tp, cp, 2 // (cp * tp)).values())) == (2 if cp == 2 else 1)
+        assert sent == {(0, 1): [*hop, *shared, "all_reduce"]}
+        assert min(waits) >= timedelta(days=7)  # a rank may wait for another's forward of hours
+
+
+def faulty(host, path, fault):
+    """One rank of two, whose network does not carry its messages: what it says lies in `path`."""
+    sys.stderr = io.TextIOWrapper(io.FileIO(f"{path}/{host.rank}", "w"))
+    if fault == "interface":
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    elif host.rank == 1:
+        if fault == "gone":
+            mesh_module.Axis.warm = lambda *args: os._exit(9)
+        else:
+            mesh_module.Axis.warm = lambda *args: time.sleep(600)
+    mesh_module.CONNECT_S = 1 if fault == "silent" else 60
+    open_mesh(host, 1, 2, CPU)
+
+
+@pytest.mark.parametrize("fault,said,interface", [
+    ("interface", r".*nosuch0.*", "nosuch0"), ("gone", r".*[Cc]onnection.*", "not set"),
+    ("silent", "no answer within 1 s", "not set")])
+def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, fault, said, interface):
+    ranks = Ranks(2)
+    for pipe in ranks.pipes:
+        pipe.send((faulty, (str(tmp_path), fault)))
+    ranks.processes[0].join(30)
+    assert ranks.processes[0].exitcode == 1
+    ranks.processes[1].join(30)
+    assert ranks.processes[1].exitcode == (9 if fault == "gone" else 1)
+    [line] = (tmp_path / "0").read_text().splitlines()
+    assert re.fullmatch(rf"error: rank 0 \({socket.gethostname()}\): axis tp \(2 ranks, 0 to 1\) over gloo: {said}; check "
+                        r"that their hosts reach each other, past firewalls and over the right interface "
+                        rf"\(GLOO_SOCKET_IFNAME is {interface}\)", line), line
+
+
+def suspended(host, path):
+    sys.stderr = io.TextIOWrapper(io.FileIO(f"{path}/{host.rank}", "w"))
+    mesh_module.LOST_S, mesh_module.BEAT_S = 3, 0.2
+    Pulse(host.rank, host.size)
+    time.sleep(4)  # it is well: nothing happens
+    print(f"{host.rank} lives", file=sys.stderr, flush=True)
+    if host.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
+def test_a_rank_that_says_nothing_for_long_is_lost(tmp_path):
+    ranks = Ranks(2)
+    for pipe in ranks.pipes:
+        pipe.send((suspended, (str(tmp_path),)))
+    ranks.processes[0].join(30)
+    assert ranks.processes[0].exitcode == 1
+    ranks.processes[1].kill()
+    lines = (tmp_path / "0").read_text().splitlines()
+    assert lines == ["0 lives", f"error: rank 0 ({socket.gethostname()}): lost rank 1; the last checkpoint is whole"]
 
 
 def talk(host, dtype):

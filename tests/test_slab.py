@@ -1,7 +1,10 @@
 """The host slab: what there is, taking it to the byte, locking it, giving it back."""
 
+import random
 import re
 import resource
+from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -90,8 +93,12 @@ def test_memory_that_the_system_refuses():
 @pytest.fixture
 def fake_cuda(monkeypatch):
     calls = []
-    driver = SimpleNamespace(error=0)
-    driver.cudaHostRegister = lambda address, nbytes, flags: calls.append(("register", address, nbytes)) or driver.error
+    driver = SimpleNamespace(errors=[], cudaGetErrorString=lambda error: {2: "out of memory"}[error])
+
+    def register(address, nbytes, flags):
+        calls.append(("register", address, nbytes))
+        return driver.errors.pop(0) if driver.errors else 0
+    driver.cudaHostRegister = register
     driver.cudaHostUnregister = lambda address: calls.append(("unregister", address))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(slab, "numa_node", lambda device: None)
@@ -117,20 +124,58 @@ def test_without_pinning_nothing_is_registered(fake_cuda):
     assert fake_cuda[1] == []
 
 
-def test_a_lock_limit_that_is_too_low_names_the_remedy(fake_cuda, monkeypatch):
+def test_a_slab_is_locked_piece_by_piece(fake_cuda, monkeypatch):
+    _, calls = fake_cuda
+    monkeypatch.setattr(slab, "PIECE_BYTES", MIB)
+    block = HostSlab(3 * MIB + 1, torch.device("cuda"))
+    address = block.bytes.data_ptr()
+    assert calls == [("register", address + k * MIB, n) for k, n in enumerate((MIB, MIB, MIB, 1))]
+    calls.clear()
+    block.close()
+    block.close()
+    assert sorted(calls) == [("unregister", address + k * MIB) for k in range(4)]
+    whole = HostSlab(2 * MIB, torch.device("cuda"))
+    assert calls[-1] == ("register", whole.bytes.data_ptr() + MIB, MIB)  # no empty piece behind it
+
+
+def test_copies_are_cut_where_pieces_end():
+    assert slab.PIECE_BYTES <= 64 * 2**30 and slab.PIECE_BYTES % 2**21 == 0  # of any page
+    assert slab.split(0, 700 * 2**30, slab.PIECE_BYTES)[-1] == slice(640 * 2**30, 700 * 2**30)
+    rng = random.Random(0)
+    for _ in range(300):
+        piece, ends = rng.randint(1, 50), [0]
+        for _ in range(rng.randint(1, 10)):
+            ends.append(ends[-1] + rng.randint(0, 120))
+        locked = {byte: k for k, s in enumerate(slab.split(0, ends[-1], piece)) for byte in range(s.start, s.stop)}
+        assert sorted(locked) == list(range(ends[-1])) and max(Counter(locked.values()).values(), default=0) <= piece
+        assert all(s.start % piece == 0 for s in slab.split(0, ends[-1], piece))
+        for first, end in pairwise(ends):
+            parts = [range(s.start, s.stop) for s in slab.split(first, end, piece)]
+            assert [byte for part in parts for byte in part] == list(range(first, end))
+            assert all(len({locked[byte] for byte in part}) == 1 for part in parts)  # none is empty, none crosses
+            assert len({locked[byte] for byte in range(first, end)}) == len(parts)  # no more than it takes
+
+
+@pytest.mark.parametrize("limit,shown,remedy", [
+    (64 * 1024, "64 KiB", "a smaller --host_memory_gb, `ulimit -l unlimited`, or --pin_memory=false"),
+    (2**40, "1073741824 KiB", "a smaller --host_memory_gb, or --pin_memory=false"),
+    (resource.RLIM_INFINITY, "unlimited", "a smaller --host_memory_gb, or --pin_memory=false")])
+def test_a_page_lock_that_is_refused_names_the_piece_and_the_remedy(fake_cuda, monkeypatch, limit, shown, remedy):
     driver, calls = fake_cuda
-    driver.error = 2
+    driver.errors = [0, 0, 2]
 
     def reported_again(*args, **kw):
         calls.append(("launch",))
         raise RuntimeError("CUDA error: out of memory")
     monkeypatch.setattr(torch, "zeros", reported_again)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 * 1024, 64 * 1024))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(slab, "PIECE_BYTES", MIB)
     with pytest.raises(OutOfHostMemory) as e:
-        HostSlab(2**20, torch.device("cuda"))
-    assert str(e.value) == ("page-locking 0.0009766 GiB of host memory failed (CUDA error 2, ulimit -l is 64 KiB); try "
-                            "`ulimit -l unlimited`, or --pin_memory=false, which copies more slowly")
-    assert [c[0] for c in calls] == ["register", "launch"]
+        HostSlab(5 * MIB // 2, torch.device("cuda"))
+    assert str(e.value) == ("page-locking 0.0004883 GiB (piece 3 of 3) of the host slab's 0.002441 GiB failed (CUDA error "
+                            f"2: out of memory; ulimit -l is {shown}); try {remedy}, which copies more slowly")
+    assert [c[0] for c in calls] == ["register"] * 3 + ["launch"] + ["unregister"] * 2
+    assert {c[1] for c in calls[4:]} == {c[1] for c in calls[:2]}  # the two that had been locked
 
 
 def test_pages_come_from_the_node_that_was_asked_for():

@@ -255,6 +255,20 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
         model.close()
 
 
+def test_no_copy_goes_over_the_edge_of_a_locked_piece(monkeypatch):
+    keep = trained(2, 512, torch.float32, 2, activation="keep")
+    monkeypatch.setattr("memo.slab.PIECE_BYTES", 3 * 2**12)
+    made, swap = [], Swap.swapped_pairs
+    monkeypatch.setattr(Swap, "swapped_pairs", lambda self, tensors: made.append((self, swap(self, tensors))) or made[-1][1])
+    assert same(trained(2, 512, torch.float32, 2, activation="memo", alpha=0.5), keep)
+    (model_swap, pairs), = made
+    copies = [(h.data_ptr(), h.nbytes, d.nbytes) for layer in pairs for d, h in layer]
+    first = min(at for at, *_ in copies)
+    assert all((at - first) // 12288 == (at - first + n - 1) // 12288 for at, n, _ in copies)
+    assert all(n == m for _, n, m in copies) and sum(n for _, n, _ in copies) == model_swap.host_bytes
+    assert len(copies) >= model_swap.host_bytes // 12288 > 50
+
+
 # --- memory on the device ---
 
 def allocations(call):
