@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from memo.config import ConfigError, communicators
+from memo.device import synchronize
 
 FOREVER = timedelta(days=365)  # of a message: a rank may wait for a forward of hours. Pulse looks after who is alive
 CONNECT_S = 600  # of a first message
@@ -160,8 +161,7 @@ class Axis:
                 sent = getattr(self, kind)(x[0] if kind == "gather" else x)
                 if kind == "shift":
                     sent.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         self.sent_bytes = 0
 
     def another(self):
