@@ -5,6 +5,7 @@ The environment's NULL_JOB is a JSON object:
     gpu, figures   a hardware.machine() and its figures by name; null CUDA and the run's own estimate both work with these
     host_bytes     what is free on the host (default: the node's host memory)
     sparse         whether the host slab takes no pages: its zeros are not written, a fresh mapping's bytes are zero
+    saves          false: without checkpoints, which are real files of a model's full size
     unwatched      without dispatch mode and virtual time, as a user's process is
 
 REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch (ids to the device),
@@ -12,11 +13,13 @@ step (a step's forward and backward), clip, optimizer, between (all else in the 
 """
 
 import json
+import mmap
 import os
 import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -86,8 +89,8 @@ class SparseZeros(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def sparse_mmap(fileno, length, flags=0, real=slab.mmap.mmap, **kwargs):
-    return real(fileno, length, flags=flags | slab.mmap.MAP_NORESERVE, **kwargs)
+def sparse_mmap(fileno, length, flags):
+    return mmap.mmap(fileno, length, flags=flags | 0x4000)  # Linux's MAP_NORESERVE, which Python's mmap names from 3.13 on
 
 
 @contextmanager
@@ -106,8 +109,10 @@ def as_modelled(job):
         enter(patch.object(slab, "available", lambda: free))
         enter(patch("memo.expected.available", lambda: free))
         if job.get("sparse"):
-            enter(patch.object(slab.mmap, "mmap", sparse_mmap))
+            enter(patch.object(slab, "mmap", SimpleNamespace(**vars(mmap) | dict(mmap=sparse_mmap))))
             enter(SparseZeros())
+        if not job.get("saves", True):
+            enter(patch.object(train, "save", lambda *args, **kwargs: None))
         if not job.get("unwatched"):
             enter(watching(machine.speeds))
         yield machine

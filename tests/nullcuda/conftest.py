@@ -1,0 +1,25 @@
+"""What every test on null CUDA begins with. `make test-cuda` puts null CUDA in front; in `make test` this folder is left out."""
+
+import os
+
+import pytest
+
+NULL = "libnull.so" in os.environ.get("LD_PRELOAD", "")
+collect_ignore_glob = [] if NULL else ["test_*.py"]
+
+# a small model of four layers, of which two are swapped; every kernel of a large one is in it
+SMALL = ("--n_layer=4", "--n_embd=256", "--n_head=4", "--block_size=2048", "--max_iters=3", "--warmup_iters=1",
+         "--eval_interval=0", "--save_interval=0", "--learning_rate=1e-3")
+
+
+@pytest.fixture(scope="session")
+def small(dataset_of):
+    """Command line of a small run."""
+    return (*SMALL, f"--dataset={dataset_of(50, 2**14)}")
+
+
+@pytest.fixture(scope="session")
+def dataset_of(tmp_path_factory):
+    """dataset_of(vocabulary, tokens) -> its folder."""
+    from tests.nullcuda.runs import random_dataset
+    return lambda *args: random_dataset(tmp_path_factory.mktemp("dataset"), *args)
