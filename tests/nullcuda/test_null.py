@@ -228,7 +228,7 @@ def requests():
     from tests.nullcuda.watch import watching
     cfg = Config(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash", activation="keep")
     traces = []
-    for watch in (False, True):
+    for watch in (None, False, True):  # the first one takes the libraries' workspaces along
         device = torch.device("cuda:0")
         model = GPT(cfg, device, torch.bfloat16)
         model.reserve(1, 1024)
@@ -240,7 +240,7 @@ def requests():
             traces.append(profiler.rehearse(model, arena).text)
         arena.close()
         model.close()
-    return traces
+    return traces[1:]
 
 
 def test_watching_changes_no_memory_request(tmp_path):
