@@ -1,4 +1,4 @@
-"""What every test on null CUDA begins with. `make test-cuda` puts null CUDA in front; in `make test` this folder is left out."""
+"""What every test on null CUDA begins with. `make test-cuda` loads null CUDA; `make test` leaves this folder out."""
 
 import os
 

@@ -8,8 +8,8 @@ The environment's NULL_JOB is a JSON object:
     saves          false: without checkpoints, which are real files of a model's full size
     unwatched      without dispatch mode and virtual time, as a user's process is
 
-REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch (ids to the device),
-step (a step's forward and backward), clip, optimizer, between (all else in the loop).
+REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch (ids to
+the device), step (a step's forward and backward), clip, optimizer, between (all else in the loop).
 """
 
 import json
@@ -31,6 +31,8 @@ from memo.optim import Optimizer
 from tests.nullcuda.watch import NULL, watching
 
 GPU = "h100-80gb"
+PHASES = ((train, "train", "between"), (train, "batch", "batch"), (train, "forward_backward", "step"),
+          (Optimizer, "clip", "clip"), (Optimizer, "step", "optimizer"))  # (where, function, phase)
 
 
 def modelled(gpu=GPU, host_bytes=None, **figures):
@@ -122,8 +124,7 @@ def run(argv, job):
     """The report of train.py with these arguments."""
     report, phases = dict(exit=0, error=None), Phases()
     with as_modelled(job), ExitStack() as stack:
-        for where, name, phase in ((train, "train", "between"), (train, "batch", "batch"), (train, "forward_backward", "step"),
-                                   (Optimizer, "clip", "clip"), (Optimizer, "step", "optimizer")):
+        for where, name, phase in PHASES:
             stack.enter_context(phases.of(where, name, phase))
         start = time.perf_counter()
         try:

@@ -67,9 +67,9 @@ def trained(folder, *argv, ranks=1, job=None, environment=None):
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m",
                    "tests.nullcuda.driver", path, *argv]
-        environment = os.environ | environment | dict(NULL_JOB=json.dumps(job), NULL_DEVICES=str(ranks), OMP_NUM_THREADS="1")
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              timeout=TIMEOUT_S)
+        mine = dict(NULL_JOB=json.dumps(job), NULL_DEVICES=str(ranks), OMP_NUM_THREADS="1")
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | mine | environment, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S)
         text, names = done.stdout, [f"{path}.{rank}" for rank in range(ranks)]
     missing = [name for name in names if not Path(name).exists()]
     assert not missing, f"no report of {missing}:\n{text[-3000:]}"

@@ -106,7 +106,7 @@ def program(seed):
         what, s = r.choices(("copy", "record", "wait", "sync"), (6, 3, 3, 0.5))[0], r.randrange(STREAMS)
         if what == "copy":
             n = r.randrange(1, 12)
-            start, to = r.sample(range(0, 64 - n), 2)
+            start, to = r.sample(range(64 - n), 2)
             ops.append((what, s, start, to, n) if abs(start - to) >= n else ("sync", s))
         else:
             ops.append((what, s, r.randrange(3)) if what != "sync" else (what, s))
@@ -174,7 +174,7 @@ def test_races_are_those_of_brute_force(tmp_path):
     for seed, lines in enumerate(found):
         mine, theirs = {tuple(pair) for pair in lines}, races_of(program(seed))
         assert mine <= theirs, seed  # no false one
-        # a byte's history holds its last write and the reads since: a race with an older write is one whose later write raced
+        # a byte's history is its last write and the reads since: behind a race with it, older ones are not told apart
         assert bool(mine) == bool(theirs), seed
         assert {j for _, j in theirs} >= {j for _, j in mine}
         some += bool(theirs)

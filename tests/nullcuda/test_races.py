@@ -7,7 +7,7 @@ from tests.nullcuda.runs import in_process
 
 LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "ulysses": dict(cp=2, context_parallel="ulysses"), "dp2": {}}
 SWAP_WAITS = ("computed", "offloaded", "done", "prefetched")
-# what waits for a message: (layout, axis, the message). memo/mesh.py and memo/model.py wait for each before its bytes are used
+# (layout, axis, message): memo waits for each of these before the bytes that come are used
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"), ("ulysses", "cp", "exchange"),
             ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"))
 
@@ -87,13 +87,14 @@ def without(what):
             self.works = ()
         return real(self)
     stack = ExitStack()
-    for name in ("start_gather", "start_scatter_sum", "shift", "start"):
-        def begin(self, *args, name=name, real=getattr(Axis, name)):
-            works = real(self, *args)
-            starts = dict(gather="start_gather", scatter_sum="start_scatter_sum", shift="shift", exchange="start")[call]
-            works.careless = getattr(works, "careless", False) or (name == starts and self.name == axis)
-            return works
-        stack.enter_context(patch.object(Axis, name, begin))
+    name = dict(gather="start_gather", scatter_sum="start_scatter_sum", shift="shift", exchange="start")[call]
+    real_begin = getattr(Axis, name)
+
+    def begin(self, *args):
+        works = real_begin(self, *args)
+        works.careless = self.name == axis
+        return works
+    stack.enter_context(patch.object(Axis, name, begin))
     stack.enter_context(patch.object(Works, "wait", careless))
     return stack
 

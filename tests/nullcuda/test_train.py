@@ -1,5 +1,5 @@
-"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it says when that is
-refused. See also tests/nullcuda/test_races.py and test_time.py."""
+"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it says when
+that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
 
 import json
 
@@ -69,8 +69,7 @@ def test_the_batchs_ids_come_from_page_locked_memory(run_of, name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_ends_with_one_wait(run_of, name):
-    counts = run_of(name).report["counts"]["between"]  # beside the step's own .tolist(), those of the figures that are logged
-    assert counts["syncs"] <= 3 * 2, counts
+    assert run_of(name).report["counts"]["between"]["syncs"] <= 3 + 1  # and the last one's, before it saves
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -94,15 +93,17 @@ def test_a_run_that_is_resumed_goes_on(small, tmp_path):
 
 # --- what a user sees when there is not enough ---
 
+TOO_LONG, TOO_SMALL = ("--activation=keep", "--block_size=8192"), dict(figures=dict(device_memory_bytes=9 * 10**8))
+
 def test_a_device_that_is_too_small_is_said_before_it_is_touched(small, tmp_path):
-    run = trained(tmp_path, *small, "--activation=keep", "--block_size=8192", job=dict(figures=dict(device_memory_bytes=9 * 10**8)))
-    assert run.report["exit"] == 1 and "does not fit: it needs" in run.report["error"] and "device memory" in run.report["error"]
-    assert "--force" in run.report["error"] and run.report["peak_bytes"] == 0
+    run = trained(tmp_path, *small, *TOO_LONG, job=TOO_SMALL)
+    error = run.report["error"]
+    assert run.report["exit"] == 1 and "does not fit: it needs" in error and "device memory" in error
+    assert "--force" in error and run.report["peak_bytes"] == 0
 
 
 def test_a_device_that_is_full_all_the_same_is_named_with_its_region(small, tmp_path):
-    run = trained(tmp_path, *small, "--activation=keep", "--block_size=8192", "--force",
-                  job=dict(figures=dict(device_memory_bytes=9 * 10**8)))
+    run = trained(tmp_path, *small, *TOO_LONG, "--force", job=TOO_SMALL)
     assert run.report["exit"] == 1 and "memory" in run.report["error"] and "\n" not in run.report["error"]
     assert "Traceback" not in run.text
 

@@ -1,5 +1,5 @@
-"""What null CUDA cannot know by itself, and what it has to say: its library sees launches, copies and products; which bytes a
-kernel of torch reads and writes, and so how long it takes, a dispatch mode tells it.
+"""What null CUDA cannot know by itself, and what it has to say. Its library sees launches, copies and products;
+which bytes a kernel of torch reads and writes, and so how long it takes, a dispatch mode tells it.
 
     NULL        the library: counts(), races(), now()
     Watch       a TorchDispatchMode that tells of every operation; memory requests stay what they are
@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-COUNTS = ("launches", "bad launches", "products", "copies", "pageable copies", "syncs", "events", "waits", "mallocs", "frees",
-          "registrations", "messages")  # null.h's Count
+COUNTS = ("launches", "bad launches", "products", "copies", "pageable copies", "syncs", "events", "waits",
+          "mallocs", "frees", "registrations", "messages")  # null.h's Count
 
 
 class Null:
@@ -126,9 +126,10 @@ def touched(func, name, args, kwargs, result):
 
 
 class Watch(TorchDispatchMode):
-    """Tells NULL of every operation what its kernels touched and how long they took: attention the FLOPs of the half that the
-    mask leaves (two products forward, five backward) at the rate of `speeds`, a hardware.Speeds; any other operation the bytes
-    that it reads and writes at the memory's. Where an operation launched nothing (a view, a copy) the library leaves it."""
+    """Tells NULL of every operation what its kernels touched and how long they took, at the rates of `speeds`, a
+    hardware.Speeds. Attention: the FLOPs of the half that the mask leaves, two products forward, five backward. Any
+    other operation: the bytes that it reads and writes. Where an operation launched nothing (a view, a copy) the
+    library leaves it."""
 
     def __init__(self, speeds):
         super().__init__()
@@ -159,7 +160,7 @@ class Watch(TorchDispatchMode):
 
     def attention_s(self, args, backward):
         q, k = args[backward:backward + 2]  # (B, H, T, D)
-        causal = next(a for a in args if type(a) is bool)
+        causal = any(a is True for a in args)  # no other flag is ever set; False, its default, may be left out
         flops = 4 * q.numel() * k.shape[2] / (2 if causal else 1)
         way = "backward" if backward else "forward"
         return flops * (2.5 if backward else 1.0) / self.speeds.rate(f"attention {way}", k.shape[2])
