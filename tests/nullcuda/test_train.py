@@ -93,7 +93,7 @@ def test_a_run_that_is_resumed_goes_on(small, tmp_path):
 
 # --- what a user sees when there is not enough ---
 
-TOO_LONG, TOO_SMALL = ("--activation=keep", "--block_size=8192"), dict(figures=dict(device_memory_bytes=9 * 10**8))
+TOO_LONG, TOO_SMALL = ("--activation=keep", "--block_size=32768"), dict(figures=dict(device_memory_bytes=9 * 10**8))
 
 def test_a_device_that_is_too_small_is_said_before_it_is_touched(small, tmp_path):
     run = trained(tmp_path, *small, *TOO_LONG, job=TOO_SMALL)
