@@ -7,8 +7,8 @@ import pytest
 NULL = "libnull.so" in os.environ.get("LD_PRELOAD", "")
 collect_ignore_glob = [] if NULL else ["test_*.py"]
 
-# a small model of four layers, of which two are swapped, with enough heads and tokens for torch's flash kernel not to
-# split the keys: what it asks for then, for fewer than 0.8 blocks of 64 queries a head for each half of an SM, no trace knows
+# A small model of four layers, of which two are swapped. torch's flash kernel splits the keys where heads * queries / 64
+# is below 0.8 * 2 * SMs = 211, and asks for memory that no trace knows: here there are enough of them in every layout
 SMALL = ("--n_layer=4", "--n_embd=256", "--n_head=16", "--block_size=8192", "--max_iters=3", "--warmup_iters=1",
          "--eval_interval=0", "--save_interval=0", "--learning_rate=1e-3", "--solver=greedy")
 

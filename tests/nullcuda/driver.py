@@ -6,7 +6,6 @@ The environment's NULL_JOB is a JSON object:
     host_bytes     what is free on the host (default: the node's host memory)
     sparse         whether the host slab takes no pages: its zeros are not written, a fresh mapping's bytes are zero
     saves          false: without checkpoints, which are real files of a model's full size
-    unwatched      without dispatch mode and virtual time, as a user's process is
 
 REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch (ids to
 the device), step (a step's forward and backward), clip, optimizer, between (all else in the loop).
@@ -115,8 +114,7 @@ def as_modelled(job):
             enter(SparseZeros())
         if not job.get("saves", True):
             enter(patch.object(train, "save", lambda *args, **kwargs: None))
-        if not job.get("unwatched"):
-            enter(watching(machine.speeds))
+        enter(watching(machine.speeds))
         yield machine
 
 

@@ -39,6 +39,7 @@ def row(run):
 
 def main():
     results, rows = ROOT / "bench" / "results", []
+    note = "virtual time of null CUDA: a machine that is modelled; nothing was computed, nothing was measured on a GPU"
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         dataset = random_dataset(scratch / "data", 50257, 2**20 + 4096)
@@ -49,8 +50,8 @@ def main():
                   flush=True)
             if name == "64K":
                 draw(run.out / "timeline.json", results / "nullcuda_timeline.png")
-    note = "virtual time of null CUDA: a machine that is modelled; nothing was computed, nothing was measured on a GPU"
-    (results / "nullcuda.json").write_text(json.dumps(dict(note=note, gpu="h100-80gb", rows=rows), indent=1) + "\n")
+            written = json.dumps(dict(note=note, gpu="h100-80gb", rows=rows), indent=1)
+            (results / "nullcuda.json").write_text(written + "\n")
 
 
 def draw(trace, png):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 Run = namedtuple("Run", "report reports metrics plan out text")  # of rank 0; of all ranks; ...; what was printed
 
 # a server that has torch and memo loaded forks the processes: each begins within a moment
