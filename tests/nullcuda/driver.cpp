@@ -1,5 +1,5 @@
-// The driver's interface, libcuda.so.1: torch asks it whether there is a device and a context, and links to more names than it
-// calls here. No headers: all but a few of these are only names.
+// The driver's interface, libcuda.so.1: torch asks it whether there is a device and a context, and links to
+// more names than it calls here. No headers: all but a few of these are only names.
 #include <cstring>
 
 extern "C" {
@@ -11,10 +11,11 @@ int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuDeviceGet(int *device, int i) { *device = i; return 0; }
 
 #define NAME(f) int f() { return 0; }
-NAME(cuDevicePrimaryCtxRetain) NAME(cuCtxSetCurrent) NAME(cuDeviceGetAttribute) NAME(cuPointerGetAttribute) NAME(cuGetErrorString)
-NAME(cuLaunchKernel) NAME(cuLaunchCooperativeKernel) NAME(cuModuleLoad) NAME(cuModuleLoadData) NAME(cuModuleLoadDataEx)
-NAME(cuModuleUnload) NAME(cuModuleGetFunction) NAME(cuLinkCreate_v2) NAME(cuLinkAddData_v2) NAME(cuLinkComplete)
-NAME(cuFuncGetAttribute) NAME(cuFuncSetAttribute) NAME(cuFuncSetCacheConfig) NAME(cuOccupancyMaxActiveBlocksPerMultiprocessor)
+NAME(cuDevicePrimaryCtxRetain) NAME(cuCtxSetCurrent) NAME(cuDeviceGetAttribute) NAME(cuPointerGetAttribute)
+NAME(cuGetErrorString) NAME(cuLaunchKernel) NAME(cuLaunchCooperativeKernel) NAME(cuModuleLoad)
+NAME(cuModuleLoadData) NAME(cuModuleLoadDataEx) NAME(cuModuleUnload) NAME(cuModuleGetFunction)
+NAME(cuLinkCreate_v2) NAME(cuLinkAddData_v2) NAME(cuLinkComplete) NAME(cuFuncGetAttribute)
+NAME(cuFuncSetAttribute) NAME(cuFuncSetCacheConfig) NAME(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 NAME(cuTensorMapEncodeTiled)
 
 // torch gets most of the driver's functions by name

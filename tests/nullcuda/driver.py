@@ -1,14 +1,14 @@
-"""train.py on null CUDA, as a machine that is modelled: python -m tests.nullcuda.driver REPORT [train.py's arguments]
+"""train.py on a machine that is modelled: python -m tests.nullcuda.driver REPORT [train.py's arguments]
 
 The environment's NULL_JOB is a JSON object:
 
-    gpu, figures   a hardware.machine() and its figures by name; null CUDA and the run's own estimate both work with these
+    gpu, figures   a hardware.machine() and its figures; null CUDA and the run's own estimate both work with these
     host_bytes     what is free on the host (default: the node's host memory)
-    sparse         whether the host slab takes no pages: its zeros are not written, a fresh mapping's bytes are zero
+    sparse         the host slab takes no pages: its zeros are not written, a fresh mapping's bytes are zero
     saves          false: without checkpoints, which are real files of a model's full size
 
-REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch (ids to
-the device), step (a step's forward and backward), clip, optimizer, between (all else in the loop).
+REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch (ids
+to the device), step (a step's forward and backward), clip, optimizer, between (all else in the loop).
 """
 
 import json
@@ -36,14 +36,16 @@ PHASES = ((train, "train", "between"), (train, "batch", "batch"), (train, "forwa
 
 def modelled(gpu=GPU, host_bytes=None, **figures):
     """The hardware.Machine of a job."""
-    return hardware.machine(gpu, **figures | ({} if host_bytes is None else {"host_memory_bytes": host_bytes}))
+    host = {} if host_bytes is None else dict(host_memory_bytes=host_bytes)
+    return hardware.machine(gpu, **figures | host)
 
 
 def environment(machine):
-    """What null CUDA is told of a hardware.Machine. A rank's share of the link is what the node's figure is of."""
+    """What null CUDA is told of a hardware.Machine. The node's figure of the link is a rank's share already."""
     node, speeds = machine.node, machine.speeds
-    figures = dict(MEMORY_BYTES=machine.memory_bytes, CONTEXT_BYTES=hardware.CONTEXT_BYTES, LATENCY_S=speeds.overhead_s,
-                   COMMUNICATOR_BYTES=hardware.COMMUNICATOR_BYTES, LINK_BYTES_PER_S=node.pcie_bytes_per_s,
+    figures = dict(MEMORY_BYTES=machine.memory_bytes, CONTEXT_BYTES=hardware.CONTEXT_BYTES,
+                   COMMUNICATOR_BYTES=hardware.COMMUNICATOR_BYTES, LATENCY_S=speeds.overhead_s,
+                   LINK_BYTES_PER_S=node.pcie_bytes_per_s,
                    DEVICE_BYTES_PER_S=speeds.rate("memory"), FLOPS_PER_S=speeds.rate("matmul"),
                    NETWORK_BYTES_PER_S=node.nvlink_bytes_per_s * speeds.rate("link"))
     return {f"NULL_{name}": repr(float(value)) for name, value in figures.items()}
@@ -82,7 +84,7 @@ class Phases:
 
 
 class SparseZeros(TorchDispatchMode):
-    """zero_() of 4 GiB and more of host memory writes nothing: the kernel gives zeros where a mapping is first touched."""
+    """zero_() of 4 GiB and more of host memory writes nothing: the kernel gives zeros at the first touch."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.zero_.default and args[0].is_cpu and args[0].nbytes >= 2**32:
@@ -91,7 +93,7 @@ class SparseZeros(TorchDispatchMode):
 
 
 def sparse_mmap(fileno, length, flags):
-    return mmap.mmap(fileno, length, flags=flags | 0x4000)  # Linux's MAP_NORESERVE, which Python's mmap names from 3.13 on
+    return mmap.mmap(fileno, length, flags=flags | 0x4000)  # Linux's MAP_NORESERVE; Python 3.13 has its name
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-// Happens-before: of every byte that streams can touch, who wrote it last and who has read it since. An access that is not
-// ordered behind those of other actors, one of them a write, is a race.
+// Happens-before: of every byte that streams can touch, who wrote it last and who has read it since. An
+// access that is not ordered behind those of other actors, one of them a write, is a race.
 #include "null.h"
 
 #include <algorithm>
@@ -30,7 +30,8 @@ struct Access {
     bool operator==(const Access &o) const { return actor == o.actor && deed == o.deed && label == o.label; }
 };
 
-// Bytes with one history. Disjoint in the map, by their first byte; bytes that nobody touched are in no stretch.
+// Bytes with one history. Disjoint in the map, by their first byte; bytes that nobody touched are in no
+// stretch.
 struct Stretch {
     uintptr_t end;
     std::vector<Access> writes;  // the last one, or none
@@ -50,8 +51,8 @@ static void cut(uintptr_t at) {
     stretches.emplace(at, rest);
 }
 
-static void check(const Moment &now, const std::vector<Access> &earlier, const char *before, const std::string &label,
-                  const char *mine) {
+static void check(const Moment &now, const std::vector<Access> &earlier, const char *before,
+                  const std::string &label, const char *mine) {
     for (auto &a : earlier)
         if (!now.after(a.actor, a.deed)) races.insert(*a.label + " " + before + ", " + label + " " + mine);
 }
@@ -74,17 +75,21 @@ void touch(Actor &actor, const Range &range, const std::string &what) {
     }
     for (uintptr_t at = start; at < end; at = it->second.end, ++it) {
         if (it == stretches.end() || it->first > at)  // nobody was here before
-            it = stretches.emplace(at, Stretch{it == stretches.end() ? end : std::min(end, it->first), {}, {}}).first;
+            it =
+                stretches.emplace(at, Stretch{it == stretches.end() ? end : std::min(end, it->first), {}, {}})
+                    .first;
         Stretch &s = it->second;
         check(now, s.writes, "writes", label, "reads");
-        std::erase_if(s.reads, [&](const Access &a) { return now.after(a.actor, a.deed); });  // whoever is behind me is behind them
+        std::erase_if(s.reads, [&](const Access &a) {
+            return now.after(a.actor, a.deed);
+        });  // whoever is behind me is behind them
         s.reads.push_back(mine);
     }
     // neighbours with one history become one stretch again: as few as there are histories
     for (it = stretches.lower_bound(start); it != stretches.end() && it->first <= end;) {
         auto before = it == stretches.begin() ? stretches.end() : std::prev(it);
-        if (before != stretches.end() && before->second.end == it->first && before->second.writes == it->second.writes &&
-            before->second.reads == it->second.reads) {
+        if (before != stretches.end() && before->second.end == it->first &&
+            before->second.writes == it->second.writes && before->second.reads == it->second.reads) {
             before->second.end = it->second.end;
             it = stretches.erase(it);
         } else {

@@ -1,4 +1,4 @@
-"""Runs of train.py on null CUDA, each in a process of its own: forked where one rank is enough, else by torchrun."""
+"""Runs of train.py on null CUDA, each a process of its own: forked for one rank, by torchrun for several."""
 
 import json
 import multiprocessing
@@ -14,7 +14,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-Run = namedtuple("Run", "report reports metrics plan out text")  # of rank 0; of all ranks; ...; what was printed
+Run = namedtuple("Run", "report reports metrics plan out text")  # rank 0's, all ranks'; text: what was printed
 
 # a server that has torch and memo loaded forks the processes: each begins within a moment
 processes = multiprocessing.get_context("forkserver")
@@ -65,8 +65,8 @@ def trained(folder, *argv, ranks=1, job=None, environment=None):
             process.kill()
         text, names = Path(f"{path}.log").read_text(), [path]
     else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m",
-                   "tests.nullcuda.driver", path, *argv]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+                   "-m", "tests.nullcuda.driver", path, *argv]
         mine = dict(NULL_JOB=json.dumps(job), NULL_DEVICES=str(ranks), OMP_NUM_THREADS="1")
         done = subprocess.run(command, cwd=ROOT, env=os.environ | mine | environment, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S)

@@ -1,12 +1,9 @@
-// The CUDA runtime that torch calls, loaded before the real one: devices with a name and a limit of memory, streams and events
-// with virtual time, copies, page locks, launches. Kernels compute nothing. Device memory is host memory that takes no pages
-// until it is touched; copies of up to 1 MiB are made, so that token ids, losses and flags arrive.
+// The CUDA runtime that torch calls, loaded before the real one: devices with a name and a limit of memory,
+// streams and events with virtual time, copies, launches. Kernels compute nothing; copies of up to 1 MiB are
+// made, so that token ids, losses and flags arrive.
 #include "null.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,19 +21,34 @@ double setting(const char *name, double otherwise) {
 
 // --- the modelled machine: every figure an environment variable, read at its first use ---
 
-static int devices() { static int n = setting("NULL_DEVICES", 1); return n; }
-static int capability() { static int n = setting("NULL_CC", 90); return n; }
-static size_t memory_bytes() { static size_t n = setting("NULL_MEMORY_BYTES", 80e9); return n; }
-static size_t context_bytes() { static size_t n = setting("NULL_CONTEXT_BYTES", 700e6); return n; }
-static size_t lockable_bytes() { static size_t n = setting("NULL_LOCKABLE_BYTES", 1e15); return n; }
-static double latency_s() { static double s = setting("NULL_LATENCY_S", 5e-6); return s; }
-static double call_s() { static double s = setting("NULL_CALL_S", 1e-6); return s; }
-static double link_bytes_per_s() { static double r = setting("NULL_LINK_BYTES_PER_S", 25e9); return r; }
-static double device_bytes_per_s() { static double r = setting("NULL_DEVICE_BYTES_PER_S", 2.68e12); return r; }
-static double flops_per_s() { static double r = setting("NULL_FLOPS_PER_S", 692e12); return r; }
-
-// R580 and later drivers refuse to lock this much in one registration
-static const size_t LARGEST_REGISTRATION = 1ull << 39;
+static int devices() {
+    static int n = setting("NULL_DEVICES", 1);
+    return n;
+}
+static int capability() {
+    static int n = setting("NULL_CC", 90);
+    return n;
+}
+static double latency_s() {
+    static double s = setting("NULL_LATENCY_S", 5e-6);
+    return s;
+}
+static double call_s() {
+    static double s = setting("NULL_CALL_S", 1e-6);
+    return s;
+}
+static double link_bytes_per_s() {
+    static double r = setting("NULL_LINK_BYTES_PER_S", 25e9);
+    return r;
+}
+static double device_bytes_per_s() {
+    static double r = setting("NULL_DEVICE_BYTES_PER_S", 2.68e12);
+    return r;
+}
+static double flops_per_s() {
+    static double r = setting("NULL_FLOPS_PER_S", 692e12);
+    return r;
+}
 
 double pass_s(double bytes) { return bytes / device_bytes_per_s(); }
 double product_s(double flops, double bytes) { return std::max(flops / flops_per_s(), pass_s(bytes)); }
@@ -47,7 +59,7 @@ static thread_local int device = 0;
 static thread_local cudaError_t last_error = cudaSuccess;
 static thread_local std::string label;  // what memo says it is doing
 
-static cudaError_t failed(cudaError_t e) { return last_error = e; }
+cudaError_t failed(cudaError_t e) { return last_error = e; }
 
 static Actor &main_thread() {
     static Actor actor("host");
@@ -66,12 +78,13 @@ Actor &host() {
 void wait_for(const Moment &moment) { host().now.join(moment); }
 
 struct Device {
-    size_t used = 0, peak = 0;
     double busy_until[4] = {};  // of each Engine
     Stream *main = nullptr;
     std::vector<Stream *> streams;
 };
 static Device device_table[64];
+
+int current_device() { return device; }
 
 static Device &here() { return device_table[device]; }
 
@@ -87,13 +100,15 @@ Stream &stream_of(cudaStream_t s) {
     return *here().main;
 }
 
-static std::string described(const std::string &what) { return label.empty() ? what : label + " (" + what + ")"; }
+std::string described(const std::string &what) { return label.empty() ? what : label + " (" + what + ")"; }
 
-void work(Stream &stream, Engine engine, double seconds, const std::vector<Range> &ranges, const std::string &what) {
+void work(Stream &stream, Engine engine, double seconds, const std::vector<Range> &ranges,
+          const std::string &what) {
     host().now.seconds += call_s();
     stream.now.join(host().now);
     stream.deed();
-    // one copy of a direction at a time, whatever stream it is on; kernels of several streams are not slowed by each other
+    // one copy of a direction at a time, whatever stream it is on; kernels of several streams are not slowed
+    // by each other
     double &busy = device_table[stream.device].busy_until[engine];
     if (engine == TO_HOST || engine == TO_DEVICE) stream.now.seconds = std::max(stream.now.seconds, busy);
     stream.now.seconds += latency_s() + seconds;
@@ -101,49 +116,17 @@ void work(Stream &stream, Engine engine, double seconds, const std::vector<Range
     for (auto &r : ranges) touch(stream, r, described(what));
 }
 
-static void synchronize_device() {
+void synchronize_device() {
     for (Stream *s : here().streams) wait_for(s->now);
 }
 
-// --- memory ---
-
-static std::map<uintptr_t, std::pair<size_t, int>> allocations;  // on devices: bytes, device
-static std::map<uintptr_t, size_t> locked;                       // on the host, page-locked
-
-template <class Map> static typename Map::iterator holder(Map &map, const void *p) {  // the entry at or before p
-    auto it = map.upper_bound((uintptr_t)p);
-    return it == map.begin() ? map.end() : std::prev(it);
-}
-
-bool on_device(const void *p) {
-    auto it = holder(allocations, p);
-    return it != allocations.end() && (uintptr_t)p < it->first + it->second.first;
-}
-
-bool page_locked(const void *p, size_t bytes, bool *crosses) {
-    auto it = holder(locked, p);
-    if (crosses) *crosses = false;
-    if (it == locked.end() || (uintptr_t)p >= it->first + it->second) return false;
-    bool inside = (uintptr_t)p + bytes <= it->first + it->second;
-    if (crosses) *crosses = !inside;
-    return inside;
-}
-
-bool take_device_bytes(size_t bytes) {
-    if (here().used + bytes + context_bytes() > memory_bytes()) return false;
-    here().used += bytes;
-    here().peak = std::max(here().peak, here().used);
-    return true;
-}
-
-void give_device_bytes(size_t bytes) { here().used -= bytes; }
-
 // --- copies ---
 
-static cudaError_t copy(void *to, const void *from, size_t width, size_t to_pitch, size_t from_pitch, size_t rows, Stream &stream,
-                        bool waits) {
+static cudaError_t copy(void *to, const void *from, size_t width, size_t to_pitch, size_t from_pitch,
+                        size_t rows, Stream &stream, bool waits) {
     counts[COPIES]++;
-    size_t to_bytes = (rows - 1) * to_pitch + width, from_bytes = (rows - 1) * from_pitch + width, bytes = width * rows;
+    size_t to_bytes = (rows - 1) * to_pitch + width, from_bytes = (rows - 1) * from_pitch + width,
+           bytes = width * rows;
     if (!bytes) return cudaSuccess;
     bool to_device = on_device(to), from_device = on_device(from), crosses = false, pageable = false;
     if (!to_device && !page_locked(to, to_bytes, &crosses)) pageable = true;
@@ -155,9 +138,11 @@ static cudaError_t copy(void *to, const void *from, size_t width, size_t to_pitc
     if (from_device || page_locked(from, from_bytes)) ranges.push_back({from, from_bytes, false});
     if (to_device || page_locked(to, to_bytes)) ranges.push_back({to, to_bytes, true});
     Engine engine = to_device == from_device ? COMPUTE : to_device ? TO_DEVICE : TO_HOST;
-    work(stream, engine, engine == COMPUTE ? pass_s(2.0 * bytes) : bytes / link_bytes_per_s(), ranges, "copy");
+    work(stream, engine, engine == COMPUTE ? pass_s(2.0 * bytes) : bytes / link_bytes_per_s(), ranges,
+         "copy");
     if (bytes <= 1 << 20)
-        for (size_t i = 0; i < rows; i++) memmove((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width);
+        for (size_t i = 0; i < rows; i++)
+            memmove((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width);
     if (waits) counts[SYNCS]++;
     if (waits || pageable) wait_for(stream.now);  // the driver stages pageable memory while the caller waits
     return cudaSuccess;
@@ -171,11 +156,11 @@ static cudaError_t launch(dim3 grid, dim3 block, size_t shared, cudaStream_t s) 
     Lock lock(mutex);
     counts[LAUNCHES]++;
     uint64_t threads = (uint64_t)block.x * block.y * block.z;
-    if (!grid.x || !grid.y || !grid.z || grid.x > 2147483647u || grid.y > 65535 || grid.z > 65535 || !threads || threads > 1024 ||
-        block.z > 64 || shared > 232448) {
+    if (!grid.x || !grid.y || !grid.z || grid.x > 2147483647u || grid.y > 65535 || grid.z > 65535 ||
+        !threads || threads > 1024 || block.z > 64 || shared > 232448) {
         counts[BAD_LAUNCHES]++;
-        fprintf(stderr, "[null] bad launch: grid %u %u %u, block %u %u %u, %zu bytes of shared memory\n", grid.x, grid.y, grid.z,
-                block.x, block.y, block.z, shared);
+        fprintf(stderr, "[null] bad launch: grid %u %u %u, block %u %u %u, %zu bytes of shared memory\n",
+                grid.x, grid.y, grid.z, block.x, block.y, block.z, shared);
         return failed(cudaErrorInvalidConfiguration);
     }
     work(*(launched_on = &stream_of(s)), COMPUTE, 0, {}, "kernel");
@@ -192,27 +177,33 @@ extern "C" {
 
 void null_counts(long long *out) { memcpy(out, counts, sizeof counts); }
 
-// {bytes in use on the current device, the most there were}
-void null_memory(long long *out) { out[0] = here().used, out[1] = here().peak; }
-
 // Seconds of virtual time of the calling thread.
-double null_now() { Lock lock(mutex); return host().now.seconds; }
+double null_now() {
+    Lock lock(mutex);
+    return host().now.seconds;
+}
 
 // The name of what the calling thread is launching, for races.
 void null_label(const char *text) { label = text; }
 
-void null_name_stream(void *s, const char *name) { Lock lock(mutex); stream_of((cudaStream_t)s).name = name; }
+void null_name_stream(void *s, const char *name) {
+    Lock lock(mutex);
+    stream_of((cudaStream_t)s).name = name;
+}
 
-// What the kernels were that this thread launched since the last call: they took so many seconds beyond their launch, and
-// touched these bytes. Where none was launched (a view, a copy, a product) nothing happens. Returns whether any was.
-int null_did(const char *what, double seconds, int n, const void **starts, const size_t *bytes, const char *writes) {
+// What the kernels were that this thread launched since the last call: they took so many seconds beyond their
+// launch, and touched these bytes. Where none was launched (a view, a copy, a product) nothing happens.
+// Returns whether any was.
+int null_did(const char *what, double seconds, int n, const void **starts, const size_t *bytes,
+             const char *writes) {
     Lock lock(mutex);
     Stream *stream = launched_on;
     launched_on = nullptr;
     if (!stream) return 0;
     stream->now.seconds += seconds;
     for (int i = 0; i < n; i++)
-        if (on_device(starts[i]) || page_locked(starts[i], bytes[i])) touch(*stream, {starts[i], bytes[i], !!writes[i]}, described(what));
+        if (on_device(starts[i]) || page_locked(starts[i], bytes[i]))
+            touch(*stream, {starts[i], bytes[i], !!writes[i]}, described(what));
     return 1;
 }
 
@@ -221,26 +212,49 @@ void null_host_did(const char *what, int n, const void **starts, const size_t *b
     Lock lock(mutex);
     host().deed();
     for (int i = 0; i < n; i++)
-        if (page_locked(starts[i], bytes[i])) touch(host(), {starts[i], bytes[i], !!writes[i]}, described(what));
+        if (page_locked(starts[i], bytes[i]))
+            touch(host(), {starts[i], bytes[i], !!writes[i]}, described(what));
 }
 
 // --- devices ---
 
-cudaError_t cudaGetDeviceCount(int *n) { *n = devices(); return cudaSuccess; }
-cudaError_t cudaGetDevice(int *d) { *d = device; return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *n) {
+    *n = devices();
+    return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int *d) {
+    *d = device;
+    return cudaSuccess;
+}
 cudaError_t cudaSetDevice(int d) {
     if (d < 0 || d >= devices()) return failed(cudaErrorInvalidDevice);
     device = d;
     return cudaSuccess;
 }
-cudaError_t cudaDriverGetVersion(int *v) { *v = CUDART_VERSION; return cudaSuccess; }
-cudaError_t cudaRuntimeGetVersion(int *v) { *v = CUDART_VERSION; return cudaSuccess; }
-cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) { snprintf(s, n, "0000:%02x:00.0", d + 1); return cudaSuccess; }
-cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 1; return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *v) {
+    *v = CUDART_VERSION;
+    return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int *v) {
+    *v = CUDART_VERSION;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) {
+    snprintf(s, n, "0000:%02x:00.0", d + 1);
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) {
+    *can = 1;
+    return cudaSuccess;
+}
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return cudaSuccess; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0, *greatest = -5;
+    return cudaSuccess;
+}
 
-// An H100's figures, whatever its name and capability: torch's kernels ask for these to choose their launches.
+// An H100's figures, whatever its name and capability: torch's kernels ask for these to choose their
+// launches.
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d) {
     memset(p, 0, sizeof *p);
     const char *name = getenv("NULL_NAME");
@@ -261,18 +275,41 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int d) {
     cudaDeviceProp p;
     cudaGetDeviceProperties(&p, d);
     switch (what) {
-        case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
-        case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
-        case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
-        case cudaDevAttrMaxSharedMemoryPerBlock: *value = p.sharedMemPerBlock; break;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = p.sharedMemPerBlockOptin; break;
-        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = p.sharedMemPerMultiprocessor; break;
-        case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
-        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
-        case cudaDevAttrWarpSize: *value = p.warpSize; break;
-        case cudaDevAttrMaxGridDimX: *value = p.maxGridSize[0]; break;
-        case cudaDevAttrMaxGridDimY: *value = p.maxGridSize[1]; break;
-        default: *value = 0;
+        case cudaDevAttrMultiProcessorCount:
+            *value = p.multiProcessorCount;
+            break;
+        case cudaDevAttrComputeCapabilityMajor:
+            *value = p.major;
+            break;
+        case cudaDevAttrComputeCapabilityMinor:
+            *value = p.minor;
+            break;
+        case cudaDevAttrMaxSharedMemoryPerBlock:
+            *value = p.sharedMemPerBlock;
+            break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+            *value = p.sharedMemPerBlockOptin;
+            break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+            *value = p.sharedMemPerMultiprocessor;
+            break;
+        case cudaDevAttrMaxThreadsPerBlock:
+            *value = p.maxThreadsPerBlock;
+            break;
+        case cudaDevAttrMaxThreadsPerMultiProcessor:
+            *value = p.maxThreadsPerMultiProcessor;
+            break;
+        case cudaDevAttrWarpSize:
+            *value = p.warpSize;
+            break;
+        case cudaDevAttrMaxGridDimX:
+            *value = p.maxGridSize[0];
+            break;
+        case cudaDevAttrMaxGridDimY:
+            *value = p.maxGridSize[1];
+            break;
+        default:
+            *value = 0;
     }
     return cudaSuccess;
 }
@@ -286,113 +323,23 @@ cudaError_t cudaDeviceSynchronize() {
 
 // --- errors ---
 
-cudaError_t cudaGetLastError() { cudaError_t e = last_error; last_error = cudaSuccess; return e; }
+cudaError_t cudaGetLastError() {
+    cudaError_t e = last_error;
+    last_error = cudaSuccess;
+    return e;
+}
 cudaError_t cudaPeekAtLastError() { return last_error; }
 const char *cudaGetErrorString(cudaError_t e) {
-    return e == cudaSuccess ? "no error" : e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaErrorInvalidValue ?
-           "invalid argument" : e == cudaErrorNotReady ? "device not ready" : "an error of null CUDA";
+    return e == cudaSuccess                 ? "no error"
+           : e == cudaErrorMemoryAllocation ? "out of memory"
+           : e == cudaErrorInvalidValue     ? "invalid argument"
+           : e == cudaErrorNotReady         ? "device not ready"
+                                            : "an error of null CUDA";
 }
 const char *cudaGetErrorName(cudaError_t e) {
-    return e == cudaSuccess ? "cudaSuccess" : e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaError";
-}
-
-// --- memory of the device ---
-
-cudaError_t cudaMalloc(void **p, size_t bytes) {
-    Lock lock(mutex);
-    counts[MALLOCS]++;
-    size_t n = (bytes + (2 << 20) - 1) / (2 << 20) * (2 << 20);  // pages of 2 MiB
-    *p = nullptr;
-    if (!take_device_bytes(n)) return failed(cudaErrorMemoryAllocation);
-    void *at = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) {
-        give_device_bytes(n);
-        return failed(cudaErrorMemoryAllocation);
-    }
-    allocations[(uintptr_t)at] = {n, device};
-    *p = at;
-    return cudaSuccess;
-}
-
-cudaError_t cudaFree(void *p) {
-    Lock lock(mutex);
-    auto it = allocations.find((uintptr_t)p);
-    if (!p) return cudaSuccess;
-    if (it == allocations.end()) return failed(cudaErrorInvalidValue);
-    counts[FREES]++;
-    synchronize_device();  // as the real one does
-    forget(p, it->second.first);
-    device_table[it->second.second].used -= it->second.first;
-    munmap(p, it->second.first);
-    allocations.erase(it);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-    Lock lock(mutex);
-    *total = memory_bytes();
-    *free = memory_bytes() - context_bytes() - here().used;
-    return cudaSuccess;
-}
-
-// --- memory of the host ---
-
-static bool locks(size_t bytes) {  // whether so many more bytes may be locked
-    size_t held = 0;
-    for (auto &[start, n] : locked) held += n;
-    return held + bytes <= lockable_bytes();
-}
-
-cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
-    Lock lock(mutex);
-    if (!locks(bytes)) return failed(cudaErrorMemoryAllocation);
-    *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (*p == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
-    locked[(uintptr_t)*p] = bytes;
-    return cudaSuccess;
-}
-
-cudaError_t cudaFreeHost(void *p) {
-    Lock lock(mutex);
-    auto it = locked.find((uintptr_t)p);
-    if (it == locked.end()) return failed(cudaErrorInvalidValue);
-    forget(p, it->second);
-    munmap(p, it->second);
-    locked.erase(it);
-    return cudaSuccess;
-}
-
-cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned) {
-    Lock lock(mutex);
-    counts[REGISTRATIONS]++;
-    if (bytes >= LARGEST_REGISTRATION || !locks(bytes)) return failed(cudaErrorMemoryAllocation);
-    auto next = locked.lower_bound((uintptr_t)p);
-    if (page_locked(p, 1) || (next != locked.end() && next->first < (uintptr_t)p + bytes))
-        return failed(cudaErrorHostMemoryAlreadyRegistered);
-    locked[(uintptr_t)p] = bytes;
-    return cudaSuccess;
-}
-
-cudaError_t cudaHostUnregister(void *p) {
-    Lock lock(mutex);
-    auto it = locked.find((uintptr_t)p);
-    if (it == locked.end()) return failed(cudaErrorHostMemoryNotRegistered);
-    host().deed();
-    touch(host(), {p, it->second, true}, described("end of the page lock"));  // no copy may be under way
-    forget(p, it->second);
-    locked.erase(it);
-    return cudaSuccess;
-}
-
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *a, const void *p) {
-    Lock lock(mutex);
-    memset(a, 0, sizeof *a);
-    a->device = device;
-    a->type = on_device(p) ? cudaMemoryTypeDevice : page_locked(p, 1) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-    if (a->type == cudaMemoryTypeDevice) a->device = holder(allocations, p)->second.second;
-    if (a->type != cudaMemoryTypeUnregistered) a->devicePointer = (void *)p;
-    if (a->type == cudaMemoryTypeHost) a->hostPointer = (void *)p;
-    return cudaSuccess;
+    return e == cudaSuccess                 ? "cudaSuccess"
+           : e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+                                            : "cudaError";
 }
 
 // --- copies ---
@@ -405,8 +352,8 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind)
     Lock lock(mutex);
     return copy(to, from, bytes, 0, 0, 1, stream_of(nullptr), true);
 }
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows, cudaMemcpyKind,
-                              cudaStream_t s) {
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t rows, cudaMemcpyKind, cudaStream_t s) {
     Lock lock(mutex);
     return rows ? copy(to, from, width, to_pitch, from_pitch, rows, stream_of(s), false) : cudaSuccess;
 }
@@ -421,8 +368,14 @@ cudaError_t cudaMemsetAsync(void *p, int, size_t bytes, cudaStream_t s) {
 cudaError_t cudaMemset(void *p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes, nullptr); }
 
 // a module's constants: nobody reads them
-cudaError_t cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
-cudaError_t cudaGetSymbolAddress(void **p, const void *) { static char there[1 << 16]; *p = there; return cudaSuccess; }
+cudaError_t cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, cudaMemcpyKind) {
+    return cudaSuccess;
+}
+cudaError_t cudaGetSymbolAddress(void **p, const void *) {
+    static char there[1 << 16];
+    *p = there;
+    return cudaSuccess;
+}
 
 // --- streams ---
 
@@ -435,9 +388,16 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int) {
     *s = (cudaStream_t)new_stream("stream " + std::to_string(here().streams.size()));
     return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { return cudaStreamCreateWithPriority(s, flags, 0); }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // its number stays taken: what it did is still known
-cudaError_t cudaStreamGetPriority(cudaStream_t, int *p) { *p = 0; return cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) {
+    return cudaStreamCreateWithPriority(s, flags, 0);
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) {
+    return cudaSuccess;
+}  // its number stays taken: what it did is still known
+cudaError_t cudaStreamGetPriority(cudaStream_t, int *p) {
+    *p = 0;
+    return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     Lock lock(mutex);
     counts[SYNCS]++;
@@ -452,21 +412,38 @@ cudaError_t cudaStreamQuery(cudaStream_t s) {
     return cudaSuccess;
 }
 // no graphs: nothing is ever being captured
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *c) { *c = cudaStreamCaptureStatusNone; return cudaSuccess; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus *c, unsigned long long *, cudaGraph_t *, const cudaGraphNode_t **,
-                                     const cudaGraphEdgeData **, size_t *) {
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *c) {
+    *c = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus *c, unsigned long long *,
+                                     cudaGraph_t *, const cudaGraphNode_t **, const cudaGraphEdgeData **,
+                                     size_t *) {
     *c = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
-cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void *data) { call(data); return cudaSuccess; }
-cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int) { *p = nullptr; return cudaSuccess; }
+cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void *data) {
+    call(data);
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int) {
+    *p = nullptr;
+    return cudaSuccess;
+}
 
 // --- events: a Moment each ---
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) { *e = (cudaEvent_t) new Moment; return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
+    *e = (cudaEvent_t) new Moment;
+    return cudaSuccess;
+}
 cudaError_t cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
-cudaError_t cudaEventDestroy(cudaEvent_t e) { Lock lock(mutex); delete (Moment *)e; return cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t e) {
+    Lock lock(mutex);
+    delete (Moment *)e;
+    return cudaSuccess;
+}
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) {
     Lock lock(mutex);
     counts[EVENTS]++;
@@ -489,7 +466,8 @@ cudaError_t cudaEventQuery(cudaEvent_t e) {
     Lock lock(mutex);
     Actor &asks = host();
     asks.now.seconds += call_s();
-    if (&asks != &main_thread()) wait_for(*(Moment *)e);  // NCCL's watchdog asks now and then: time enough goes by
+    if (&asks != &main_thread())
+        wait_for(*(Moment *)e);  // NCCL's watchdog asks now and then: time enough goes by
     if (((Moment *)e)->seconds > asks.now.seconds) return cudaErrorNotReady;
     wait_for(*(Moment *)e);
     return cudaSuccess;
@@ -519,13 +497,20 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void **, siz
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *, void **) {
     return launch(c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream);
 }
-cudaError_t __cudaGetKernel(cudaKernel_t *k, const void *f) { *k = (cudaKernel_t)f; return cudaSuccess; }
+cudaError_t __cudaGetKernel(cudaKernel_t *k, const void *f) {
+    *k = (cudaKernel_t)f;
+    return cudaSuccess;
+}
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, const void *) {
     memset(a, 0, sizeof *a);
     a->maxThreadsPerBlock = 1024, a->numRegs = 32, a->binaryVersion = a->ptxVersion = capability();
     return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *, int, size_t, unsigned) { *n = 2; return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *, int, size_t,
+                                                                   unsigned) {
+    *n = 2;
+    return cudaSuccess;
+}
 
 }  // extern "C"

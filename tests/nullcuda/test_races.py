@@ -1,15 +1,17 @@
-"""Every wait that memo has is needed: without it two streams touch the same bytes with no order between them, and null CUDA
-says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's other ends are never there."""
+"""Every wait that memo has is needed: without it two streams touch the same bytes with no order between them, and
+null CUDA says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's other ends are
+never there."""
 
 import pytest
 
 from tests.nullcuda.runs import in_process
 
-LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "ulysses": dict(cp=2, context_parallel="ulysses"), "dp2": {}}
+LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
+           "ulysses": dict(cp=2, context_parallel="ulysses")}
 SWAP_WAITS = ("computed", "offloaded", "done", "prefetched")
 # (layout, axis, message): memo waits for each of these before the bytes that come are used
-MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"), ("ulysses", "cp", "exchange"),
-            ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"))
+MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
+            ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"))
 
 
 def step_races(layouts):
@@ -45,7 +47,8 @@ def two_steps(layout, group):
     from memo.optim import Optimizer
     from model import GPT
     keys = LAYOUTS[layout]
-    cfg = Config(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512, attention="flash", alpha=0.5, **keys)
+    cfg = Config(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512, attention="flash", alpha=0.5,
+                 **keys)
     mine = {"tp": cfg.tp == 2, "cp": cfg.cp == 2, "data": layout in ("dp2", "ring", "ulysses")}
     axes = {name: Axis(name, 2, 0, group) if several else Axis(name) for name, several in mine.items()}
     device = torch.device("cuda:0")
@@ -112,8 +115,7 @@ def test_with_all_its_waits_memo_has_no_race(found, layout):
 @pytest.mark.parametrize("wait", SWAP_WAITS)
 def test_every_wait_of_the_swap_is_needed(found, wait):
     lines = found["one"][wait]
-    sides = dict(computed=("offload", "forward"), offloaded=("offload", "forward"), done=("prefetch", "backward"),
-                 prefetched=("prefetch", "backward"))[wait]
+    sides = ("offload", "forward") if wait in ("computed", "offloaded") else ("prefetch", "backward")
     assert any(all(side in line for side in sides) for line in lines), lines
 
 
