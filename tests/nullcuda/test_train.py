@@ -1,5 +1,5 @@
-"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it says when
-that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
+"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it says
+when that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
 
 import json
 
@@ -8,9 +8,11 @@ import pytest
 from tests.nullcuda.runs import in_process, trained
 
 MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"], "swap": ["--activation=swap"],
-         "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"], "host": ["--alpha=0.5", "--optimizer_device=cpu"]}
+         "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"],
+         "host": ["--alpha=0.5", "--optimizer_device=cpu"]}
 LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", "--context_parallel=ulysses"),
-           "dp2 host": (2, "--gradient_accumulation_steps=2", "--optimizer_device=cpu"), "tp2 cp2": (4, "--tp=2", "--cp=2")}
+           "dp2 host": (2, "--gradient_accumulation_steps=2", "--optimizer_device=cpu"),
+           "tp2 cp2": (4, "--tp=2", "--cp=2")}
 
 
 @pytest.fixture(scope="session")
@@ -93,7 +95,8 @@ def test_a_run_that_is_resumed_goes_on(small, tmp_path):
 
 # --- what a user sees when there is not enough ---
 
-TOO_LONG, TOO_SMALL = ("--activation=keep", "--block_size=32768"), dict(figures=dict(device_memory_bytes=9 * 10**8))
+TOO_LONG = ("--activation=keep", "--block_size=32768")
+TOO_SMALL = dict(figures=dict(device_memory_bytes=9 * 10**8))
 
 def test_a_device_that_is_too_small_is_said_before_it_is_touched(small, tmp_path):
     run = trained(tmp_path, *small, *TOO_LONG, job=TOO_SMALL)

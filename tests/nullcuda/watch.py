@@ -80,10 +80,10 @@ NULL = Null()
 # --- what an operation reads and writes ---
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # timed by the library; a kernel in them copies what is added to
-REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place, and do not read what was there
-# of a table that they look up or add to they touch as much as of the other operand: {name: (where that is, how often)}
-INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("result", 2), "embedding": ("result", 2),
-            "scatter_": (3, 2), "index_add_": (3, 3)}
+REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place; do not read what was there
+# of a table that they look up or add to they touch as much as of the other operand: {name: (which that is, how often)}
+INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("result", 2),
+            "embedding": ("result", 2), "scatter_": (3, 2), "index_add_": (3, 3)}
 TWICE = {"native_layer_norm_backward": (0, 1)}  # dy and x: once for dx, once more for dw and db
 
 
