@@ -1,14 +1,20 @@
-# Two commands: `make train` and `make test`. Both build .venv from requirements first.
+# Two commands: `make train` and `make test`. Both build .venv from requirements first. `make test-cuda`: tests/nullcuda/README.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint
+.PHONY: train test lint test-cuda test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
 	$(BIN)/python train.py config/stdlib.py $(if $(wildcard out/stdlib/ckpt/*[0-9]),--init_from=resume)
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q tests
+
+test-cuda:
+	tests/nullcuda/run.sh $(PYTHON) '$(TORCH)' tests
+
+test-cuda-bench:
+	tests/nullcuda/run.sh $(PYTHON) '$(TORCH)' bench
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,26 @@
+"""What every test on null CUDA begins with. `make test-cuda` loads null CUDA, `make test` leaves this out."""
+
+import os
+
+import pytest
+
+NULL = "libnull.so" in os.environ.get("LD_PRELOAD", "")
+collect_ignore_glob = [] if NULL else ["test_*.py"]
+
+# A small model of four layers, of which two are swapped. torch's flash kernel splits the keys where heads times
+# queries / 64 is below 0.8 * 2 * SMs = 211, and asks for memory that no trace knows: here there are enough
+SMALL = ("--n_layer=4", "--n_embd=256", "--n_head=16", "--block_size=8192", "--max_iters=3", "--solver=greedy",
+         "--warmup_iters=1", "--eval_interval=0", "--save_interval=0", "--learning_rate=1e-3")
+
+
+@pytest.fixture(scope="session")
+def small(dataset_of):
+    """Command line of a small run."""
+    return (*SMALL, f"--dataset={dataset_of(50, 2**16)}")
+
+
+@pytest.fixture(scope="session")
+def dataset_of(tmp_path_factory):
+    """dataset_of(vocabulary, tokens) -> its folder."""
+    from tests.nullcuda.runs import random_dataset
+    return lambda *args: random_dataset(tmp_path_factory.mktemp("dataset"), *args)

@@ -1,0 +1,131 @@
+"""Every wait that memo has is needed: without it two streams touch the same bytes with no order between them, and
+null CUDA says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's other ends are
+never there."""
+
+import pytest
+
+from tests.nullcuda.runs import in_process
+
+LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
+           "ulysses": dict(cp=2, context_parallel="ulysses")}
+SWAP_WAITS = ("computed", "offloaded", "done", "prefetched")
+# (layout, axis, message): memo waits for each of these before the bytes that come are used
+MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
+            ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"))
+
+
+def step_races(layouts):
+    """{layout: {what is left out: races}} of two steps of a small model; every single wait is left out once."""
+    import torch
+    import torch.distributed as dist
+
+    from memo import hardware
+    from tests.nullcuda.watch import NULL, watching
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2)
+    group, found = dist.group.WORLD, {}
+    with watching(hardware.machine("h100-80gb").speeds):
+        for layout in layouts:
+            whats = [None]
+            whats += SWAP_WAITS if layout == "one" else [m for m in MESSAGES if m[0] == layout]
+            found[layout] = {}
+            for what in whats:
+                torch.cuda.synchronize()
+                NULL.races(clear=True)
+                with without(what):
+                    two_steps(layout, group)
+                torch.cuda.synchronize()
+                found[layout][str(what)] = NULL.races(clear=True)
+    return found
+
+
+def two_steps(layout, group):
+    import torch
+
+    from memo.activations import TABLE, Placement
+    from memo.config import Config
+    from memo.mesh import Axis, Mesh
+    from memo.optim import Optimizer
+    from model import GPT
+    keys = LAYOUTS[layout]
+    cfg = Config(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512, attention="flash", alpha=0.5,
+                 **keys)
+    mine = {"tp": cfg.tp == 2, "cp": cfg.cp == 2, "data": layout in ("dp2", "ring", "ulysses")}
+    axes = {name: Axis(name, 2, 0, group) if several else Axis(name) for name, several in mine.items()}
+    device = torch.device("cuda:0")
+    model = GPT(cfg, device, torch.bfloat16, mesh=Mesh(**axes))
+    optimizer = Optimizer(model, cfg)
+    B, T = 1, cfg.block_size // cfg.cp
+    rows = T // cfg.tp
+    half = {t.name: rows // 2 // 256 * 256 if t.other else rows for t in TABLE}
+    model.reserve(B, T, Placement(cfg.n_layer, 2, rows, half))
+    tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
+    for _ in range(2):
+        model.forward(tokens, tokens, scale=1.0)
+        model.backward(optimizer.reduce)
+        optimizer.clip(1.0)
+        optimizer.step(1e-3)
+    model.close()
+
+
+def without(what):
+    """Leaves one kind of wait out: a swap's, by its event's name, or a message's, by layout, axis and call."""
+    from contextlib import ExitStack, nullcontext
+    from unittest.mock import patch
+
+    from memo.mesh import Axis, Works
+    from memo.streams import CudaStream
+    if what is None:
+        return nullcontext()
+    if isinstance(what, str):
+        def wait(self, event, real=CudaStream.wait):
+            if event.name.split()[0] != what:
+                real(self, event)
+        return patch.object(CudaStream, "wait", wait)
+    _, axis, call = what
+    kept = []  # as the wait would: its tensors stay, lest another error be found than the missing order
+
+    def careless(self, real=Works.wait):
+        if getattr(self, "careless", False):
+            kept.append((self.works, self.sent))
+            self.works = ()
+        return real(self)
+    stack = ExitStack()
+    name = dict(gather="start_gather", scatter_sum="start_scatter_sum", shift="shift", exchange="start")[call]
+    real_begin = getattr(Axis, name)
+
+    def begin(self, *args):
+        works = real_begin(self, *args)
+        works.careless = self.name == axis
+        return works
+    stack.enter_context(patch.object(Axis, name, begin))
+    stack.enter_context(patch.object(Works, "wait", careless))
+    return stack
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return in_process(tmp_path_factory.mktemp("races"), step_races, list(LAYOUTS))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_all_its_waits_memo_has_no_race(found, layout):
+    assert found[layout]["None"] == []
+
+
+@pytest.mark.parametrize("wait", SWAP_WAITS)
+def test_every_wait_of_the_swap_is_needed(found, wait):
+    lines = found["one"][wait]
+    sides = ("offload", "forward") if wait in ("computed", "offloaded") else ("prefetch", "backward")
+    assert any(all(side in line for side in sides) for line in lines), lines
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=" ".join)
+def test_every_wait_for_a_message_is_needed(found, message):
+    lines = found[message[0]][str(message)]
+    assert any("nccl: " in line and "compute: " in line for line in lines), lines
+
+
+def test_arrive_is_needed(found):
+    """The parameters of the next forward come with the gather of the optimizer's step before."""
+    lines = found["dp2"][str(("dp2", "data", "gather"))]
+    assert any("forward" in line and "all-gather" in line for line in lines), lines

@@ -1,0 +1,186 @@
+"""What null CUDA cannot know by itself, and what it has to say. Its library sees launches, copies and products;
+which bytes a kernel of torch reads and writes, and so how long it takes, a dispatch mode tells it.
+
+    NULL        the library: counts(), races(), now()
+    Watch       a TorchDispatchMode that tells of every operation; memory requests stay what they are
+    watching()  memo with Watch on, its streams and launches by their names, time.perf_counter in virtual time
+"""
+
+import ctypes
+import os
+import time
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COUNTS = ("launches", "bad launches", "products", "copies", "pageable copies", "syncs", "events", "waits",
+          "mallocs", "frees", "registrations", "messages")  # null.h's Count
+
+
+class Null:
+    """The library that LD_PRELOAD names."""
+
+    def __init__(self):
+        self.lib = lib = ctypes.CDLL(os.environ["LD_PRELOAD"])
+        lib.null_now.restype, lib.null_races.restype = ctypes.c_double, ctypes.c_size_t
+        lib.null_name_stream.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        lib.null_did.argtypes = [ctypes.c_char_p, ctypes.c_double, ctypes.c_int, *[ctypes.c_void_p] * 3]
+        lib.null_host_did.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_void_p] * 3]
+
+    def counts(self):
+        numbers = (ctypes.c_longlong * len(COUNTS))()
+        self.lib.null_counts(numbers)
+        return dict(zip(COUNTS, numbers, strict=True))
+
+    def memory(self):
+        """(bytes in use on the device, the most there were)."""
+        numbers = (ctypes.c_longlong * 2)()
+        self.lib.null_memory(numbers)
+        return tuple(numbers)
+
+    def now(self):
+        """Virtual seconds of this thread."""
+        return self.lib.null_now()
+
+    def races(self, clear=False):
+        """A line for each race so far: who did what before, who did what now."""
+        text = ctypes.create_string_buffer(self.lib.null_races(None, 0) + 1)
+        self.lib.null_races(text, len(text))
+        if clear:
+            self.lib.null_clear_races()
+        return text.value.decode().splitlines()
+
+    def label(self, text):
+        self.lib.null_label(text.encode())
+
+    def name_stream(self, stream, name):
+        self.lib.null_name_stream(stream.cuda_stream, name.encode())
+
+    @staticmethod
+    def columns(accesses):
+        n = len(accesses)
+        return (n, (ctypes.c_void_p * n)(*(a for a, _, _ in accesses)), (ctypes.c_size_t * n)(*(b for _, b, _ in accesses)),
+                (ctypes.c_char * n)(*(bytes([w]) for _, _, w in accesses)))
+
+    def did(self, what, seconds, accesses):
+        """accesses: [(address, bytes, whether written)] of the kernels that were just launched."""
+        self.lib.null_did(what.encode(), seconds, *self.columns(accesses))
+
+    def host_did(self, what, accesses):
+        self.lib.null_host_did(what.encode(), *self.columns(accesses))
+
+
+NULL = Null()
+
+
+# --- what an operation reads and writes ---
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # timed by the library; a kernel in them copies what is added to
+REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place; do not read what was there
+# of a table that they look up or add to they touch as much as of the other operand: {name: (which that is, how often)}
+INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("result", 2),
+            "embedding": ("result", 2), "scatter_": (3, 2), "index_add_": (3, 3)}
+TWICE = {"native_layer_norm_backward": (0, 1)}  # dy and x: once for dx, once more for dw and db
+
+
+def span(t):
+    """(address, bytes) from a tensor's first element to behind its last."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+    return t.data_ptr(), last * t.itemsize
+
+
+def nbytes(t):
+    """Of the elements that are there: an expanded one counts once."""
+    return t.itemsize * torch.Size([n for n, stride in zip(t.shape, t.stride(), strict=True) if stride or n == 1]).numel()
+
+
+@cache
+def mutated(func):
+    """[(name, whether it is an out=)] of the arguments that an operation writes, by position or name."""
+    return {(i if not a.kwarg_only else a.name): a.kwarg_only or a.name in ("out", "grad_input")
+            for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+
+
+def tensors(value):
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def touched(func, name, args, kwargs, result):
+    """(tensors read, tensors written) of an operation."""
+    reads, writes = [], []
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        out = mutated(func).get(key)
+        if out is not None:
+            writes += tensors(value)
+        if out is None or not (out or name in REPLACING):
+            reads += tensors(value)
+    mine = {id(t) for t in (*reads, *writes)}
+    writes += [t for t in tensors(result) if id(t) not in mine]
+    if name in PRODUCTS:
+        reads = reads[:1] if name in ("addmm", "baddbmm") else []
+    return reads, writes
+
+
+class Watch(TorchDispatchMode):
+    """Tells NULL of every operation what its kernels touched and how long they took, at the rates of `speeds`, a
+    hardware.Speeds. Attention: the FLOPs of the half that the mask leaves, two products forward, five backward. Any
+    other operation: the bytes that it reads and writes. Where an operation launched nothing (a view, a copy) the
+    library leaves it."""
+
+    def __init__(self, speeds):
+        super().__init__()
+        self.speeds = speeds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        reads, writes = touched(func, name, args, kwargs, result)
+        if all(type(t) is torch.Tensor and not t.is_meta for t in (*reads, *writes)):  # not while shapes are only traced
+            accesses = [(*span(t), writing) for ts, writing in ((reads, 0), (writes, 1)) for t in ts]
+            if any(t.is_cuda for t in (*reads, *writes)):
+                NULL.did(name, self.seconds(name, args, reads, writes, result), accesses)
+            else:
+                NULL.host_did(name, accesses)
+        return result
+
+    def seconds(self, name, args, reads, writes, result):
+        if name.startswith("_scaled_dot_product"):
+            return self.attention_s(args, backward=name.endswith("_backward"))
+        amount = sum(map(nbytes, reads)) + sum(map(nbytes, writes))
+        amount += sum(nbytes(args[i]) for i in TWICE.get(name, ()))
+        if name in INDEXING:
+            where, times = INDEXING[name]
+            amount = times * nbytes(result if where == "result" else args[where])
+        return amount / self.speeds.rate("memory", amount)
+
+    def attention_s(self, args, backward):
+        q, k = args[backward:backward + 2]  # (B, H, T, D)
+        causal = any(a is True for a in args)  # no other flag is ever set; False, its default, may be left out
+        flops = 4 * q.numel() * k.shape[2] / (2 if causal else 1)
+        way = "backward" if backward else "forward"
+        return flops * (2.5 if backward else 1.0) / self.speeds.rate(f"attention {way}", k.shape[2])
+
+
+@contextmanager
+def watching(speeds):
+    """memo as null CUDA shall see it."""
+    from memo.streams import CudaStream
+
+    def init(self, name, timeline, stream, real=CudaStream.__init__):
+        real(self, name, timeline, stream)
+        NULL.name_stream(stream, name)
+
+    def launch(self, label, work, *args, real=CudaStream.launch):
+        NULL.label(label)
+        try:
+            real(self, label, work, *args)
+        finally:
+            NULL.label("")
+    with (patch.object(CudaStream, "__init__", init), patch.object(CudaStream, "launch", launch),
+          patch.object(time, "perf_counter", NULL.now), Watch(speeds)):
+        yield
