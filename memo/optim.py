@@ -170,11 +170,11 @@ class Optimizer:
         """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero again."""
         cfg, scale, staging = self.cfg, self.scale, self.staging
         if staging is not None:
-            rest = [(staging.grads[r.shard], g) for shared in self.shared for r, g in shared]
+            last = [(r.at, g) for shared in self.shared for r, g in shared]
             if scale is not None:
-                rest.append((staging.scale, scale[None]))
+                last.append((len(staging.grads), scale))
                 scale = staging.scale[0]
-            staging.complete_with(rest)
+            staging.complete_with(last)
         for k, ranges in enumerate(self.decays):
             for r, decays in ranges:
                 g = self.gradient(k, r) if staging is None else staging.grads[r.shard]

@@ -149,6 +149,11 @@ class HostSlab:
         """[slice] of the bytes first..end, each of which one copy may move."""
         return split(first, end, PIECE_BYTES)
 
+    def pairs(self, at, device_bytes):
+        """[(bytes on the device, their place in the slab)], which begins at byte `at`, for one copy each."""
+        return [(device_bytes[part.start - at:part.stop - at], self.bytes[part])
+                for part in self.parts(at, at + device_bytes.nbytes)]
+
     def lock(self, device):
         cudart, pieces = torch.cuda.cudart(), self.parts(0, self.bytes.nbytes)
         for k, piece in enumerate(pieces):

@@ -67,9 +67,16 @@ class Staging:
             # protects the gradients of a layer above, which leave the place that the next layer adds to
             compute.wait(self.left[above])
 
+    def pairs(self, place, t):
+        """[(bytes of t, on the device, their place from number `place` of the host's on)], for one copy each."""
+        return self.slab.pairs(4 * place, t.view(-1).view(torch.uint8))
+
+    def down(self, place, t):
+        copy_bytes([(host, device) for device, host in self.pairs(place, t)])
+
     def leave(self, k, piece, shard, reduced):
         reduced()
-        self.grads[shard].copy_(piece, non_blocking=True)
+        self.down(shard.start, piece)
         self.model.bucket_grads[k].zero_()
 
     def arrived(self):
@@ -78,14 +85,14 @@ class Staging:
         # not zero
         self.streams.compute.wait(self.left[0])
 
-    def complete_with(self, pairs):
-        """Copies the last [(on the host, on the device)], and returns when all gradients are on the host.
+    def complete_with(self, last):
+        """Copies the last [(first place on the host, tensor)], and returns when all gradients are on the host.
         What the device was given before may still read the weights; send() overwrites them behind that."""
         compute, offload, *_ = self.streams
         compute.record(self.used)
         # protects the host from gradients that the compute stream still works on
         offload.wait(self.used)
-        offload.launch("gradients of all tp ranks", copy_bytes, pairs)
+        offload.launch("gradients of all tp ranks", lambda: [self.down(*one) for one in last])
         offload.synchronize()  # the host reads them next
 
     def send(self, k, own, weights):
@@ -96,7 +103,7 @@ class Staging:
         staged.copy_(weights)  # their gradients are used up
         # protects what the device still computes with the weights of before
         prefetch.wait(self.used)
-        prefetch.launch(f"weights {self.names[k]}", copy_bytes, [(part, staged)])
+        prefetch.launch(f"weights {self.names[k]}", copy_bytes, self.pairs(own.at, part))
         prefetch.record(self.uploaded[k])
         works = prefetch.call(model.mesh.data.start_gather, part, model.params[slice(*model.buckets[k])])
         model.arriving[k] = Arrival(compute, self.uploaded[k], works)

@@ -63,9 +63,7 @@ class Swap:
             pairs.append([])
             for name, (first, n) in self.placement.swapped(i, tensors).items():
                 flat = getattr(layer, name).view(-1).view(torch.uint8)
-                for part in self.slab.parts(end, end + n):
-                    at = first + part.start - end
-                    pairs[i].append((flat[at:at + part.stop - part.start], self.slab.bytes[part]))
+                pairs[i] += self.slab.pairs(end, flat[first:first + n])
                 end += n
         return pairs
 

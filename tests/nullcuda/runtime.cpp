@@ -183,6 +183,19 @@ double null_now() {
     return host().now.seconds;
 }
 
+// Threads that wait for each other outside of CUDA: what one did before null_leave(key) lies behind the other
+// after its null_meet(key).
+static std::map<long, Moment> &meetings = *new std::map<long, Moment>;
+void null_leave(long key) {
+    Lock lock(mutex);
+    host().deed();
+    meetings[key].join(host().now);
+}
+void null_meet(long key) {
+    Lock lock(mutex);
+    if (auto it = meetings.find(key); it != meetings.end()) wait_for(it->second);
+}
+
 // The name of what the calling thread is launching, for races.
 void null_label(const char *text) { label = text; }
 

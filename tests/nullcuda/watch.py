@@ -8,8 +8,9 @@ which bytes a kernel of torch reads and writes, and so how long it takes, a disp
 
 import ctypes
 import os
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ class Null:
         lib.null_now.restype, lib.null_races.restype = ctypes.c_double, ctypes.c_size_t
         lib.null_name_stream.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
         lib.null_did.argtypes = [ctypes.c_char_p, ctypes.c_double, ctypes.c_int, *[ctypes.c_void_p] * 3]
+        lib.null_leave.argtypes = lib.null_meet.argtypes = [ctypes.c_long]
         lib.null_host_did.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_void_p] * 3]
 
     def counts(self):
@@ -56,6 +58,13 @@ class Null:
 
     def label(self, text):
         self.lib.null_label(text.encode())
+
+    def leave(self, key):
+        """What this thread did so far is done for whoever meets the key from now on."""
+        self.lib.null_leave(key)
+
+    def meet(self, key):
+        self.lib.null_meet(key)
 
     def name_stream(self, stream, name):
         self.lib.null_name_stream(stream.cuda_stream, name.encode())
@@ -182,5 +191,38 @@ def watching(speeds):
         finally:
             NULL.label("")
     with (patch.object(CudaStream, "__init__", init), patch.object(CudaStream, "launch", launch),
-          patch.object(time, "perf_counter", NULL.now), Watch(speeds)):
+          patch.object(time, "perf_counter", NULL.now), threads_that_meet(), Watch(speeds)):
+        yield
+
+
+@contextmanager
+def threads_that_meet():
+    """Who starts a thread or joins it, sets a threading.Event or waits for it, is ordered with the other one."""
+    def run(self, real=threading.Thread.run):
+        NULL.meet(id(self))
+        try:
+            real(self)
+        finally:
+            NULL.leave(id(self))
+
+    def start(self, real=threading.Thread.start):
+        NULL.leave(id(self))
+        real(self)
+
+    def join(self, timeout=None, real=threading.Thread.join):
+        real(self, timeout)
+        NULL.meet(id(self))
+
+    def set(self, real=threading.Event.set):
+        NULL.leave(id(self))
+        real(self)
+
+    def wait(self, timeout=None, real=threading.Event.wait):
+        done = real(self, timeout)
+        NULL.meet(id(self))
+        return done
+    with ExitStack() as stack:
+        for where, calls in ((threading.Thread, (run, start, join)), (threading.Event, (set, wait))):
+            for call in calls:
+                stack.enter_context(patch.object(where, call.__name__, call))
         yield
