@@ -212,7 +212,7 @@ class GPT:
         device = torch.device(device)
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
-        self.ops, _ = resolve_ops(cfg.ops, device)
+        self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         self.attention = across(attention, mesh.cp, cfg.context_parallel, self.ops.merge)
         self.full_shapes = parameter_shapes(cfg)
         self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)

@@ -139,12 +139,11 @@ def check(argv, launch):
     attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
     limit = placement.host_limit(cfg, launch)
     placement.check(cfg, device, dtype, limit)
-    ops, why_ops = resolve_ops(cfg.ops, device)
+    ops, _ = resolve_ops(cfg.ops, device, launch=False)
     resolved = replace(cfg, attention=attention.name, ops=ops.name)  # so that the estimate has the kernels of the run
     expected = expect(resolved, device, launch, arena_here, force) if launch.rank == 0 else None
-    ops = f"{ops.name}: {why_ops}" if why_ops and device.type == "cuda" else ops.name
     return SimpleNamespace(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, limit=limit,
-                           expected=expected, ops=ops)
+                           expected=expected)
 
 
 def setup(argv, launch, host):
@@ -210,7 +209,7 @@ def describe(run):
           f"{placement.n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}, attention={m.attention.label}, "
-          f"ops={run.ops}\n"
+          f"ops={m.ops.name}{f': {m.why_ops}' if m.why_ops and run.device.type == 'cuda' else ''}\n"
           f"{placement.describe(cfg, run.decision, run.lines, run.expected)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
 

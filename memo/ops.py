@@ -12,6 +12,7 @@ or that turns pairs of bf16 in one pass: an Ops is the choice between torch's ow
 Every row is computed alone, so that a range of rows gets the same bits as all of them.
 """
 
+import importlib.util
 from collections import namedtuple
 
 import torch
@@ -124,25 +125,31 @@ TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_
 
 
 def lacking(device):
-    """Why the fused kernels cannot serve on a device; empty where they can. Launches one of them."""
+    """Why the fused kernels cannot serve on a device, as far as can be said without touching it; else empty."""
     if device.type == "meta":  # where a GPU's requests are traced
         return ""
     if device.type != "cuda":
         return "they need a CUDA device"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def failing(device):
+    """Why a fused kernel cannot be launched on a CUDA device; empty where one was."""
     try:
         with torch.cuda.device(device):
             x, turn = torch.zeros(1, 1, 2, device=device), torch.ones(1, 1, 1, dtype=torch.complex64, device=device)
             fused_rotary(x, turn, back=False)
-    except ImportError:
-        return "triton is not installed"
+        return ""
     except Exception as e:  # no C compiler, a driver that is too old: whatever triton says
-        return f"triton fails ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
-    return ""
+        return f"triton fails ({type(e).__name__}: {(str(e).splitlines() or [''])[-1]})"
 
 
-def resolve_ops(name, device):
-    """(the Ops called `name`, or for "auto" the fastest one there is; why). Errors: a named one that is absent."""
+def resolve_ops(name, device, launch=True):
+    """(the Ops called `name`, or for "auto" the fastest one there is; why no faster one). With `launch` a kernel is tried.
+    Errors: a named one that is absent."""
     why = "" if name == "torch" else lacking(device)
+    if name != "torch" and not why and launch and device.type == "cuda":
+        why = failing(device)
     if name == "triton" and why:
         raise ConfigError(f"ops=triton is not available: {why}; try ops=auto")
     return (TORCH, why) if name == "torch" or why else (TRITON, "")

@@ -1,5 +1,7 @@
-// The driver's interface, libcuda.so.1: torch asks it whether there is a device and a context, and links to
-// more names than it calls here. No headers: all but a few of these are only names.
+// The driver's interface, libcuda.so.1: torch asks it whether there is a device and a context, Triton loads and launches
+// its kernels by it, and both link to more names than they call here. All but a few of these are only names.
+#include <cuda_runtime_api.h>
+
 #include <cstring>
 
 extern "C" {
@@ -10,20 +12,42 @@ int cuDeviceGetCount(int *n) { *n = 1; return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuDeviceGet(int *device, int i) { *device = i; return 0; }
 
+int cuCtxGetDevice(int *device) { return cudaGetDevice(device); }
+// the numbers of attributes are the runtime's
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    return cudaDeviceGetAttribute(value, (cudaDeviceAttr)attribute, device);
+}
+// threads a block, static shared bytes, constant bytes, bytes spilled, registers
+int cuFuncGetAttribute(int *value, int attribute, void *) {
+    const int all[] = {1024, 0, 0, 0, 64};
+    *value = attribute < 5 ? all[attribute] : 0;
+    return 0;
+}
+int cuPointerGetAttribute(void **value, int, void *pointer) { *value = pointer; return 0; }  // the device's address
+struct Launch {
+    unsigned grid[3], block[3], shared;
+    cudaStream_t stream;
+};
+int cuLaunchKernelEx(const Launch *l, void *, void **, void **) {
+    return cudaLaunchKernel("", {l->grid[0], l->grid[1], l->grid[2]}, {l->block[0], l->block[1], l->block[2]}, nullptr,
+                            l->shared, l->stream);
+}
+
 #define NAME(f) int f() { return 0; }
-NAME(cuDevicePrimaryCtxRetain) NAME(cuCtxSetCurrent) NAME(cuDeviceGetAttribute) NAME(cuPointerGetAttribute)
+NAME(cuDevicePrimaryCtxRetain) NAME(cuCtxSetCurrent) NAME(cuCtxGetLimit) NAME(cuCtxSetLimit)
 NAME(cuGetErrorString) NAME(cuLaunchKernel) NAME(cuLaunchCooperativeKernel) NAME(cuModuleLoad)
 NAME(cuModuleLoadData) NAME(cuModuleLoadDataEx) NAME(cuModuleUnload) NAME(cuModuleGetFunction)
-NAME(cuLinkCreate_v2) NAME(cuLinkAddData_v2) NAME(cuLinkComplete) NAME(cuFuncGetAttribute)
+NAME(cuLinkCreate_v2) NAME(cuLinkAddData_v2) NAME(cuLinkComplete)
 NAME(cuFuncSetAttribute) NAME(cuFuncSetCacheConfig) NAME(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 NAME(cuTensorMapEncodeTiled)
 
 // torch gets most of the driver's functions by name
-int cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned, unsigned long long, int *found) {
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult *found) {
     *f = !strcmp(name, "cuDevicePrimaryCtxGetState") ? (void *)cuDevicePrimaryCtxGetState :
          !strcmp(name, "cuCtxGetCurrent") ? (void *)cuCtxGetCurrent : (void *)cuCtxSetCurrent;
-    if (found) *found = 0;
-    return 0;
+    if (found) *found = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
 }
 
 }  // extern "C"

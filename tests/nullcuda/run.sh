@@ -18,6 +18,8 @@ if ! why=$($here/build.sh "$venv/bin/python" "$PWD/$venv/libnull.so" 2>&1); then
     echo "$why" >&2
     exit 1
 fi
-export LD_PRELOAD=$PWD/$venv/libnull.so
+mkdir -p "$venv/driver"
+for name in libcuda.so libcuda.so.1; do ln -sf ../libnull.so "$venv/driver/$name"; done
+export LD_PRELOAD=$PWD/$venv/libnull.so TRITON_LIBCUDA_PATH=$PWD/$venv/driver  # Triton links its launchers to the driver
 if [ "$what" = bench ]; then exec "$venv/bin/python" -m tests.nullcuda.modelled; fi
 exec "$venv/bin/python" -m pytest -q $here

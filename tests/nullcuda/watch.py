@@ -96,6 +96,12 @@ INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("r
 TWICE = {"native_layer_norm_backward": (0, 1)}  # dy and x: once for dx, once more for dw and db
 
 
+@cache
+def is_view(func):
+    """Whether an operation's result is its operand, seen in another way."""
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+
+
 def span(t):
     """(address, bytes) from a tensor's first element to behind its last."""
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
@@ -147,6 +153,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if is_view(func):
+            return result
         name = func._schema.name.removeprefix("aten::")
         reads, writes = touched(func, name, args, kwargs, result)
         if all(type(t) is torch.Tensor and not t.is_meta for t in (*reads, *writes)):  # not while shapes are only traced
@@ -175,6 +183,31 @@ class Watch(TorchDispatchMode):
         return flops * (2.5 if backward else 1.0) / self.speeds.rate(f"attention {way}", k.shape[2])
 
 
+# what the kernels of memo/kernels.py write; they read the other tensors too, and each tensor once
+KERNELS = dict(layernorm_forward=("out", "mean", "rstd"), layernorm_backward=("sums", "out"), rotary=("x",),
+               merge=("out", "lse"))
+UNREAD = ("layernorm_forward out", "layernorm_forward mean", "layernorm_forward rstd", "layernorm_backward sums",
+          "layernorm_backward out")
+
+
+@contextmanager
+def kernels_that_tell(speeds):
+    """memo's own kernels, which no dispatch mode sees."""
+    from memo import kernels
+    with ExitStack() as stack:
+        for name, real in [(name, getattr(kernels, name)) for name in KERNELS]:
+            def call(*args, real=real, name=name):
+                given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False) if isinstance(t, torch.Tensor)}
+                reads = [t for k, t in given.items() if f"{name} {k}" not in UNREAD]
+                writes = [given[k] for k in KERNELS[name]]
+                real(*args)
+                amount = sum(map(nbytes, (*reads, *writes)))
+                NULL.did(name, amount / speeds.rate("memory", amount), [*((*span(t), 0) for t in reads),
+                                                                        *((*span(t), 1) for t in writes)])
+            stack.enter_context(patch.object(kernels, name, call))
+        yield
+
+
 @contextmanager
 def watching(speeds):
     """memo as null CUDA shall see it."""
@@ -191,7 +224,8 @@ def watching(speeds):
         finally:
             NULL.label("")
     with (patch.object(CudaStream, "__init__", init), patch.object(CudaStream, "launch", launch),
-          patch.object(time, "perf_counter", NULL.now), threads_that_meet(), Watch(speeds)):
+          patch.object(time, "perf_counter", NULL.now), threads_that_meet(), kernels_that_tell(speeds),
+          Watch(speeds)):
         yield
 
 
