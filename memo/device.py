@@ -60,6 +60,15 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
+def settle(device):
+    """Before room is measured: cuBLAS takes its workspace, and what torch's allocator has left of other tensors goes back to
+    the device. Otherwise small tensors that stay would keep large segments of it from going back."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        x = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
+        torch.mm(x, x)
+
+
 def free_bytes(device):
     """(bytes still free on a CUDA device, bytes it has)."""
     torch.cuda.empty_cache()

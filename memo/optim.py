@@ -142,7 +142,9 @@ class Optimizer:
         """Waits for the sum over the data ranks, and notes what clip() needs of it."""
         if works := self.reducing.get(k):
             works.wait()
-        self.squares[k] = sum(square_sum(self.gradient(k, r)) for r in self.split[k])
+        square = self.squares[k].zero_()
+        for r in self.split[k]:
+            square += square_sum(self.gradient(k, r))
         if self.staging is not None:
             for r, g in self.shared[k]:
                 g.copy_(self.gradient(k, r))

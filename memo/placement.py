@@ -14,7 +14,7 @@ from memo.allocator import Arena, Unavailable
 from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
 from memo.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
 from memo.config import ConfigError
-from memo.device import device_name, free_bytes
+from memo.device import device_name, free_bytes, settle
 from memo.estimate import as_dict as estimate_dict
 from memo.hardware import NODES, Machine
 from memo.metrics import parameters, percent
@@ -116,6 +116,7 @@ def decide(cfg, model, limit, streams=None):
     limit = -int(*host.max(-limit))
     buffers = cpu_buffers(cfg, model, limit)
     if copies(cfg) and buffers < cfg.n_layer:
+        settle(model.device)
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()

@@ -52,7 +52,9 @@ def test_it_trains_without_a_race_or_a_bad_launch(run_of, name):
 @pytest.mark.parametrize("name", EVERY)
 def test_nothing_in_a_steps_forward_and_backward_holds_the_host_up(run_of, name):
     for report in run_of(name).reports:
-        assert calm(report["counts"], ("step",), "syncs", "pageable copies", "mallocs", "frees") == {}
+        assert calm(report["counts"], ("step",), "syncs", "pageable copies", "frees") == {}
+        # what the offload stream computes for an optimizer on the host comes from a segment of its own, taken once
+        assert report["counts"]["step"]["mallocs"] <= ("host" in name)
         assert calm(report["counts"], ("clip",), "syncs", "pageable copies") == {}
 
 
