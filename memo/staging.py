@@ -57,10 +57,9 @@ class Staging:
         rank's, goes to `shard` of the host's, and their place on the device is zero again."""
         compute, offload, *_ = self.streams
         compute.record(self.complete)
-        # protects the host from gradients that are not complete yet
+        # protects the host from gradients that are not complete yet; and the weights that went up from there,
+        # for which the forward has waited
         offload.wait(self.complete)
-        # protects the weights, which may still go up from where the gradients come down
-        offload.wait(self.uploaded[k])
         offload.launch(f"gradients {self.names[k]}", self.leave, k, piece, shard, reduced)
         offload.record(self.left[k])
         if k > 0 and (above := self.sharer(k - 1)) is not None:
@@ -86,8 +85,8 @@ class Staging:
         self.streams.compute.wait(self.left[0])
 
     def complete_with(self, last):
-        """Copies the last [(first place on the host, tensor)], and returns when all gradients are on the host.
-        What the device was given before may still read the weights; send() overwrites them behind that."""
+        """Copies the last [(first place on the host, tensor)], and returns when all gradients are on the host,
+        and the device is done with the weights, which send() overwrites."""
         compute, offload, *_ = self.streams
         compute.record(self.used)
         # protects the host from gradients that the compute stream still works on
@@ -101,8 +100,6 @@ class Staging:
         part = model.params[own.flat]
         staged = self.grads[own.shard].view(model.dtype)[:len(part)]
         staged.copy_(weights)  # their gradients are used up
-        # protects what the device still computes with the weights of before
-        prefetch.wait(self.used)
         prefetch.launch(f"weights {self.names[k]}", copy_bytes, self.pairs(own.at, part))
         prefetch.record(self.uploaded[k])
         works = prefetch.call(model.mesh.data.start_gather, part, model.params[slice(*model.buckets[k])])

@@ -7,8 +7,11 @@ import pytest
 from tests.nullcuda.runs import in_process
 
 LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
-           "ulysses": dict(cp=2, context_parallel="ulysses")}
+           "ulysses": dict(cp=2, context_parallel="ulysses"), "host": dict(optimizer_device="cpu")}
 SWAP_WAITS = ("computed", "offloaded", "done", "prefetched")
+# of memo/staging.py: {stream that waits and event: the two sides of the race without}
+STAGING_WAITS = {"offload gradients complete": ("offload", "backward"), "compute gradients": ("offload", "backward"),
+                 "compute weights": ("prefetch", "forward"), "offload weights used": ("offload", "compute")}
 # (layout, axis, message): memo waits for each of these before the bytes that come are used
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
             ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"))
@@ -26,7 +29,7 @@ def step_races(layouts):
     with watching(hardware.machine("h100-80gb").speeds):
         for layout in layouts:
             whats = [None]
-            whats += SWAP_WAITS if layout == "one" else [m for m in MESSAGES if m[0] == layout]
+            whats += dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout, [m for m in MESSAGES if m[0] == layout])
             found[layout] = {}
             for what in whats:
                 torch.cuda.synchronize()
@@ -78,7 +81,9 @@ def without(what):
         return nullcontext()
     if isinstance(what, str):
         def wait(self, event, real=CudaStream.wait):
-            if event.name.split()[0] != what:
+            first, *rest = event.name.split()
+            event_name = event.name if rest in (["complete"], ["used"]) else first
+            if what not in (event_name, f"{self.name} {event_name}"):
                 real(self, event)
         return patch.object(CudaStream, "wait", wait)
     _, axis, call = what
@@ -117,6 +122,11 @@ def test_every_wait_of_the_swap_is_needed(found, wait):
     lines = found["one"][wait]
     sides = ("offload", "forward") if wait in ("computed", "offloaded") else ("prefetch", "backward")
     assert any(all(side in line for side in sides) for line in lines), lines
+
+
+@pytest.mark.parametrize("wait", STAGING_WAITS)
+def test_every_wait_of_an_optimizer_on_the_host_is_needed(found, wait):
+    assert any(all(side in line for side in STAGING_WAITS[wait]) for line in found["host"][wait]), found["host"][wait]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=" ".join)
