@@ -1,0 +1,31 @@
+"""memo's Triton kernels go through Triton's compiler and ptxas for every GPU that memo knows. Numbers: tests/test_ops.py."""
+
+import pytest
+
+pytest.importorskip("triton")
+TENSORS = dict(residual="*bf16", dy="*bf16", x="*bf16", w="*bf16", b="*bf16", mean="*fp32", rstd="*fp32", sums="*fp32",
+               turn="*fp32", lse="*fp32", out_="*bf16", lse_="*fp32", eps="fp32")  # all else: i32
+KERNELS = {
+    "norm_forward_kernel": (dict(out="*bf16"), dict(HAS_B=True, BLOCK=4096)),
+    "norm_backward_kernel": (dict(out="*bf16"), dict(HAS_RESIDUAL=True, HAS_B=True, BLOCK=8192)),
+    "rotary_kernel": (dict(), dict(BACK=True, BLOCK=4096)),
+    "merge_kernel": (dict(out="*fp32"), dict(ROWS=32, BLOCK=128)),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_compiles_without_spilling(name, capability):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from memo import kernels
+    kernel, (types, constants) = getattr(kernels, name), KERNELS[name]
+    signature = {n: "constexpr" if n in constants else (TENSORS | types).get(n, "i32") for n in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature,
+                       constexprs={(kernel.arg_names.index(n),): value for n, value in constants.items()})
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                          options=dict(num_warps=kernels.warps(constants["BLOCK"])))
+    assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 48 * 1024
+    assert ".local" not in made.asm["ptx"]
