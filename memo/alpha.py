@@ -162,7 +162,8 @@ def given(problem, alpha, block_size, multiple=1):
     chosen = plan(problem, dict.fromkeys(OTHERS, float(alpha)))
     if chosen.input_only_layers:
         limit = problem.limits["host"]
-        shorter = f"the largest block_size with this alpha {largest_block_size(problem, block_size, multiple, alpha)}"
+        longest = largest_block_size(problem, block_size, multiple, alpha)
+        shorter = f"the largest block_size with this alpha {longest}" if longest else "no block_size fits with this alpha"
         remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}, {shorter}" if limit >= 0 else
                   f"not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; {shorter}")
         layer = problem.always_bytes + int(alpha * problem.others_bytes)

@@ -64,4 +64,5 @@ def growing(expected, device, region):
         text = str(e).splitlines()[0] if str(e) else type(e).__name__
         if isinstance(e, OutOfMemory) or not (isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text):
             raise  # torch has no class of its own for the CPU's
+        text = text.split(". ")[0]  # CUDA's goes on about all that torch's allocator holds
         raise OutOfMemory(explain(expected, region, own_bytes(device), text)) from e
