@@ -282,7 +282,7 @@ def train(run, loggers, stop):
         loss, grad_norm = torch.stack((loss, grad_norm)).tolist()  # the one place where the host waits for the device
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, it, loss, grad_norm)
-        spans = swap.streams.timeline.take()  # before weights go up from the host, into the next step
+        spans = swap.streams.timeline.take()  # weights still go up from the host afterwards: no picture has them
         run.saver.copied()  # the last checkpoint is of the states that the optimizer is about to change
         arena.run("optimizer", run.optimizer.step, lr)
         step_s = time.perf_counter() - start

@@ -203,10 +203,11 @@ def machine(gpu, node=None, ranks=1, **figures):
             raise ConfigError(f"--{unused[0]}={figures[unused[0]]}: --gpu=here has this from what was measured; leave it "
                               "out, or give a --gpu by name")
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
+        hidden = {} if measured["memory_bytes"] is None else {"hidden": [(1, REST["hidden"])]}  # which is not measured
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(measured["speeds"], measured["overhead_s"], measured["itemsize"]), measured["threads"],
-                       tuple(measured["capability"]), measured["multiprocessors"])
+                       Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
+                       measured["threads"], tuple(measured["capability"]), measured["multiprocessors"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})

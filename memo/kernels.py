@@ -72,8 +72,8 @@ def rotary_kernel(x, turn, width, D, row_stride, turn_stride, BACK: tl.constexpr
 @triton.jit
 def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_h, other_b, other_t, other_h, lse_b_, lse_h_,
                  ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    b, h = tl.program_id(0) // H, tl.program_id(0) % H
-    t, d = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, BLOCK)
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    t, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     rows, inside = t < T, (t < T)[:, None] & (d < D)[None, :]
     a = tl.load(lse + b * lse_b + h * lse_h + t, mask=rows, other=0.0)
     a_ = tl.load(lse_ + b * lse_b_ + h * lse_h_ + t, mask=rows, other=0.0)
@@ -122,6 +122,6 @@ def merge(out, lse, out_, lse_):
     """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))
     B, T, H, D = out.shape
-    merge_kernel[(B * H, triton.cdiv(T, MERGED_ROWS))](
+    merge_kernel[(triton.cdiv(T, MERGED_ROWS), B * H)](  # of the second there may be 65,535
         out, lse, out_, lse_, H, T, D, *out.stride()[:3], *lse.stride()[:2], *out_.stride()[:3], *lse_.stride()[:2],
         MERGED_ROWS, triton.next_power_of_2(D))

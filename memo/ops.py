@@ -134,11 +134,17 @@ def lacking(device):
 
 
 def failing(device):
-    """Why a fused kernel cannot be launched on a CUDA device; empty where one was."""
+    """Why the fused kernels cannot be launched on a CUDA device, in bf16; empty where they were."""
+    def zeros(*shape, dtype=torch.bfloat16):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    x, w, (mean, rstd, lse, dw) = zeros(1, 16), zeros(16), zeros(4, 16, dtype=torch.float32)
+    heads = zeros(1, 1, 1, 16)
     try:
-        with torch.cuda.device(device):
-            x, turn = torch.zeros(1, 1, 2, device=device), torch.ones(1, 1, 1, dtype=torch.complex64, device=device)
-            fused_rotary(x, turn, back=False)
+        with torch.cuda.device(device):  # the one that Triton launches on
+            fused_layernorm_forward(x, w, None, x, mean[:1], rstd[:1])
+            fused_layernorm_backward(x, x, x, mean[:1], rstd[:1], w, None, dw, None, x)
+            fused_rotary(x[:, None], zeros(1, 1, 8, dtype=torch.complex64), back=True)
+            fused_merge(heads.float(), lse[None, None, :1], heads, lse[None, None, 1:2])
         return ""
     except Exception as e:  # no C compiler, a driver that is too old: whatever triton says
         return f"triton fails ({type(e).__name__}: {(str(e).splitlines() or [''])[-1]})"

@@ -273,7 +273,7 @@ def main(argv=None):
     if launch.rank == 0:
         print(f"{measured['device']}, {measured['ranks']} rank{'s' * (measured['ranks'] > 1)}: slowest and fastest")
         for op, points in sorted(measured["speeds"].items()):
-            if op in ("link", "network", "hidden", "memory"):
+            if op in ("link", "network", "memory"):
                 continue
             rates, unit = [rate for _, rate in points], "GFLOPs" if op.startswith(("matmul", "attention")) else "GB"
             print(f"  {op:20}{min(rates) / 1e9:>12.2f}{max(rates) / 1e9:>12.2f}  {unit}/s")

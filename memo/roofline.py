@@ -14,8 +14,8 @@ from memo.alpha import ROWS
 from memo.backends import kernel_of
 
 # units that a pass reads and writes. What was measured on a machine (memo/calibrate.py) counts as one pass, whatever it took
-PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2}
-PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10}  # with ops=torch on a GPU: memo/ops.py
+PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2, "merge": 5}
+PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}  # with ops=torch on a GPU: memo/ops.py
 
 
 def passes(cfg, speeds):
@@ -123,7 +123,8 @@ class Layer:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + self.exchange_s(4)
-        merge = self.pass_s("copy", 4 + 5 * (self.cp - 1) * 4 // self.itemsize)  # in fp32
+        # to fp32 and back; merged are all queries with an earlier rank's block, half of them with a later one's
+        merge = self.pass_s("copy", 6 + 0.75 * (self.cp - 1) * self.passes["merge"])
         return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
 
     def attention_backward_s(self):

@@ -20,6 +20,7 @@ if ! why=$($here/build.sh "$venv/bin/python" "$PWD/$venv/libnull.so" 2>&1); then
 fi
 mkdir -p "$venv/driver"
 for name in libcuda.so libcuda.so.1; do ln -sf ../libnull.so "$venv/driver/$name"; done
+if [ "$what" = tests ]; then "$venv/bin/python" -m pytest -q tests/test_ops.py; fi  # in Triton's interpreter
 export LD_PRELOAD=$PWD/$venv/libnull.so TRITON_LIBCUDA_PATH=$PWD/$venv/driver  # Triton links its launchers to the driver
 if [ "$what" = bench ]; then exec "$venv/bin/python" -m tests.nullcuda.modelled; fi
 exec "$venv/bin/python" -m pytest -q $here
