@@ -108,7 +108,7 @@ def fast_arena(cfg, machine, scale=1.0):
     return Arena(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
 
 
-def head_bytes(cfg, itemsize, cpu):
+def head_bytes(cfg, itemsize, cpu=False):
     """What a chunk of the head takes: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
     V = cfg.padded_vocab_size / cfg.tp
     return int(head_rows(V, cpu) * (V * (8.2 + itemsize % 4) + 4 * cfg.n_embd * itemsize))

@@ -84,7 +84,7 @@ def room(cfg, model, rates):
         return 2, inf
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))  # of the fullest device
     free -= total // 32  # the allocator's blocks have gaps: budget.estimate's margin
-    layer, head = rates.transient_bytes * 5 // 4, head_bytes(cfg, model.dtype.itemsize, cpu=False)
+    layer, head = rates.transient_bytes * 5 // 4, head_bytes(cfg, model.dtype.itemsize)
     spare = max(0, free - max(layer, head))
     p = problem(cfg, model.dtype, 0)
     if spare < (least := p.least_device_bytes):

@@ -379,7 +379,7 @@ def kill_twenty_times(out_dir):
                 train_forever(out_dir)
             finally:
                 os._exit(1)
-        time.sleep(delays.uniform(0.05, 0.2))
+        time.sleep(delays.uniform(0.05, 0.5))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
         for name in os.listdir(out_dir / "ckpt"):  # every number is whole, not the latest alone
