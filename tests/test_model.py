@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from memo import planner, profiler
 from memo.activations import HEAD_ROWS, TABLE
 from memo.alpha import ROWS
 from memo.config import Config
@@ -223,3 +224,33 @@ def test_adamw_decays_matrices_only_and_clips_the_global_norm():
         if names[0].endswith("q_b"):  # the loss does not depend on the k bias: AdamW makes steps of its rounding noise
             got, want = (t.view(3, -1)[[0, 2]] for t in (got, want))
         assert error(got, want) < 1e-5, names
+
+
+# --- what is requested of a GPU, traced without one ---
+
+def gpu_step(cfg):
+    """(names of the operations, arena bytes) of a step of a GPU's rank, traced on "meta"."""
+    names = set()
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.name())
+            return func(*args, **(kwargs or {}))
+    with Names():
+        trace = profiler.traced(lambda device: GPT(cfg, device, torch.bfloat16), 1, cfg.block_size, [{}])
+    return names, planner.bilevel(trace).arena_bytes
+
+
+def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):
+    monkeypatch.setattr(GPT, "head", lambda *args: None)
+    names, _ = gpu_step(Config(n_layer=1, n_head=2, n_embd=64, vocab_size=128, block_size=512, attention="flash"))
+    assert "aten::addmm.dtype_out" not in names and any("flash_attention_backward" in name for name in names)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_no_second_copy_in_fp32_of_a_chunk_of_rows(kernels, monkeypatch):
+    """At 128K tokens: rotary positions and the embedding's gradient used to hold two, 2.18 GB."""
+    monkeypatch.setattr(GPT, "head", lambda *args: None)
+    cfg = Config(n_layer=1, n_head=32, n_embd=4096, vocab_size=50257, block_size=2**17, attention="flash", ops=kernels)
+    _, nbytes = gpu_step(cfg)
+    assert nbytes <= 1.05 * 2**16 * 4096 * 4
