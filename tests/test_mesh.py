@@ -133,13 +133,13 @@ def faulty(host, path, fault):
             mesh_module.Axis.warm = lambda *args: os._exit(9)
         else:
             mesh_module.Axis.warm = lambda *args: time.sleep(600)
-    mesh_module.CONNECT_S = 1 if fault == "silent" else 60
+    mesh_module.CONNECT_S = 5 if fault == "silent" else 60
     open_mesh(host, 1, 2, CPU)
 
 
 @pytest.mark.parametrize("fault,said,interface", [
     ("interface", r".*nosuch0.*", "nosuch0"), ("gone", r".*[Cc]onnection.*", "not set"),
-    ("silent", "no answer within 1 s", "not set")])
+    ("silent", "no answer within 5 s", "not set")])
 def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, fault, said, interface):
     ranks = Ranks(2)
     for pipe in ranks.pipes:
