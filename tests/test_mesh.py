@@ -133,7 +133,7 @@ def faulty(host, path, fault):
             mesh_module.Axis.warm = lambda *args: os._exit(9)
         else:
             mesh_module.Axis.warm = lambda *args: time.sleep(600)
-    mesh_module.CONNECT_S = 5 if fault == "silent" else 60
+    mesh_module.CONNECT_S = 5 if fault == "silent" and host.rank == 0 else 60  # rank 1 shall not be the first
     open_mesh(host, 1, 2, CPU)
 
 
