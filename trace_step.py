@@ -12,7 +12,8 @@ import torch
 
 from memo import profiler
 from memo.command import end_with_reader
-from memo.config import ConfigError, load_config
+from memo.config import load_config
+from memo.errors import ConfigError
 from memo.mesh import Axis, Mesh
 from model import GPT
 

@@ -23,10 +23,12 @@ from memo.attention import resolve_attention
 from memo.batch import open_dataset, to_device
 from memo.budget import traced_arena
 from memo.command import end_with_reader
-from memo.config import ConfigError, degrees, help_text, load_config, save_config, save_json
+from memo.config import degrees, help_text, load_config, save_config
 from memo.cp import held
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
+from memo.errors import ConfigError
 from memo.expected import OutOfMemory, expect, growing
+from memo.files import save_json
 from memo.hardware import peak_flops_per_s
 from memo.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
 from memo.metrics import (

@@ -34,8 +34,9 @@ from bench.machine import machine
 from memo import placement
 from memo.activations import Placement, head_rows
 from memo.alpha import OTHERS, OutOfHostMemory, place
-from memo.config import Config, ConfigError
+from memo.config import Config
 from memo.device import device_name, synchronize
+from memo.errors import ConfigError
 from memo.hardware import peak_flops_per_s
 from memo.mesh import launched
 from memo.metrics import mfu, percent, tgs

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from memo import planner
-from memo.config import cache_folder
+from memo.files import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 Planned = namedtuple("Planned", "trace plan")

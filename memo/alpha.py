@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from memo.activations import TABLE, Placement
-from memo.config import ConfigError
+from memo.errors import ConfigError
 from memo.hardware import HOST_SHARE
 
 OTHERS = tuple(t.name for t in TABLE if t.other)

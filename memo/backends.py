@@ -9,7 +9,7 @@ flash-attention csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), fla
 from dataclasses import dataclass, field
 from math import ceil
 
-from memo.config import ConfigError
+from memo.errors import ConfigError
 
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
 # up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it

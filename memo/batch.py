@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from memo.config import ConfigError
+from memo.errors import ConfigError
 from memo.tokens import DATA, DTYPES
 
 SPLITS = ("train", "val")

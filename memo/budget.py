@@ -15,7 +15,9 @@ from pathlib import Path
 
 from memo import alpha, backends, planner
 from memo.activations import CHUNK_ROWS, Placement, group_heads, head_rows, n_rows, tensors_of
-from memo.config import ConfigError, cache_folder, communicators, degrees, save_json
+from memo.config import communicators, degrees
+from memo.errors import ConfigError
+from memo.files import cache_folder, save_json
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
 from memo.metrics import mfu, parameters, tgs

@@ -16,8 +16,8 @@ from torch.optim.adamw import adamw
 from memo import hardware
 from memo.allocator import Arena, NoArena, Unavailable
 from memo.attention import resolve_attention
-from memo.config import save_json
 from memo.device import device_name, gpu_facts, synchronize
+from memo.files import save_json
 from memo.ops import resolve_ops
 from memo.roofline import PASSES
 from memo.slab import HostSlab, available

@@ -20,18 +20,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from memo.config import CHECKPOINT, CHECKPOINT_JSON, FORMAT, MODEL_KEYS, REMEDY, CheckpointError, read_checkpoint, sealed
+from memo.config import CHECKPOINT, CHECKPOINT_JSON, FORMAT, MODEL_KEYS, REMEDY, read_checkpoint, sealed
 from memo.config import latest_checkpoint as latest
+from memo.errors import CheckpointError, reason
 from memo.flat import whole
 from memo.snapshot import Copier
 
 METADATA = ".metadata"  # DCP's name, see memo/dcp.py
 READ_BYTES = 2**24
-
-
-def reason(e):
-    """Why, in one line."""
-    return getattr(e, "strerror", None) or (str(e).splitlines() or [type(e).__name__])[0]
 
 
 def crc32(path):

@@ -1,9 +1,85 @@
-"""What the commands of memo have in common."""
+"""What the commands of memo have in common: how arguments are read, how a command ends, what is said meanwhile.
 
+Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal that ended it.
+"""
+
+import argparse
+import os
+import shutil
 import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from memo.errors import ConfigError
+
+FIRST_S = 3  # after so long something is said
+
+
+class Arguments(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
+
+    def error(self, message):
+        raise ConfigError(f"{message}; see --help")
+
+
+def run(main, argv=None):
+    """The exit code of a command, main(argv) -> exit code or None for 0. A user's mistake is told in one line."""
+    argv = sys.argv[1:] if argv is None else argv
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        return main(argv) or 0
+    except (ConfigError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def answer_early(read):
+    """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo, and
+    ends the process (SystemExit) after --help. Ranks of several say nothing here: rank 0 will speak for them.
+    A signal during the imports ends the process without a traceback."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
+        sys.exit(code)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 
 def end_with_reader():
     """From here on the process ends quietly, by SIGPIPE, where nobody reads its output any more (`| head`), as other
     commands do; Python ignores that signal. Not for a training run: its sockets may break, and it goes on."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+@contextmanager
+def progress(text):
+    """Meanwhile says text(), a line, on stderr: after FIRST_S seconds, then each time that as long again has
+    passed, at the latest every minute."""
+    over, start = threading.Event(), time.monotonic()
+
+    def tell():
+        pause = FIRST_S
+        while not over.wait(pause):
+            passed = time.monotonic() - start
+            print(f"{text()}, {passed:.0f} s so far", file=sys.stderr, flush=True)
+            pause = min(60, passed)
+    teller = threading.Thread(target=tell, name="memo progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def python():
+    """What to type for the running Python: python, where the shell finds the same one, else its path."""
+    if Path(shutil.which("python") or "").absolute() == Path(sys.executable):
+        return "python"
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -4,19 +4,12 @@ import ast
 import difflib
 import json
 import math
-import os
-import tempfile
 import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-
-class ConfigError(ValueError):
-    """A value the user can mend. One line: name, value, rule, remedy."""
-
-
-class CheckpointError(ConfigError):
-    """A checkpoint that cannot be written, read, or used for this model. One line."""
+from memo.errors import CheckpointError, ConfigError
+from memo.files import save_json
 
 
 def key(default, help, choices=(), least=None, below=None, most=None):
@@ -379,32 +372,6 @@ def communicators(tp, cp, dp):
         if 1 < sizes[name] == sizes["world"]:
             carriers["world"] = name
     return carriers
-
-
-def cache_folder():
-    """Where compiled code and plans are kept from run to run."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memo"
-    except RuntimeError:  # nobody's home
-        return Path(tempfile.gettempdir()) / f"memo-{os.getuid()}"
-
-
-def readable_json(value, pad=""):
-    """`value` as JSON for people: an item a line, but a list of plain values on one."""
-    if isinstance(value, dict) and value:
-        items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
-    elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, tuple, dict)) for v in value):
-        items, ends = [readable_json(v, pad + " ") for v in value], "[]"
-    else:
-        return json.dumps(value)
-    return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
-
-
-def save_json(value, path):
-    """Writes `value` as JSON under another name first: a full disk leaves the old file whole."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(readable_json(value) + "\n")
-    os.replace(temporary, path)
 
 
 def save_config(cfg, path):

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from memo import checkpoint
 from memo.command import end_with_reader
-from memo.config import Config, ConfigError, gpt2_model_keys, save_config
+from memo.config import Config, gpt2_model_keys, save_config
+from memo.errors import ConfigError, reason
 from memo.flat import whole
 
 LAYER = {"ln1": ("ln_1", 1, 0), "q k v": ("attn.c_attn", 3, 1), "proj": ("attn.c_proj", 1, 1),  # name there, (out, in)
@@ -142,7 +143,7 @@ def save_weights(tensors, path):
         os.replace(temporary, path)
     except (OSError, SafetensorError) as e:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written ({checkpoint.reason(e)}); "
+        raise ConfigError(f"{path} cannot be written ({reason(e)}); "
                           "free some space there or choose another folder") from None
 
 

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from memo.config import ConfigError
+from memo.errors import ConfigError
 from memo.hardware import CONTEXT_BYTES
 
 
@@ -31,7 +31,8 @@ def set_deterministic(on):
     """The same bits from run to run on CUDA, at some cost in speed. Must come before CUDA starts."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(on)
+    if on != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: over a second
+        torch.use_deterministic_algorithms(on)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 

@@ -16,7 +16,8 @@ from memo.alpha import what_set_it
 from memo.backends import kernel_of
 from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
 from memo.command import end_with_reader
-from memo.config import Config, ConfigError, load_keys
+from memo.config import Config, load_keys
+from memo.errors import ConfigError
 from memo.metrics import parameters, percent
 from memo.plots import dry_run
 from memo.search import changed, longest, remedies, search, tried

@@ -9,8 +9,8 @@ import torch
 
 from memo import hardware
 from memo.budget import estimate
-from memo.config import ConfigError
 from memo.device import device_name, gpu_facts, own_bytes
+from memo.errors import ConfigError
 from memo.search import explain, remedies
 from memo.slab import available
 

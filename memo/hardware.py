@@ -10,7 +10,8 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 
-from memo.config import ConfigError, cache_folder
+from memo.errors import ConfigError
+from memo.files import cache_folder
 
 GIB = 2**30
 

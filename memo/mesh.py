@@ -23,8 +23,9 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from memo.config import ConfigError, communicators
+from memo.config import communicators
 from memo.device import synchronize
+from memo.errors import ConfigError
 
 FOREVER = timedelta(days=365)  # of a message: a rank may wait for a forward of hours. Pulse looks after who is alive
 CONNECT_S = 600  # of a first message

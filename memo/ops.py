@@ -17,7 +17,7 @@ from collections import namedtuple
 
 import torch
 
-from memo.config import ConfigError
+from memo.errors import ConfigError
 from memo.tp import chunks
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ import fcntl
 import sys
 import time
 
-from memo.config import ConfigError
+from memo.errors import ConfigError
 
 
 def lock(out, text):

@@ -13,8 +13,8 @@ from memo.activations import Placement, n_rows, tensors_of
 from memo.allocator import Arena, Unavailable
 from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
 from memo.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
-from memo.config import ConfigError
 from memo.device import device_name, free_bytes, settle
+from memo.errors import ConfigError
 from memo.estimate import as_dict as estimate_dict
 from memo.hardware import NODES, Machine
 from memo.metrics import parameters, percent

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from memo import dsa, dsa_solvers
 from memo.command import end_with_reader
-from memo.config import readable_json, save_json
+from memo.files import readable_json, save_json
 
 OUTSIDE = ""  # the segment of what is requested between the segments
 WHOLE = "step"  # the one segment of a log that marks none

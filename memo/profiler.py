@@ -24,8 +24,9 @@ from memo.alpha import GROUPS
 from memo.backends import workspaces
 from memo.calibrate import calibrate
 from memo.command import end_with_reader
-from memo.config import Config, ConfigError
+from memo.config import Config
 from memo.device import pick_device, synchronize
+from memo.errors import ConfigError
 from memo.hardware import calibration_path
 from memo.mesh import ALONE, connected, launched, open_mesh
 from memo.slab import HostSlab

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 from memo import checkpoint
 from memo.attention import BACKENDS
 from memo.command import end_with_reader
-from memo.config import Config, ConfigError
+from memo.config import Config
 from memo.device import pick_device
+from memo.errors import ConfigError
 from memo.tp import row_linear_forward
 from model import EVERY_ROW, GPT
 

@@ -5,7 +5,7 @@ from itertools import product
 from math import isqrt
 
 from memo.budget import estimate, fast_arena, traced_arena
-from memo.config import ConfigError
+from memo.errors import ConfigError
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops

@@ -3,7 +3,6 @@
 The one home of that format's writing; memo/batch.py reads it. meta.json comes last: a folder without one is no dataset.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from memo.config import ConfigError
+from memo.errors import ConfigError
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -182,25 +181,3 @@ def write_dataset(out_dir, documents, tokenizer, total_bytes=None):
     sizes = ", ".join(f"{s} {c['tokens']:,} tokens of {c['documents']:,} documents" for s, c in counts.items())
     print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")
     return meta
-
-
-# --- the commands under data/ ---
-
-class Arguments(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
-
-    def error(self, message):
-        raise ConfigError(f"{message}; see --help")
-
-
-def run(main, argv):
-    """The exit status of main(argv): 2 after a user's mistake, which is told in one line."""
-    try:
-        main(argv)
-    except (ConfigError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    return 0

@@ -10,7 +10,8 @@ from memo import activations, backends, budget, hardware, search
 from memo import attention as attention_module
 from memo.attention import BACKENDS, Unusable, attend, attend_backward, facts_of, installed, resolve_attention
 from memo.backends import Facts, choose, missing, workspaces
-from memo.config import Config, ConfigError, load_config
+from memo.config import Config, load_config
+from memo.errors import ConfigError
 from memo.profiler import FakeArena, kernel_requests
 from tests import fakes
 from tests.test_model import error

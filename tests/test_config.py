@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo.config import FORMAT, KEYS, Config, ConfigError, help_text, load_config, sealed
+from memo.config import FORMAT, KEYS, Config, help_text, load_config, sealed
+from memo.errors import ConfigError
 from memo.metrics import parameters
 from model import GPT
 from tests.test_metrics import PAPER

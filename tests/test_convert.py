@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import model as memo_model
 from memo import checkpoint, convert
-from memo.config import Config, ConfigError, gpt2_model_keys, load_config
+from memo.config import Config, gpt2_model_keys, load_config
+from memo.errors import ConfigError
 from memo.optim import Optimizer
 from model import GPT
 

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from memo import tokens
 from memo.batch import SPLITS, open_dataset, to_device
-from memo.config import ConfigError
-from memo.tokens import DTYPES, load_tokenizer, run, train_tokenizer, write_dataset
+from memo.command import run
+from memo.errors import ConfigError
+from memo.tokens import DTYPES, load_tokenizer, train_tokenizer, write_dataset
 
 REPO = Path(__file__).parents[1]
 TEXTS = [f"document {i}\n" + f"line {i * i} of é漢 text\n\tindented 'words' {i}\n\n" * (i % 7 + 1) for i in range(45)]

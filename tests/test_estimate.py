@@ -17,7 +17,8 @@ from memo import budget, calibrate, estimate, expected, hardware, placement, pro
 from memo.activations import Placement, n_rows, tensors_of
 from memo.alpha import GROUPS
 from memo.budget import Arena, fast_arena, traced_arena
-from memo.config import Config, ConfigError, load_config
+from memo.config import Config, load_config
+from memo.errors import ConfigError
 from memo.mesh import Axis, Launch, Mesh
 from memo.optim import Optimizer
 from memo.roofline import swap_s

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from memo import mesh as mesh_module
 from memo.allocator import Arena
-from memo.config import Config, ConfigError, communicators, degrees
+from memo.config import Config, communicators, degrees
+from memo.errors import ConfigError
 from memo.mesh import (
     ALL_GATHER,
     ALONE,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memo import ops
-from memo.config import ConfigError
+from memo.errors import ConfigError
 from memo.ops import TORCH, TRITON, resolve_ops, rotations
 
 CPU = torch.device("cpu")

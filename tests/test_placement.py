@@ -11,7 +11,8 @@ from memo import placement, slab
 from memo.activations import TABLE, Placement, layout
 from memo.alpha import OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
 from memo.budget import estimate, fast_arena
-from memo.config import Config, ConfigError
+from memo.config import Config
+from memo.errors import ConfigError
 from memo.expected import machine_of
 from memo.mesh import Launch
 from memo.metrics import parameters

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memo import dsa, planner
-from memo.config import readable_json
+from memo.files import readable_json
 from memo.planner import LogError, Trace, bilevel, cached, check, main, one_level, parse
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 import train
 from memo import checkpoint, dcp, sample
-from memo.config import ConfigError
+from memo.errors import ConfigError
 from memo.metrics import read_metrics
 from memo.out_dir import lock
 from memo.slab import HostSlab

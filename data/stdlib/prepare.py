@@ -6,7 +6,8 @@ import tokenize
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from memo.tokens import DATA, Arguments, run, train_tokenizer, write_dataset  # noqa: E402
+from memo.command import Arguments, run  # noqa: E402
+from memo.tokens import DATA, train_tokenizer, write_dataset  # noqa: E402
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # what is not there with every Python
 
@@ -32,4 +33,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, sys.argv[1:]))
+    sys.exit(run(main))

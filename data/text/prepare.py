@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from memo.config import ConfigError  # noqa: E402
-from memo.tokens import DATA, Arguments, load_tokenizer, run, train_tokenizer, write_dataset  # noqa: E402
+from memo.command import Arguments, run  # noqa: E402
+from memo.errors import ConfigError  # noqa: E402
+from memo.tokens import DATA, load_tokenizer, train_tokenizer, write_dataset  # noqa: E402
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
@@ -117,4 +118,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, sys.argv[1:]))
+    sys.exit(run(main))
