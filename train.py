@@ -3,16 +3,39 @@ on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value
 --force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
 import contextlib
+import sys
+
+from memo import command
+from memo.config import degrees, help_text, load_config
+from memo.errors import CheckpointError, ConfigError, reason
+from memo.manifest import Damaged, latest
+
+
+def config_of(argv, passed_over=()):
+    """The Config of a command line; --force is train.py's own. --help ends the process."""
+    if "--help" in argv or "-h" in argv:
+        command.end_with_reader()
+        print(f"{__doc__}\n\n{help_text()}")
+        raise SystemExit
+    return load_config([arg for arg in argv if arg != "--force"], passed_over)
+
+
+def answer(argv):
+    """What can be said before torch is imported."""
+    with contextlib.suppress(Damaged):  # setup() passes the damaged checkpoint over
+        config_of(argv)
+
+
+if __name__ == "__main__":
+    command.answer_early(answer)
+
 import math
 import os
-import shutil
-import signal
-import sys
+import tempfile
 import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -22,38 +45,35 @@ from memo import checkpoint, convert, placement
 from memo.attention import resolve_attention
 from memo.batch import open_dataset, to_device
 from memo.budget import traced_arena
-from memo.command import end_with_reader
-from memo.config import degrees, help_text, load_config, save_config
 from memo.cp import held
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
-from memo.errors import ConfigError
+from memo.ending import Beside, Console, Interrupted, StepGivenUp, StopSignal, handling, interrupt
 from memo.expected import OutOfMemory, expect, growing
-from memo.files import save_json
 from memo.hardware import peak_flops_per_s
 from memo.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
-from memo.metrics import (
-    ConsoleLogger,
-    JsonlLogger,
-    StepStats,
-    WandbLogger,
-    flops_per_sample,
-    mfu,
-    parameters,
-    read_metrics,
-    tgs,
-)
+from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, mfu, tgs
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.out_dir import lock, see
-from memo.plots import loss_curve, memory_plan, timeline
+from memo.report import describe, draw_loss, draw_step, finish, furnish, go_on_with, save_plan
 from memo.streams import stall_s
 from memo.tokens import load_tokenizer
 from model import GPT, initial_weights
 from trace_step import trace_step
 
+MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 
-class TrainingError(RuntimeError):
-    """A run that cannot go on, on any rank. One line."""
+
+class RunFailed(RuntimeError):
+    """An error of this rank while it trains. One line."""
+
+
+class TrainingError(RunFailed):
+    """A run that cannot go on, on all ranks alike."""
+
+
+class NotFinite(TrainingError):
+    """The loss is not finite. The state is not worth to be saved."""
 
 
 def learning_rate(cfg, it):
@@ -64,34 +84,6 @@ def learning_rate(cfg, it):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
 
 
-class StopSignal:
-    """SIGINT and SIGTERM only take a note, so that the step is finished and saved; a second one stops at once."""
-
-    def __init__(self, quiet):
-        self.number, self.quiet = 0, quiet
-
-    def __enter__(self):
-        self.before = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def note(self, number, frame):
-        self.number = number
-        if not self.quiet:
-            name = signal.Signals(number).name
-            print(f"\n{name}: finishing this step, then saving (again to stop at once)", file=sys.stderr)
-        for s in self.before:
-            signal.signal(s, signal.SIG_DFL)
-
-    def __exit__(self, *exc):
-        for s, handler in self.before.items():
-            signal.signal(s, handler)
-
-
-def config_of(argv):
-    """The Config of a command line; --force is train.py's own."""
-    return load_config([arg for arg in argv if arg != "--force"])
-
-
 def restarted(argv, host, launches):
     """Whether torchrun starts this run again after a failure, and there is a checkpoint of it to go on from."""
     ours = False  # rank 0 looks
@@ -99,7 +91,7 @@ def restarted(argv, host, launches):
         with contextlib.suppress(ConfigError, OSError):  # for check() to tell
             cfg = config_of(argv)
             held_by = (Path(cfg.out_dir) / ".lock").read_text().splitlines()
-            ours = (cfg.init_from != "resume" and checkpoint.latest(cfg.out_dir) is not None
+            ours = (cfg.init_from != "resume" and latest(cfg.out_dir) is not None
                     and any(launch.id in held_by for launch in launches))
     return host.objects(ours)[0]
 
@@ -118,10 +110,11 @@ def arena_here(cfg, machine):
                                                               keys["threads"], keys["multiprocessors"]))
 
 
-def check(argv, launch):
-    """What can be wrong before the device is touched, and needs no other rank -> what was found on the way."""
+def check(argv, launch, passed_over=()):
+    """What can be wrong before the device is touched, and needs no other rank -> what was found on the way. Errors: Damaged:
+    the checkpoint to resume from, the newest that is not `passed_over`."""
     force = "--force" in argv
-    cfg = config_of(argv)
+    cfg = config_of(argv, passed_over)
     degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
@@ -129,8 +122,8 @@ def check(argv, launch):
         raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "
                           f"dataset={cfg.dataset}; leave it out, or prepare the text with the tokenizer of the weights")
     out = Path(cfg.out_dir)
-    ckpt = checkpoint.load(out, launch.rank, launch.world) if cfg.init_from == "resume" else None
-    if ckpt is None and checkpoint.latest(out):
+    ckpt = checkpoint.load(out, launch.rank, launch.world, passed_over) if cfg.init_from == "resume" else None
+    if ckpt is None and latest(out):
         raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would overwrite; "
                           "go on with --init_from=resume or choose another --out_dir")
     hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
@@ -148,20 +141,46 @@ def check(argv, launch):
                            expected=expected)
 
 
+def checked(argv, launch, host):
+    """What check() found. A checkpoint that is damaged, whichever rank saw it, is passed over for the one before it."""
+    def found(passed_over):
+        try:
+            return check(argv, launch, passed_over), None
+        except Damaged as e:
+            return None, (e.folder, str(e))
+    passed_over = {}
+    while True:
+        run, damaged = together(host, found, {folder.name: why for folder, why in passed_over.items()})
+        damaged = [d for d in host.objects(damaged) if d]
+        if not damaged:
+            run.passed_over = passed_over
+            return run
+        passed_over |= dict(damaged[:1])
+
+
+def set_aside(passed_over):
+    """Renames the damaged checkpoints, so that the run can write others in their place."""
+    for folder, why in passed_over.items():
+        print(f"warning: checkpoint passed over: {why}", file=sys.stderr)
+        checkpoint.pass_over(folder)
+
+
 def setup(argv, launch, host):
     """Everything a run needs. `host`: the Axis of all ranks."""
     launches = host.objects(launch)
     if restarted(argv, host, launches):
         argv = [*argv, "--init_from=resume"]
-    run = together(host, check, argv, launch)
+    run = checked(argv, launch, host)
     cfg, device, dtype, ckpt = run.cfg, run.device, run.dtype, run.ckpt
     here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(dtype)}
     same_everywhere(host, asdict(cfg) | here, "start all ranks with the same command, on hosts that are alike")
     if host.size > 1:  # it reads much of the data
         same_everywhere(host, {f"hash of dataset {cfg.dataset}": run.data.fingerprint()}, "give all hosts the same data")
-    who = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
-    run.lock = together(host, lambda: lock(run.out, who) if launch.rank == 0 else None)
-    together(host, see, run.out, who)
+    run.who = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
+    run.one_host = launch.local_world == launch.world
+    run.lock = together(host, lambda: lock(run.out, run.who) if launch.rank == 0 else None)
+    together(host, see, run.out, run.who)
+    together(host, lambda: set_aside(run.passed_over) if launch.rank == 0 else None)
     if launch.threads:
         torch.set_num_threads(launch.threads)
     if device.type == "cuda":
@@ -181,39 +200,30 @@ def setup(argv, launch, host):
             together(host, lambda: run.optimizer.load(convert.hf_tensors(run.hf, cfg)))
         else:
             run.optimizer.load(initial_weights(cfg, cfg.seed, device))
-    run.first = ckpt.iter if ckpt is not None else 0
+    run.first = run.done = ckpt.iter if ckpt is not None else 0
     with growing(run.expected, device, "rounding_buffers"):
         run.decision = placement.decide(cfg, model, run.limit)
     with growing(run.expected, device, "transient"):
         placement.plan_memory(cfg, model)
     run.lines = placement.where_it_lives(cfg, run.decision, model, run.optimizer)
-    run.saver = checkpoint.Saver(run.out, host.another(), cfg.pin_memory)
+    run.saver = checkpoint.Saver(run.out, host.another(), cfg.pin_memory, cfg.keep_checkpoints, ckpt and ckpt.iter)
+    run.failed_saves, run.beside, run.drawn = 0, Beside(), set()
     run.peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None
     run.speaks = launch.rank == 0  # prints, logs and draws
-    if run.speaks:
-        if (run.data.folder / "tokenizer.json").exists():
-            shutil.copyfile(run.data.folder / "tokenizer.json", run.out / "tokenizer.json")
-        save_config(cfg, run.out / "config.json")
-        save_plan(run)
+    run.loggers = together(host, open_loggers, run) if run.speaks else together(host, list)
     return run
 
 
-def describe(run):
-    """What is about to happen, and what lives where, in a few lines."""
-    cfg, m, mesh = run.cfg, run.model, run.mesh
-    train_tokens = len(run.data.tokens["train"])
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
-          f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
-          f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
-          f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
-          f"ranks       {mesh.host.size}: dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; {m.params.numel() / 1e6:.1f}M weights, "
-          f"{placement.n_rows(cfg):,} tokens each\n"
-          f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
-          f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}, attention={m.attention.label}, "
-          f"ops={m.ops.name}{f': {m.why_ops}' if m.why_ops and run.device.type == 'cuda' else ''}\n"
-          f"{placement.describe(cfg, run.decision, run.lines, run.expected)}\n"
-          f"run         steps {run.first} to {cfg.max_iters} in {run.out}")
+def open_loggers(run):
+    """The loggers of a run, in a furnished out_dir. Errors: ConfigError: out_dir cannot be written."""
+    cfg = run.cfg
+    try:
+        furnish(run, run.out)
+        loggers = [JsonlLogger(run.out / "metrics.jsonl", run.first)]
+    except OSError as e:
+        raise ConfigError(f"out_dir={run.out} cannot be written ({reason(e)}); free some space there or choose another "
+                          "--out_dir") from None
+    return loggers + [ConsoleLogger(cfg.max_iters, run.first)] + ([WandbLogger(cfg, asdict(cfg))] if cfg.wandb_log else [])
 
 
 def batch(run, *which):
@@ -244,49 +254,92 @@ def forward_backward(run, it):
     return mesh.data.sum(loss)
 
 
-def save(run, it, last=False):
-    """Starts to save a checkpoint that goes on with step `it`, and waits for the last one. That the one before failed is a
-    warning: this one may succeed."""
+def save(run):
+    """Starts to save a checkpoint of the steps done, and waits for the last one. That the one before failed is a warning:
+    this one may succeed. Errors: TrainingError, after too many failures."""
     try:
         run.saver.wait()
-    except checkpoint.CheckpointError as e:
+        run.failed_saves = 0
+    except CheckpointError as e:
+        run.failed_saves += 1
+        if run.failed_saves == MOST_FAILED_SAVES:
+            raise TrainingError(f"{run.failed_saves} saves in a row failed: {e}") from None
         if run.speaks:
             print(f"\nwarning: {e}; training goes on", file=sys.stderr)
-    run.saver.save(run.optimizer.pieces(saved=True), run.cfg, it)
-    if last:
-        together(run.mesh.host, run.saver.wait)
+    run.saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
+
+
+def save_last(run):
+    """Saves the steps done, in another folder where out_dir cannot take them, and waits. Errors: TrainingError, on all
+    ranks: it says where they are saved, if they are."""
+    host, speaks = run.mesh.host, run.speaks
+    with contextlib.suppress(CheckpointError):  # of the save before
+        run.saver.wait()
+    try:
+        run.saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
+        together(host, run.saver.wait)
+        return
+    except ConfigError as e:
+        error = f"{e}"
+    folder = None
+    with contextlib.suppress(OSError):
+        if speaks and run.one_host:
+            folder = Path(tempfile.mkdtemp(prefix="memo-saved-"))
+    folder = host.objects(folder)[0]
+    if folder is None:
+        raise TrainingError(error)
+    other = checkpoint.Saver(folder, run.saver.group, run.cfg.pin_memory)
+    try:
+        other.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
+        together(host, other.wait)
+    except ConfigError as e:
+        raise TrainingError(f"{error}; nor could it be saved elsewhere: {e}") from None
+    if speaks:
+        run.beside("config.json", furnish, run, folder)
+    raise TrainingError(f"{error}; {run.done} steps are saved in {folder} instead; go on with: {go_on_with(folder)}")
+
+
+def keep_folder(run):
+    """Makes out_dir again where somebody removed it in mid-run. The next checkpoint is written there."""
+    if not (run.out / ".lock").exists():
+        run.lock = lock(run.out, run.who)
+        furnish(run, run.out)
+        print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held", file=sys.stderr)
 
 
 def not_finite(run, it, loss, grad_norm):
     run.saver.join()  # the one under way is good
-    cfg, saved = run.cfg, checkpoint.latest(run.out)
+    cfg, saved = run.cfg, latest(run.out)
     good = f"the last good checkpoint is {saved}, before step {saved.name}" if saved else "there is no good checkpoint yet"
     offsets = [o for micro in range(cfg.gradient_accumulation_steps)
                for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
-    return TrainingError(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train "
+    return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train "
                          f"split) must be finite; nothing was saved over: {good}; "
                          "try a lower --learning_rate or more --warmup_iters")
 
 
-def train(run, loggers, stop):
-    """The loop, from step run.first on; returns the number of steps done in the whole run."""
+def train(run, stop):
+    """The loop, from step run.first on. run.done: the number of steps whose result weights and optimizer hold."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     for it in range(run.first, cfg.max_iters):
         run.step = it
         last = it == cfg.max_iters - 1
-        val_loss = evaluate(run) if cfg.eval_interval and (it % cfg.eval_interval == 0 or last) else None
-        swap.streams.timeline.clear()
-        mesh.take_sent_bytes()
-        start, lr = time.perf_counter(), learning_rate(cfg, it)
-        loss = forward_backward(run, it)
-        grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
-        loss, grad_norm = torch.stack((loss, grad_norm)).tolist()  # the one place where the host waits for the device
+        with stop.interruptible():
+            val_loss = evaluate(run) if cfg.eval_interval and (it % cfg.eval_interval == 0 or last) else None
+            swap.streams.timeline.clear()
+            mesh.take_sent_bytes()
+            start, lr = time.perf_counter(), learning_rate(cfg, it)
+            loss = forward_backward(run, it)
+            grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
+            loss, grad_norm = torch.stack((loss, grad_norm)).tolist()  # the one place where the host waits for the device
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, it, loss, grad_norm)
         spans = swap.streams.timeline.take()  # weights still go up from the host afterwards: no picture has them
         run.saver.copied()  # the last checkpoint is of the states that the optimizer is about to change
+        run.done = None  # neither the states before nor those after: no moment to save
         arena.run("optimizer", run.optimizer.step, lr)
+        run.done = it + 1
         step_s = time.perf_counter() - start
         step_s, stalled_s, stopped = mesh.host.max(step_s, stall_s(spans), stop.number)  # of the slowest rank
         stop.number = int(stopped)  # all stop at once
@@ -296,51 +349,48 @@ def train(run, loggers, stop):
                           stall_s=stalled_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
-        if arena.settle() and run.speaks:
-            beside(save_plan, run)
-        if run.speaks and it == min(run.first + 2, cfg.max_iters - 1):
-            beside(timeline, spans, run.out / "timeline.json", run.out / "timeline.png", f"step {it}, {title(run)}")
-            if arena.plans:
-                beside(memory_plan, *arena.plans[0], run.out / "memory_plan.png", title(run))
-        if it % cfg.log_interval == 0 or val_loss is not None or last:
-            for logger in loggers:
-                logger.log(stats)
-        if last or stop.number:
-            return it + 1
-        if cfg.save_interval and (it + 1) % cfg.save_interval == 0:
-            save(run, it + 1)
-    raise AssertionError("main() starts no run without steps")
+        tell(run, stats, spans, arena.settle())
+        if stop.number:
+            return
+        if cfg.save_interval and run.done % cfg.save_interval == 0 and not last:
+            save(run)
 
 
-def save_plan(run):
-    save_json(placement.as_dict(run.cfg, run.decision, run.model, run.lines, run.expected), run.out / "plan.json")
-
-
-def title(run):
-    return f"{run.data.folder.name}, {parameters(run.cfg) / 1e6:.1f}M parameters, context {run.cfg.block_size:,}"
-
-
-def beside(work, *args):
-    try:
-        work(*args)
-    except Exception as e:  # a picture is not worth a run
-        print(f"warning: no {work.__name__}: {type(e).__name__}: {e}", file=sys.stderr)
+def tell(run, stats, spans, replanned):
+    """Everything that is told of a step. No failure of it ends the run."""
+    cfg, it = run.cfg, stats.iter
+    if not run.speaks:
+        return
+    run.beside("out_dir", keep_folder, run)
+    if replanned:
+        run.beside("plan.json", save_plan, run, run.out)
+    if it == min(run.first + 2, cfg.max_iters - 1):
+        draw_step(run, spans, it)
+    if it % cfg.log_interval == 0 or stats.val_loss is not None or it == cfg.max_iters - 1:
+        for logger in run.loggers:
+            run.beside(type(logger).__name__, logger.log, stats)
+    if stats.val_loss is not None:
+        draw_loss(run)
 
 
 def main(argv=None):
     """Trains as `argv` and torchrun say; returns the exit code: 0, or 128 + the signal that stopped the run. Errors:
-    ConfigError for the user's mistakes, TrainingError when the loss is not finite."""
+    ConfigError for the user's mistakes, TrainingError for a run that failed."""
     argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\n\n{help_text()}")
-        return 0
     launch = launched()
-    with connected(launch) as host:
-        with leaving(host):
-            run = setup(argv, launch, host)
-        with (contextlib.closing(run.mesh), contextlib.closing(run.model.arena), contextlib.closing(run.model),
-              contextlib.closing(run.saver), leaving(host, run)):
-            return go(run)
+    try:
+        with handling(interrupt), connected(launch) as host:
+            with leaving(host):
+                run = setup(argv, launch, host)
+            with (contextlib.closing(run.mesh), contextlib.closing(run.model.arena), contextlib.closing(run.model),
+                  contextlib.closing(run.saver), leaving(host, run)):
+                return go(run)
+    except Interrupted as e:
+        if launch.rank == 0:
+            print("interrupted; what is saved is whole", file=sys.stderr, flush=True)
+        if launch.world > 1:
+            os._exit(128 + e.number)
+        return 128 + e.number
 
 
 @contextlib.contextmanager
@@ -358,59 +408,59 @@ def leaving(host, run=None):
         if common and host.rank > 0:
             time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(2 if run is None and isinstance(e, (ConfigError, OSError)) else 1)
 
 
 def go(run):
     """From the startup's lines to the last one; returns main's exit code."""
-    cfg, run.step = run.cfg, run.first
-    if run.speaks:
-        describe(run)
-    if run.first >= cfg.max_iters:
-        if run.speaks:
-            print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
-        return 0
-    loggers = []
-    if run.speaks:
-        loggers = [JsonlLogger(run.out / "metrics.jsonl", run.first), ConsoleLogger(cfg.max_iters, run.first)]
-    if run.speaks and cfg.wandb_log:
-        loggers.append(WandbLogger(cfg, asdict(cfg)))
+    cfg, run.step, host = run.cfg, run.first, run.mesh.host
+    stop = StopSignal(quiet=not run.speaks, alone=host.size == 1)
     try:
-        with StopSignal(quiet=not run.speaks) as stop, growing(run.expected, run.device, "transient"):
-            done = train(run, loggers, stop)
-            save(run, done, last=True)
-            stop.number = int(*run.mesh.host.max(stop.number))  # it may have come to some ranks while they saved
+        if run.speaks:
+            describe(run)
+        if run.first >= cfg.max_iters:
+            if run.speaks:
+                print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
+            return 0
+        with handling(stop), growing(run.expected, run.device, "transient"):
+            try:
+                train(run, stop)
+            except StepGivenUp:
+                pass
+            except Exception as e:
+                save_after(run, e)
+                if isinstance(e, (ConfigError, OSError)):  # too late to be a user's mistake
+                    raise RunFailed(str(e)) from e
+                raise
+            if run.done > run.first:
+                save_last(run)
+            stop.number = int(*host.max(stop.number))  # it may have come to some ranks while they saved
     finally:
-        for logger in loggers:
-            logger.close()
+        for logger in run.loggers:
+            run.beside(type(logger).__name__, logger.close)
     if run.speaks:
-        finish(run, done, stop)
+        draw_loss(run)
+        run.beside("last lines", finish, run, stop.number)
     return 128 + stop.number if stop.number else 0
 
 
-def finish(run, done, stop):
-    """The last picture and the last lines."""
-    cfg = run.cfg
-    beside(loss_curve, run.out / "metrics.jsonl", run.out / "loss.png", title(run), cfg.vocab_size)
-    if stop.number:
-        print(f"stopped by {signal.Signals(stop.number).name} after {done} of {cfg.max_iters} steps, saved in {run.out}; "
-              f"go on with: python train.py --init_from=resume --out_dir={run.out}")
+def save_after(run, e):
+    """Saves the steps done before the run ends with the exception `e`, where the state is good and all ranks are here."""
+    together_here = run.mesh.host.size == 1 or isinstance(e, TrainingError)
+    if run.done in (None, run.first) or isinstance(e, NotFinite) or not together_here:
         return
-    rows = read_metrics(run.out / "metrics.jsonl")
-    steps_s = [r["step_s"] for r in rows if r["iter"] >= run.first]  # none where the disk was full
-    if steps_s and run.expected and run.expected.seconds:
-        print(f"step {median(steps_s):.3g} s (median), estimated {run.expected.seconds['step']:.3g} s")
-    val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
-    if val:
-        print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
-    files = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
-    print(f"done: {done} steps; {run.out}/ holds {', '.join(f for f in files if (run.out / f).exists())}\n"
-          f'try: python -m memo.sample {run.out} --prompt="def main("')
+    try:
+        save_last(run)
+        line = f"{run.done} steps are saved in {run.out}; go on with: {go_on_with(run.out)}"
+    except Exception as again:  # a device that is lost, say
+        line = f"after {run.done} steps: {reason(again)}"
+    if run.speaks:
+        print(line, file=sys.stderr)
 
 
 def last_line(e):
     """What is said of the exception that ends a run; None where it should be shown whole."""
-    if isinstance(e, (ConfigError, TrainingError, OutOfMemory, OSError)):
+    if isinstance(e, (ConfigError, RunFailed, OutOfMemory, OSError)):
         return str(e)
     if isinstance(e, RuntimeError):
         text = str(e).splitlines()[0] if str(e) else type(e).__name__
@@ -419,14 +469,18 @@ def last_line(e):
     return None
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] in (["--help"], ["-h"]):
-        end_with_reader()
+def run_to_the_end():
+    """main(), with a console that cannot fail; returns the exit code."""
+    sys.stdout, sys.stderr = consoles = Console(sys.stdout), Console(sys.stderr)
     try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the last checkpoint, if there is one, is whole")
+        return command.run(main)
     except Exception as e:
-        if (line := last_line(e)) is None:
-            raise
-        sys.exit(f"error: {line}")
+        print(f"error: {line}" if (line := last_line(e)) else traceback.format_exc(), file=sys.stderr)
+        return 1
+    finally:
+        for console in consoles:
+            console.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_to_the_end())

@@ -4,30 +4,46 @@
         params.<name>, exp_avg.<name>, exp_avg_sq.<name>    master weights and AdamW's moments
     out_dir/ckpt/<iter>/checkpoint.json                 format, iter to go on with, config, and every file's size and crc32
     out_dir/ckpt/<iter>.tmp/                            one that is not finished, or no longer needed
+    out_dir/ckpt/<iter>.damaged/                        one that was passed over for the one before it
 
 Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint without
 moments (memo.convert makes them) starts a run of its own. Reading one executes nothing.
 """
 
 import contextlib
+import errno
 import os
+import pickle
 import shutil
+import sys
 import threading
 import zlib
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from memo.config import CHECKPOINT, CHECKPOINT_JSON, FORMAT, MODEL_KEYS, REMEDY, read_checkpoint, sealed
-from memo.config import latest_checkpoint as latest
+from memo.config import MODEL_KEYS
 from memo.errors import CheckpointError, reason
+from memo.files import regular
 from memo.flat import whole
+from memo.manifest import (
+    CHECKPOINT,
+    CHECKPOINT_JSON,
+    FORMAT,
+    METADATA,
+    Damaged,
+    checkpoints,
+    latest,
+    newest,
+    sealed,
+)
 from memo.snapshot import Copier
 
-METADATA = ".metadata"  # DCP's name, see memo/dcp.py
 READ_BYTES = 2**24
+FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # of a disk, or of a user's share of one
 
 
 def crc32(path):
@@ -52,20 +68,21 @@ class Saver:
     """Writes a run's checkpoints in the background.
 
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
-    one process. `pin`: whether a GPU's states come through page-locked memory.
+    one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
+    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole one, None where there is none.
     """
 
-    def __init__(self, out_dir, group=None, pin=True):
-        self.folder, self.group = Path(out_dir) / CHECKPOINT, group
+    def __init__(self, out_dir, group=None, pin=True, keep=1, whole=None):
+        self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread = self.error = self.pieces = None
         self.copier, self.taken = Copier(pin), threading.Event()
 
     def save(self, pieces, cfg, iter):
         """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`,
-        which must not change before copied() returns. Where there is one of this `iter` already it stays: a
-        run that goes on from it is in the same state. Errors: those of the save before, as in wait(); then
-        nothing is started."""
+        which must not change before copied() returns. Where `iter` is that of the newest whole one nothing is
+        written: the run is in the same state. Errors: those of the save before, as in wait(); then nothing is
+        started."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
@@ -116,9 +133,15 @@ class Saver:
         temporary = path.with_name(f"{iter}.tmp")
         try:
             self.together(self.take, pieces, reached)
-            if any(self.together(self.begin, path)):
-                files = self.together(self.write_files, temporary, self.pieces)
-                self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
+            if iter != self.whole:
+                try:
+                    self.write_folder(path, temporary, config, iter)
+                except CheckpointError as e:
+                    if str(e) not in FULL or self.keep == 1:
+                        raise
+                    self.together(self.remove_old, 1)  # the newest whole one stays
+                    self.write_folder(path, temporary, config, iter)
+                self.whole = iter
         except Exception as e:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -127,6 +150,12 @@ class Saver:
                                          "free some space there or choose another folder")
         finally:
             self.pieces = None  # as large as the optimizer's states
+
+    def write_folder(self, path, temporary, config, iter):
+        """Writes self.pieces of all ranks as the newest checkpoint. Errors: CheckpointError, on all ranks."""
+        self.together(self.begin, path)
+        files = self.together(self.write_files, temporary, self.pieces)
+        self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
 
     def together(self, work, *args):
         """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on all."""
@@ -143,13 +172,14 @@ class Saver:
         return results
 
     def begin(self, path):
-        """Rank 0 clears the way -> whether `path` is still to be written."""
-        if self.rank or path.exists():
-            return False
-        self.folder.mkdir(exist_ok=True)
+        """Rank 0 clears the way to `path`."""
+        if self.rank:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         for leftover in self.folder.glob("*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)  # what stays is overwritten
-        return True
+        if path.exists():
+            pass_over(path)
 
     def write_files(self, folder, pieces):
         """-> {name of a file that this rank wrote: [bytes, crc32]}."""
@@ -159,7 +189,7 @@ class Saver:
         return {file.name: [file.stat().st_size, crc32(file)] for file in mine}
 
     def commit(self, path, temporary, stored, files):
-        """Rank 0 makes the finished folder the latest checkpoint; what was there before it goes."""
+        """Rank 0 makes the finished folder the newest checkpoint, and removes the oldest."""
         if self.rank:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
@@ -171,10 +201,23 @@ class Saver:
         temporary.rename(path)
         sync(self.folder)
         sync(self.folder.parent)
-        for old in list(self.folder.iterdir()):
-            if old.name.isdecimal() and int(old.name) < stored["iter"]:
-                with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
-                    shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+        self.remove_old(self.keep)
+
+    def remove_old(self, keep):
+        """Rank 0 removes all checkpoints but the `keep` newest."""
+        for old in checkpoints(self.folder.parent)[keep:] if self.rank == 0 else ():
+            with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
+                shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+
+
+def pass_over(folder):
+    """Renames the folder of a damaged checkpoint, so that nobody takes it for a whole one."""
+    for n in count():
+        with contextlib.suppress(FileExistsError):
+            new = folder.with_suffix(f".damaged{n or ''}")
+            new.mkdir()  # rename() replaces an empty folder
+            folder.rename(new)
+            return
 
 
 # --- reading ---
@@ -205,39 +248,57 @@ class Checkpoint:
         names and shapes must be those of the checkpoint."""
         try:
             self.reader.read(pieces)
+        except pickle.UnpicklingError:  # torch's text advises to read what may run code
+            raise Damaged(self.path, f"{self.path} holds something that is no tensor; nothing of it was run") from None
         except Exception as e:
-            raise CheckpointError(f"{self.path} cannot be read ({reason(e)}); {REMEDY}") from None
+            raise Damaged(self.path, f"{self.path} cannot be read ({reason(e)})") from None
 
 
-def load(out_dir, rank=0, world=1):
-    """The latest Checkpoint in `out_dir`. Each of `world` ranks reads its part of the files to see whether they are
-    intact. Errors: none there, a file of it that is missing, truncated or corrupt, another format."""
+def load(out_dir, rank=0, world=1, passed_over=()):
+    """The newest Checkpoint in `out_dir`, but for those in `passed_over`, as in manifest.newest(). Each of `world` ranks
+    reads its part of the files to see whether they are intact. Errors: CheckpointError: none there, another format;
+    Damaged: a file of it is missing, truncated or corrupt."""
     from memo import dcp  # takes a second: a run starts without it
-    path, stored = read_checkpoint(out_dir)
+    path, stored = newest(out_dir, passed_over)
     for i, (name, (size, crc)) in enumerate(stored["files"].items()):
         file = path / name
         try:
-            found = file.stat().st_size
+            found = regular(file).st_size
             if found != size:
-                raise CheckpointError(f"{file} is {found} bytes long, must be {size}; {REMEDY}")
+                raise Damaged(path, f"{file} is {found} bytes long, must be {size}")
             if (i % world == rank or name == METADATA) and crc32(file) != crc:
-                raise CheckpointError(f"{file} is corrupt (its crc32 is not the one in {CHECKPOINT_JSON}); {REMEDY}")
+                raise Damaged(path, f"{file} is corrupt (its crc32 is not the one in {CHECKPOINT_JSON})")
         except FileNotFoundError:
-            raise CheckpointError(f"{file} is missing; {REMEDY}") from None
+            raise Damaged(path, f"{file} is missing") from None
         except OSError as e:
-            raise CheckpointError(f"{file} cannot be read ({e.strerror}); {REMEDY}") from None
+            raise Damaged(path, f"{file} cannot be read ({reason(e)})") from None
     try:
-        reader = dcp.Reader(path, METADATA)
+        reader = dcp.Reader(path, METADATA, stored["files"])
     except Exception as e:  # a pickle has many ways to be wrong
-        raise CheckpointError(f"{path / METADATA} cannot be read ({reason(e)}); {REMEDY}") from None
+        raise Damaged(path, f"{path / METADATA} cannot be read ({reason(e)})") from None
     return Checkpoint(path, stored["config"], stored["iter"], reader)
+
+
+def read_newest(out_dir, work):
+    """work(the newest intact Checkpoint in `out_dir`), for a reader beside whom a run may go on. A damaged one is passed
+    over for the one before it, with a warning; one that the run removed meanwhile is another's turn. Errors: none is
+    intact."""
+    passed_over = {}
+    while True:
+        try:
+            return work(load(out_dir, passed_over=passed_over))
+        except Damaged as e:
+            if e.folder.exists():
+                passed_over[e.folder.name] = str(e)
+                if latest(out_dir):
+                    print(f"warning: checkpoint passed over: {e}", file=sys.stderr)
 
 
 def check(ckpt, model, prefixes):
     """Errors: a parameter that the model or the checkpoint lacks, one of another shape, another model of equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
-    other = {k for k in MODEL_KEYS if ckpt.config[k] != cfg[k]}
-    keys = ", ".join(f"{k}={ckpt.config[k]}, not {cfg[k]}" for k in sorted(other))
+    other = {k for k in MODEL_KEYS if ckpt.config.get(k) != cfg[k]}
+    keys = ", ".join(f"{k}={ckpt.config.get(k)}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
         stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": shape for name, shape in model.full_shapes.items()}

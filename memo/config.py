@@ -4,12 +4,12 @@ import ast
 import difflib
 import json
 import math
-import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from memo.errors import CheckpointError, ConfigError
+from memo.errors import ConfigError
 from memo.files import save_json
+from memo.manifest import newest
 
 
 def key(default, help, choices=(), least=None, below=None, most=None):
@@ -74,6 +74,7 @@ class Config:
     eval_iters: int = key(8, "batches in an evaluation", least=1)
     log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1)
     save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0)
+    keep_checkpoints: int = key(2, "newest checkpoints to keep: where the newest is damaged, the one before serves", least=1)
     wandb_log: bool = key(False, "also log to Weights & Biases")
     wandb_project: str = key("memo", "its project")
     wandb_run_name: str = key("", "its run name; empty lets it choose")
@@ -155,9 +156,6 @@ class Config:
 
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "rope_theta")
-CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"  # in out_dir; in its folder <iter>. See memo/checkpoint.py
-FORMAT = "memo 2"
-REMEDY = "use another copy of the checkpoint or start from scratch"
 KEYS = {f.name: f for f in fields(Config)}
 
 
@@ -271,44 +269,17 @@ def gpt2_model_keys(folder):
                 gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
 
 
-def latest_checkpoint(out_dir):
-    """The folder of the latest checkpoint in `out_dir`, or None. It is named by its iteration, and whole."""
-    folders = [f for f in (Path(out_dir) / CHECKPOINT).glob("*") if f.name.isdecimal()]
-    return max(folders, key=lambda f: int(f.name), default=None)
+def stored_config(stored, **changes):
+    """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are left out.
+    Errors: ConfigError."""
+    return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def sealed(stored):
-    """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
-    return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
-
-
-def read_checkpoint(out_dir):
-    """(folder, what its checkpoint.json holds) of the latest checkpoint in `out_dir`. Errors: none there, one whose
-    checkpoint.json is damaged, or of another format."""
-    folder = latest_checkpoint(out_dir)
-    if folder is None:
-        raise CheckpointError(f"{Path(out_dir) / CHECKPOINT} holds no checkpoint; train with --init_from=scratch, or see "
-                              "memo.convert")
-    path = folder / CHECKPOINT_JSON
-    try:
-        text = path.read_text()
-        stored = json.loads(text)
-        written = stored["format"]
-        stored.pop("crc32")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise CheckpointError(f"{path} cannot be read ({type(e).__name__}); {REMEDY}") from None
-    if written != FORMAT:
-        raise CheckpointError(f"{path}: format={written!r} must be {FORMAT!r}; read it with the memo that wrote it")
-    if text != sealed(stored):
-        raise CheckpointError(f"{path} is corrupt (its crc32 differs from the one at its end); {REMEDY}")
-    return folder, stored
-
-
-def inherited(given):
+def inherited(given, passed_over):
     """What the run starts from besides the defaults: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
-        folder, stored = read_checkpoint(out_dir)
+        folder, stored = newest(out_dir, passed_over)
         base = stored["config"]  # out_dir's config.json is for people
         if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
             base = {k: v for k, v in base.items() if k in MODEL_KEYS}
@@ -327,14 +298,14 @@ def inherited(given):
     return {k: v for k, v in base.items() if k in KEYS}
 
 
-def load_keys(argv):
+def load_keys(argv, passed_over=()):
     """argv -> {key: value}, each of which may be: what `init_from` brings, then the config file, then --key=value.
     warmup_iters is always there: a short run that does not say it warms up for no longer than its learning rate decays."""
     path, values = read_argv(argv)
     given = {**(read_file(path) if path else {}), **values}
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
-    base = inherited(given)
+    base = inherited(given, passed_over)
     for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
         for name in its if mode in given else ():
             base.pop(name, None)  # that of another mode
@@ -345,9 +316,10 @@ def load_keys(argv):
     return {"warmup_iters": min(KEYS["warmup_iters"].default, length)} | keys
 
 
-def load_config(argv):
-    """argv -> Config: defaults, then load_keys()."""
-    return Config(**load_keys(argv))
+def load_config(argv, passed_over=()):
+    """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as newest() in
+    memo/manifest.py has them."""
+    return Config(**load_keys(argv, passed_over))
 
 
 def degrees(cfg, world):

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from memo import checkpoint
 from memo.command import end_with_reader
-from memo.config import Config, gpt2_model_keys, save_config
+from memo.config import Config, gpt2_model_keys, save_config, stored_config
 from memo.errors import ConfigError, reason
 from memo.flat import whole
 
@@ -118,12 +118,11 @@ def to_hf(out_dir, hf_folder):
     out_dir, hf_folder = Path(out_dir), Path(hf_folder)
     if any(hf_folder.glob("model*.safetensors")) or (hf_folder / CONFIG).exists():
         raise ConfigError(f"{hf_folder} holds a {WEIGHTS} or a {CONFIG} already; choose another folder")
-    ckpt = checkpoint.load(out_dir)
-    cfg = Config(**ckpt.config)
+    cfg, mine = checkpoint.read_newest(out_dir, lambda ckpt: (stored_config(ckpt.config), dict(ckpt.tensors("params"))))
     if cfg.position != "learned":
         raise ConfigError(f"position={cfg.position} must be learned for to-hf (GPT-2 has no rotary positions); "
                           "train with --position=learned")
-    mine, tensors = dict(ckpt.tensors("params")), {}
+    tensors = {}
     for names, there, shape in gpt2_parameters(cfg):
         absent = names[0] not in mine  # bias=False
         w = torch.zeros(shape) if absent else other_layout(there, torch.cat([mine.pop(name) for name in names]))

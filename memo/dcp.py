@@ -111,12 +111,18 @@ class Unpickler(pickle.Unpickler):
 class Reader(dcp.FileSystemReader):
     """Reads DCP's files; the metadata once, and without executing what it names. Tensors: torch.load(weights_only=True)."""
 
-    def __init__(self, path, metadata):
+    def __init__(self, path, metadata, files):
+        """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and any other."""
         super().__init__(path)
         with open(path / metadata, "rb") as file:
             self.metadata = Unpickler(file).load()
         if not isinstance(self.metadata, Metadata):
             raise pickle.UnpicklingError(f"a {type(self.metadata).__name__} is not of a checkpoint")
+        if others := {s.relative_path for s in self.metadata.storage_data.values()} - set(files):
+            raise pickle.UnpicklingError(f"{min(others)!r} is no file of this checkpoint")
+        elements = sum(prod(t.size) for t in self.metadata.state_dict_metadata.values())
+        if 4 * elements > sum(size for size, *_ in files.values()):
+            raise pickle.UnpicklingError(f"{elements} elements do not fit into its files")
 
     def read_metadata(self, *args, **kwargs):
         return self.metadata

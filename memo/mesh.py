@@ -8,6 +8,7 @@ library's algorithm (sums, gathers) the least that it must send, as a ring does.
 
 import ctypes
 import os
+import re
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from memo.command import progress
 from memo.config import communicators
 from memo.device import synchronize
 from memo.errors import ConfigError
@@ -30,19 +32,31 @@ from memo.errors import ConfigError
 FOREVER = timedelta(days=365)  # of a message: a rank may wait for a forward of hours. Pulse looks after who is alive
 CONNECT_S = 600  # of a first message
 LOST_S, BEAT_S = 600, 30  # Pulse: seconds without a sign of life from a rank that is lost; from one sign to the next
+MOST_RANKS = 2**20
 FIRST_BYTES = 2**25  # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 
 # `id`: of a node's torchrun, the same until it ends; `threads`: for a rank, where torchrun left it just one
 Launch = namedtuple("Launch", "rank world local_rank local_world restarts id threads", defaults=(0,))
 
 
+def whole_number(environment, name, default, least, most):
+    """The value of an environment variable. Errors: ConfigError."""
+    text = environment.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise ConfigError(f"{name}={text} in the environment must be a whole number from {least} to {most}; start the "
+                          "ranks with torchrun, which sets it")
+    return int(text)
+
+
 def launched(environment=os.environ):
     """The Launch that torchrun put into the environment; without torchrun a single process."""
     if "TORCHELASTIC_RUN_ID" not in environment and "WORLD_SIZE" not in environment:
         return Launch(0, 1, 0, 1, 0, "")
-    rank, world, local_rank, local_world, restarts = (
-        int(environment.get(name, default)) for name, default in (
-            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0)))
+    number = partial(whole_number, environment)
+    world = number("WORLD_SIZE", 1, 1, MOST_RANKS)
+    rank, restarts = number("RANK", 0, 0, world - 1), number("TORCHELASTIC_RESTART_COUNT", 0, 0, 10**9 - 1)
+    local_world = number("LOCAL_WORLD_SIZE", 1, 1, world)
+    local_rank = number("LOCAL_RANK", 0, 0, local_world - 1)
     name = environment.get("TORCHELASTIC_RUN_ID", "none")  # "none" is everybody's who gave none
     threads = 0
     if local_world > 1 and environment.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
@@ -266,13 +280,24 @@ def meeting(store, rank, world):
         store.add(f"here {name}", 1)
         return name
     answered = set()
-    while store.add(f"here {me}", 0) < world - 1:
-        for r in range(1, world):
-            if store.check([f"hello {r}"]) and (who := store.get(f"hello {r}").decode()) not in answered:
-                store.set(f"answer {who}", me)
-                answered.add(who)
-        time.sleep(0.01)
+    with progress(lambda: f"waiting for {world - 1 - len(answered)} of {world} ranks"):
+        while store.add(f"here {me}", 0) < world - 1:
+            for r in range(1, world):
+                if store.check([f"hello {r}"]) and (who := store.get(f"hello {r}").decode()) not in answered:
+                    store.set(f"answer {who}", me)
+                    answered.add(who)
+            time.sleep(0.01)
     return me
+
+
+def open_store(launch, environment=os.environ):
+    """The store through which the ranks find each other: torchrun's, or rank 0's own."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(dist.rendezvous("env://", launch.rank, launch.world))[0]
+    address, port = environment.get("MASTER_ADDR", ""), whole_number(environment, "MASTER_PORT", "", 1, 65535)
+    with progress(lambda: f"rank {launch.rank}: waiting for rank 0 at {address}:{port}"):
+        return dist.TCPStore(address, port, launch.world, launch.rank == 0, timedelta(seconds=CONNECT_S),
+                             wait_for_workers=False, multi_tenant=True)
 
 
 class Pulse:
@@ -344,9 +369,10 @@ def connected(launch):
     if launch.world == 1:
         yield Axis("host")
         return
-    store, rank, world = next(dist.rendezvous("env://", launch.rank, launch.world))
-    name = meeting(store, rank, world)
+    rank, world = launch.rank, launch.world
     with connecting(f"all {world} ranks over gloo", rank, "gloo"):
+        store = open_store(launch)
+        name = meeting(store, rank, world)
         dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=FOREVER)
         pulse = Pulse(rank, world)
     yield Axis("host", world, rank, dist.group.WORLD)

@@ -1,6 +1,7 @@
 """FLOPs, MFU and TGS, the figures of a step, and where they are logged."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -8,6 +9,10 @@ import time
 from dataclasses import asdict, dataclass
 
 from tqdm import tqdm
+
+from memo.errors import reason
+
+WANDB_S = 10  # to reach its server
 
 
 def parameters(cfg):
@@ -63,6 +68,12 @@ def percent(fraction):
     return "n/a" if fraction is None else f"{100 * fraction:.1f}%"
 
 
+def say(text):
+    """Prints a line, beside a progress bar if there is one."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
 def read_metrics(path):
     """The lines of a metrics.jsonl; what a kill or a full disk cut short is left out."""
     rows = []
@@ -76,26 +87,30 @@ def read_metrics(path):
 
 
 class JsonlLogger:
-    """Appends to metrics.jsonl. A run that starts at `first_iter` drops what an earlier one wrote from there on."""
+    """Appends to metrics.jsonl. A run that starts at `first_iter` drops what an earlier one wrote from there on. Lines that
+    a full disk does not take are written with later ones."""
 
     def __init__(self, path, first_iter):
         kept = [r for r in read_metrics(path) if r["iter"] < first_iter] if os.path.exists(path) else []
         with open(f"{path}.tmp", "w") as f:
             f.writelines(json.dumps(r) + "\n" for r in kept)
         os.replace(f"{path}.tmp", path)
-        self.path, self.torn = path, False
+        self.path, self.waiting = path, []
 
     def log(self, stats):
-        try:
-            with open(self.path, "a") as f:
-                f.write("\n" * self.torn + json.dumps(stats.as_dict()) + "\n")
-            self.torn = False
-        except OSError as e:  # a full disk must not end a run
-            self.torn = True
-            print(f"warning: {self.path} not written at iter={stats.iter}: {e}", file=sys.stderr)
+        """Errors: OSError; the line waits for the next call."""
+        self.waiting.append(json.dumps(stats.as_dict()) + "\n")
+        self.close()
 
     def close(self):
-        pass
+        """Writes the lines that wait, all or none. Errors: OSError."""
+        lines = "".join(self.waiting).encode()
+        with open(self.path, "ab", buffering=0) as f:
+            size = f.tell()
+            if f.write(lines) < len(lines):  # raises where nothing is written
+                f.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.waiting.clear()
 
 
 class ConsoleLogger:
@@ -131,15 +146,16 @@ class WandbLogger:
         self.run = None
         try:
             import wandb
-            settings = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir, config=config_dict)
-            online = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key) and "WANDB_MODE" not in os.environ
+            keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir, config=config_dict,
+                        settings=wandb.Settings(init_timeout=WANDB_S))
+            mode = os.environ.get("WANDB_MODE")
             try:
-                self.run = wandb.init(**settings, mode=os.environ.get("WANDB_MODE", "online" if online else "offline"))
+                self.run = wandb.init(**keys, mode=mode or ("online" if wandb.login(prompt=False) else "offline"))
             except Exception as e:
-                print(f"warning: wandb has no connection, logging offline ({e})", file=sys.stderr)
-                self.run = wandb.init(**settings, mode="offline")
+                print(f"warning: wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})", file=sys.stderr)
+                self.run = wandb.init(**keys, mode="offline")
         except Exception as e:
-            print(f"warning: wandb is off: {type(e).__name__}: {e}", file=sys.stderr)
+            print(f"warning: wandb is off: {type(e).__name__}: {reason(e)}", file=sys.stderr)
 
     def log(self, stats):
         self.attempt(lambda: self.run.log({k: v for k, v in stats.as_dict().items() if v is not None}, step=stats.iter))
@@ -152,5 +168,5 @@ class WandbLogger:
             try:
                 call()
             except Exception as e:
-                print(f"warning: wandb stopped logging: {type(e).__name__}: {e}", file=sys.stderr)
+                print(f"warning: wandb stopped logging: {type(e).__name__}: {reason(e)}", file=sys.stderr)
                 self.run = None

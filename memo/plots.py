@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 
@@ -23,13 +25,32 @@ def pyplot():
     return plt
 
 
-def smooth(values, weight):
-    """Exponential moving average without the bias of its start."""
-    average, norm, out = 0.0, 0.0, []
-    for v in values:
-        average, norm = weight * average + (1 - weight) * v, weight * norm + (1 - weight)
-        out.append(average / norm)
-    return out
+def store(fig, path):
+    """Writes a figure under another name first: a kill or a full disk leaves the old file whole."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        fig.savefig(temporary, format=Path(path).suffix.removeprefix(".") or "png")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        pyplot().close(fig)
+
+
+def smooth(values):
+    """Each value replaced by that of a straight line fitted to its neighbours, a quarter of the values before it on either
+    side, 2 to 50: no lag where the values fall, and more smoothing where they hardly change any more."""
+    v = np.asarray(values, dtype=float)
+    i = np.arange(len(v))
+    half = np.clip(i // 4, 2, 50)
+    first, end = np.maximum(0, i - half), np.minimum(len(v), i + half + 1)
+
+    def window(x):  # sums of x from `first` to `end`
+        total = np.concatenate(([0.0], np.cumsum(x)))
+        return total[end] - total[first]
+    n, sum_j, sum_jj, sum_v, sum_jv = end - first, window(i), window(i * i), window(v), window(i * v)
+    spread = n * sum_jj - sum_j**2
+    slope = np.where(spread > 0, n * sum_jv - sum_j * sum_v, 0) / np.maximum(spread, 1)
+    return (sum_v + slope * (n * i - sum_j)) / n
 
 
 def loss_curve(metrics_path, png_path, title, vocab_size):
@@ -45,7 +66,7 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
     top.annotate(f"ln V = {guess:.2f}, knowing nothing", (1, guess), xycoords=("axes fraction", "data"),
                  xytext=(-4, -4), textcoords="offset points", ha="right", va="top", color=GREY, fontsize=9)
     top.plot(steps, losses, color=BLUE, alpha=0.25, lw=1)
-    top.plot(steps, smooth(losses, 0.9), color=BLUE, lw=2, label=f"train (smoothed), last {smooth(losses, 0.9)[-1]:.3f}")
+    top.plot(steps, smooth(losses), color=BLUE, lw=2, label=f"train (smoothed), last {smooth(losses)[-1]:.3f}")
     val = [(r["iter"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
     if val:
         top.plot(*zip(*val, strict=True), "o-", color=ORANGE, lw=1.5, ms=5, label=f"validation, last {val[-1][1]:.3f}")
@@ -56,8 +77,7 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
     for ax in (top, bottom):
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)
-    fig.savefig(png_path)
-    plt.close(fig)
+    store(fig, png_path)
 
 
 def timeline(spans, json_path, png_path, title):
@@ -87,8 +107,7 @@ def timeline(spans, json_path, png_path, title):
     ax.set(yticks=[-i for i in range(len(ROWS))], yticklabels=ROWS, xlim=(0, length), xlabel="seconds",
            title=title.replace("$", r"\$"))
     ax.spines[["top", "right"]].set_visible(False)
-    fig.savefig(png_path)
-    plt.close(fig)
+    store(fig, png_path)
 
 
 # --- the memory plan ---
@@ -176,8 +195,7 @@ def memory_plan(trace, plan, png_path, title, before=()):
     fig.legend(handles=handles + [plt.Line2D([], [], **line) for line in lines], ncols=5, frameon=False, fontsize=9,
                loc="outside lower center")
     fig.suptitle(title.replace("$", r"\$"))
-    fig.savefig(png_path)
-    plt.close(fig)
+    store(fig, png_path)
 
 
 REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE, "transient": GREEN,
@@ -231,5 +249,4 @@ def dry_run(got, at, most, png_path):
         ax.spines[["top", "right"]].set_visible(False)
     cfg = got.cfg
     fig.suptitle(f"{got.world} x {got.machine.name}, tp={cfg.tp} cp={cfg.cp} dp={got.dp}, {cfg.activation}")
-    fig.savefig(png_path)
-    plt.close(fig)
+    store(fig, png_path)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from memo import checkpoint
 from memo.attention import BACKENDS
 from memo.command import end_with_reader
-from memo.config import Config
+from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError
 from memo.tp import row_linear_forward
@@ -60,11 +60,12 @@ def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0)
 
 def load_model(out_dir, device="auto", dtype="auto"):
     """The model of a checkpoint, for evaluation only."""
-    ckpt = checkpoint.load(out_dir)
-    cfg = Config(**{**ckpt.config, "device": device, "dtype": dtype, "attention": "auto"})
-    model = GPT(cfg, *pick_device(cfg), grads=False)
-    checkpoint.restore(ckpt, model)
-    return model
+    def read(ckpt):
+        cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto")
+        model = GPT(cfg, *pick_device(cfg), grads=False)
+        checkpoint.restore(ckpt, model)
+        return model
+    return checkpoint.read_newest(out_dir, read)
 
 
 def main(argv=None):

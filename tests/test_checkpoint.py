@@ -2,10 +2,12 @@
 
 import errno
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -20,8 +22,9 @@ import torch.distributed as dist
 
 from memo import checkpoint, dcp
 from memo.checkpoint import CheckpointError, Saver
-from memo.config import CHECKPOINT_JSON, Config, read_checkpoint, sealed
+from memo.config import Config
 from memo.flat import Piece, whole
+from memo.manifest import CHECKPOINT_JSON, newest, sealed
 from memo.optim import Optimizer
 from memo.snapshot import Copier
 from model import GPT, initial_weights
@@ -56,8 +59,8 @@ def state(model, optimizer):
     return [t.clone() for t in (model.params, optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps)]
 
 
-def write(out_dir, pieces, iter, cfg=CFG, group=None):
-    saver = Saver(out_dir, group)
+def write(out_dir, pieces, iter, cfg=CFG, group=None, **keys):
+    saver = Saver(out_dir, group, **keys)
     saver.save(pieces, cfg, iter)
     saver.wait()
 
@@ -112,7 +115,7 @@ def test_rotary_positions_may_grow(tmp_path):
     assert torch.equal(model.params, trained.params)
 
 
-def test_the_latest_stays_alone_and_is_not_written_twice(tmp_path, monkeypatch):
+def test_the_newest_stay_and_none_is_written_twice(tmp_path, monkeypatch):
     _, optimizer = saved(tmp_path)
     removed, real = [], shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda path, **keys: removed.append(path.name) or real(path, **keys))
@@ -122,9 +125,14 @@ def test_the_latest_stays_alone_and_is_not_written_twice(tmp_path, monkeypatch):
     assert {f.name for f in (tmp_path / "ckpt").iterdir()} == {"10", "kept"}
     assert set(removed) == {"7.tmp", "3.tmp"}  # half removed, it must not look whole
     before = contents(tmp_path / "ckpt" / "10")
-    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99))
+    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99), whole=10)
     assert contents(tmp_path / "ckpt" / "10") == before
-    assert checkpoint.latest(tmp_path) == tmp_path / "ckpt" / "10"
+    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99))  # a folder that is not known as whole
+    assert contents(tmp_path / "ckpt" / "10") != before == contents(tmp_path / "ckpt" / "10.damaged")
+    for iter, names in ((11, {"11", "10"}), (12, {"12", "11"}), (13, {"13", "12"})):
+        write(tmp_path, optimizer.pieces(saved=True), iter, keep=2)
+        assert {f.name for f in (tmp_path / "ckpt").iterdir()} == names | {"kept", "10.damaged"}
+    assert checkpoint.latest(tmp_path) == tmp_path / "ckpt" / "13"
 
 
 # --- pieces: saved in one layout, read in another ---
@@ -255,6 +263,8 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
     folder = tmp_path / "ckpt" / "8"
     for name in sorted(contents(folder).keys() - {CHECKPOINT_JSON}):  # every rank checks a part, all of them everything
         shutil.copytree(folder, folder.with_name("9"))
+        stored = {k: v for k, v in json.loads((folder / CHECKPOINT_JSON).read_text()).items() if k != "crc32"}
+        (folder.with_name("9") / CHECKPOINT_JSON).write_text(sealed(stored | dict(iter=9)))
         flip(folder.with_name("9") / name, 50)
         folder.rename(folder.with_name("8.away"))
         refusals = 0
@@ -410,15 +420,26 @@ def fill_the_disk(out_dir):
     before = contents(out_dir / "ckpt" / "3")
     train(model, optimizer, [3])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     message = r"^.*ckpt/4 cannot be written \(File too large\); the previous one is whole; free some space.*$"
     with pytest.raises(CheckpointError, match=message):
         write(out_dir, optimizer.pieces(saved=True), 4)
     assert os.listdir(out_dir / "ckpt") == ["3"]
     assert contents(out_dir / "ckpt" / "3") == before
     assert checkpoint.load(out_dir).iter == 3
-    with pytest.raises(CheckpointError, match=r"cannot be written \(No such file or directory\); free"):
-        write(out_dir / "nowhere", optimizer.pieces(saved=True), 4)
+    checkpoint.FULL.add(os.strerror(errno.EFBIG))  # stands for a full disk; an older checkpoint makes room
+    real, calls = Saver.write_files, []
+
+    def full_once(self, folder, pieces):
+        calls.append(sorted(os.listdir(out_dir / "ckpt")))
+        if len(calls) > 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        return real(self, folder, pieces)
+    Saver.write_files = full_once
+    (out_dir / "ckpt" / "2").mkdir()
+    write(out_dir, optimizer.pieces(saved=True), 4, keep=2)
+    assert calls == [["2", "3"], ["3"]] and sorted(os.listdir(out_dir / "ckpt")) == ["3", "4"]
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
@@ -466,7 +487,7 @@ def test_every_flipped_bit_is_seen(intact):
         for place in [0, len(whole_) - 1, *(places.randrange(len(whole_)) for _ in range(60))]:
             bit = places.randrange(8)
             flip(intact / name, place, bit)
-            refused(intact, r"cannot be read|is corrupt \(its crc32|format='.*' must be 'memo 2'")
+            refused(intact, r"cannot be read|is corrupt \(its crc32")
             flip(intact / name, place, bit)
     assert checkpoint.load(intact.parents[1]).iter == 3
 
@@ -475,9 +496,60 @@ def test_other_formats_are_refused(tmp_path, intact):
     with pytest.raises(CheckpointError, match="nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or"):
         checkpoint.load(tmp_path / "nowhere")
     for stored, message in ((dict(format="memo 3"), "format='memo 3' must be 'memo 2'; read it with the memo that wrote it"),
-                            ({}, "cannot be read"), ([], "cannot be read")):
+                            ({}, "is corrupt"), ([], "cannot be read")):
         (intact / CHECKPOINT_JSON).write_text(sealed(stored) if stored else str(stored))
         refused(intact, message)
+
+
+@pytest.mark.parametrize("changes,message", [
+    (dict(iter=-7), "iter=-7 must be 3, the name of the folder"), (dict(iter="x"), "iter='x' must be 3"),
+    (dict(iter=True), "iter=True must be 3"), (dict(iter=None), "iter=None must be 3"),
+    (dict(config=[]), "config must be an object"), (dict(files=[]), r"files must be an object that names \.metadata"),
+    (dict(files={}), r"files must be an object that names \.metadata"),
+    *((dict(files={".metadata": [0, 0], name: [1, 1]}), "must be a plain name with bytes and crc32")
+      for name in ("/dev/zero", "../3/.metadata", "", "..", "a b", "a\0")),
+    *((dict(files={".metadata": sizes}), "must be a plain name with bytes and crc32")
+      for sizes in (None, 3, [1], [1, 2, 3], ["1", 2], [-1, 2], [1.0, 2], [True, 2])),
+])
+def test_a_resealed_manifest_is_checked(intact, changes, message):
+    _, stored = newest(intact.parents[1])
+    (intact / CHECKPOINT_JSON).write_text(sealed(stored | changes))
+    refused(intact, message)
+
+
+def test_files_without_end_are_refused(intact):
+    os.rename(intact / ".metadata", intact / "aside")
+    os.mkfifo(intact / ".metadata")
+    refused(intact, r"\.metadata cannot be read \(is no regular file\)")
+    (intact / CHECKPOINT_JSON).unlink()
+    (intact / CHECKPOINT_JSON).symlink_to("/dev/zero")
+    refused(intact, r"checkpoint\.json cannot be read \(is no regular file\)")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, intact, capsys):
+    _, optimizer = fresh()
+    write(tmp_path, optimizer.pieces(saved=True), 5, keep=2)
+    flip(tmp_path / "ckpt" / "5" / "__0_0.distcp", 2000)
+    assert checkpoint.read_newest(tmp_path, lambda ckpt: ckpt.iter) == 3
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"warning: checkpoint passed over: \S*/5/__0_0.distcp is corrupt \(its .*\n", err)
+    flip(intact / CHECKPOINT_JSON, 20)
+    with pytest.raises(CheckpointError, match="5/__0_0.distcp is corrupt"):
+        checkpoint.read_newest(tmp_path, lambda ckpt: ckpt.iter)
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_no_error(tmp_path, intact, capsys):
+    """The run beside the reader saves again and removes what the reader has open."""
+    _, optimizer = fresh()
+    seen = []
+
+    def read(ckpt):
+        if not seen:
+            write(tmp_path, optimizer.pieces(saved=True), 5)
+        seen.append(ckpt.iter)
+        return dict(ckpt.tensors("params"))
+    assert checkpoint.read_newest(tmp_path, read) and seen == [3, 5]
+    assert not capsys.readouterr().err
 
 
 class Evil:
@@ -493,7 +565,7 @@ class Evil:
 def put_metadata(folder, data):
     """`data` as the metadata of an intact checkpoint."""
     (folder / ".metadata").write_bytes(data)
-    _, stored = read_checkpoint(folder.parents[1])
+    _, stored = newest(folder.parents[1])
     stored["files"][".metadata"] = [len(data), checkpoint.crc32(folder / ".metadata")]
     (folder / CHECKPOINT_JSON).write_text(sealed(stored))
 
@@ -503,8 +575,10 @@ def test_foreign_metadata_executes_nothing(tmp_path, intact):
     evil = pickle.dumps(Evil(made))
     pickle.loads(evil)
     made.unlink()  # it would work
+    good = (intact / ".metadata").read_bytes()
     for data, message in ((evil, ".*is not of a"), (pickle.dumps(torch.Size([3])), "a Size is not of a checkpoint"),
-                          (b"", "Ran out of input"), (b"no pickle", "")):
+                          (b"", "Ran out of input"), (b"no pickle", ""),
+                          (good.replace(b"__0_0.distcp", b"../../secret"), "'../../secret' is no file of this checkpoint")):
         put_metadata(intact, data)
         refused(intact, rf"\.metadata cannot be read \({message}")
         assert not made.exists()
@@ -518,7 +592,7 @@ class EvilTensor(torch.Tensor):
 def test_foreign_tensors_execute_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("MADE", str(tmp_path / "made"))
     write(tmp_path, [whole("params.a", torch.zeros(3).as_subclass(EvilTensor))], 0)
-    with pytest.raises(CheckpointError, match=r"^[^\n]*ckpt/0 cannot be read \(Weights only load failed[^\n]*$"):
+    with pytest.raises(CheckpointError, match=r"^\S*ckpt/0 holds something that is no tensor; nothing of it was run[^\n]*"):
         dict(checkpoint.load(tmp_path).tensors("params"))
     assert not (tmp_path / "made").exists()
 

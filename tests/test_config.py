@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo.config import FORMAT, KEYS, Config, help_text, load_config, sealed
+from memo.config import KEYS, Config, help_text, load_config
 from memo.errors import ConfigError
+from memo.manifest import FORMAT, METADATA, sealed
 from memo.metrics import parameters
 from model import GPT
 from tests.test_metrics import PAPER
@@ -24,8 +25,8 @@ def test_the_set_of_keys_is_frozen():
         tp cp context_parallel activation alpha alpha_mode host_memory_gb pin_memory memory_plan memory_plan_check solver
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
         optimizer_device
-        out_dir init_from eval_interval eval_iters log_interval save_interval wandb_log wandb_project wandb_run_name
-        device dtype attention ops deterministic seed""".split()
+        out_dir init_from eval_interval eval_iters log_interval save_interval keep_checkpoints wandb_log wandb_project
+        wandb_run_name device dtype attention ops deterministic seed""".split()
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
@@ -112,13 +113,13 @@ def test_alpha_and_the_hosts_memory_are_numbers_or_auto(tmp_path):
 def save_header(folder, cfg, iter=5):
     path = folder / "ckpt" / str(iter) / "checkpoint.json"
     path.parent.mkdir(parents=True)
-    path.write_text(sealed(dict(format=FORMAT, config=asdict(cfg))))
+    path.write_text(sealed(dict(format=FORMAT, iter=iter, config=asdict(cfg), files={METADATA: [0, 0]})))
 
 
 def test_a_broken_checkpoint_is_named(tmp_path):
     save_header(tmp_path, Config())
     path = tmp_path / "ckpt" / "5" / "checkpoint.json"
-    for content, message in ((b"", "cannot be read"), (b"\xff" * 100, "cannot be read"), (b"{}", "cannot be read"),
+    for content, message in ((b"", "cannot be read"), (b"\xff" * 100, "cannot be read"), (b"{}", "is corrupt"),
                              (path.read_bytes().replace(b"256", b"257"), "is corrupt")):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=f"ckpt/5/checkpoint.json {message}.*; use another copy"):
@@ -217,7 +218,8 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
     assert gpt.params.numel() == P + norms + padding
 
 
-TORCH_FREE = {"command", "config", "errors", "files", "activations", "alpha", "backends", "dsa", "dsa_solvers", "planner", "caching", "tokens",
+TORCH_FREE = {"command", "config", "errors", "files", "manifest",
+              "activations", "alpha", "backends", "dsa", "dsa_solvers", "planner", "caching", "tokens",
               "hardware", "metrics", "flat", "roofline", "budget", "search", "estimate", "plots"}  # DESIGN section 4
 
 

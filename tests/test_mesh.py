@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from itertools import product
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from memo import command
 from memo import mesh as mesh_module
 from memo.allocator import Arena
 from memo.config import Config, communicators, degrees
@@ -46,6 +48,28 @@ def test_torchruns_environment():
     assert launched(given | dict(OMP_NUM_THREADS="2")).threads == 0
     given["TORCHELASTIC_RUN_ID"] = "none"  # torchrun's when none is given
     assert launched(given).id == f"{socket.gethostname()} {os.getppid()}"
+
+
+@pytest.mark.parametrize("name,value,range", [
+    ("RANK", "8", "0 to 7"), ("RANK", "-1", "0 to 7"), ("RANK", "x", "0 to 7"), ("WORLD_SIZE", "0", "1 to 1048576"),
+    ("WORLD_SIZE", "1e9", "1 to"), ("LOCAL_RANK", "4", "0 to 3"), ("LOCAL_WORLD_SIZE", "9", "1 to 8")])
+def test_an_environment_that_cannot_be_is_a_line(name, value, range):
+    given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4") | {name: value}
+    with pytest.raises(ConfigError, match=f"^{name}={value} in the environment must be a whole number from {range}"):
+        launched(given)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
+    monkeypatch.setattr(command, "FIRST_S", 0.1)
+    store = dist.TCPStore("localhost", 0, 3, True, wait_for_workers=False)
+
+    def late():
+        time.sleep(0.25)
+        for rank in (1, 2):
+            threading.Thread(target=mesh_module.meeting, args=(dist.TCPStore("localhost", store.port), rank, 3)).start()
+    threading.Thread(target=late).start()
+    assert mesh_module.meeting(store, 0, 3)
+    assert capfd.readouterr().err.startswith("waiting for 2 of 3 ranks, 0 s so far\n")
 
 
 @pytest.mark.parametrize("keys,world,message", [

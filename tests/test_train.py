@@ -123,6 +123,7 @@ def test_stopping_in_the_middle_of_a_step_gives_the_slab_and_the_streams_back(da
     else:
         with pytest.raises(FloatingPointError, match="in a layer"):
             train.main(keys)
+        assert checkpoint.load(tmp_path).iter == len(losses(tmp_path)) > 0
     assert len(opened) == 2 and closed == opened  # the profiler's and the run's
     assert not [t for t in threading.enumerate() if t.name.startswith("memo ") and t not in before]
 
@@ -132,7 +133,7 @@ def test_accumulation_and_batches_see_the_same_number_of_tokens(dataset, tmp_pat
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["tokens"] == 2 * 3 * 64
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_leaves(dataset, tmp_path, capsys, number):
     before = signal.getsignal(number)
     metrics = tmp_path / "metrics.jsonl"
@@ -173,24 +174,20 @@ def test_a_loss_that_is_not_finite_stops_and_saves_nothing(dataset, tmp_path, mo
     assert losses(tmp_path)[-1][0] == 9
 
 
-def test_a_failed_save_in_mid_run_is_a_warning_and_at_the_end_an_error(dataset, tmp_path, monkeypatch, capsys):
+def test_a_failed_save_in_mid_run_is_a_warning(dataset, tmp_path, monkeypatch, capsys):
     real, calls = dcp.Writer.write_data, []
 
     def full_disk(*args):
         calls.append(1)
         if len(calls) == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*args)
 
     monkeypatch.setattr(dcp.Writer, "write_data", full_disk)
     train.main(argv(dataset, tmp_path))
     [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert warning.startswith(f"warning: {tmp_path}/ckpt/4 cannot be written (No space left on device); ")
+    assert warning.startswith(f"warning: {tmp_path}/ckpt/4 cannot be written (Input/output error); ")
     assert warning.endswith("; training goes on") and len(calls) == 3
-    assert checkpoint.load(tmp_path).iter == 12
-    calls.clear()
-    with pytest.raises(checkpoint.CheckpointError, match=r"ckpt/14 cannot be written .*; the previous one is whole"):
-        train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=14", "--save_interval=0"])
     assert checkpoint.load(tmp_path).iter == 12
 
 
@@ -250,7 +247,7 @@ def test_mistakes_come_before_the_run_and_leave_no_trace(dataset, tmp_path, keys
 
 def test_the_command_prints_one_line_for_a_mistake():
     run = subprocess.run([sys.executable, "train.py", "--n_layr=3"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stdout == ""
+    assert run.returncode == 2 and run.stdout == ""
     assert run.stderr == "error: --n_layr=3: unknown key 'n_layr'; did you mean 'n_layer'?\n"
 
 

@@ -1,0 +1,79 @@
+"""out_dir/ckpt: which checkpoints there are, and checkpoint.json, the manifest that says what each one holds."""
+
+import json
+import re
+import zlib
+from pathlib import Path
+
+from memo.errors import CheckpointError, reason
+from memo.files import parse_json, plain_name, read_text
+
+CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"  # in out_dir; in its folder <iter>. See memo/checkpoint.py
+METADATA = ".metadata"  # torch.distributed.checkpoint's own manifest
+FORMAT = "memo 2"
+REMEDY = "use another copy of the checkpoint or start from scratch"
+
+
+class Damaged(CheckpointError):
+    """The checkpoint in `folder` is damaged. There may be one before it."""
+
+    def __init__(self, folder, text):
+        super().__init__(f"{text}; {REMEDY}")
+        self.folder = folder
+
+
+def checkpoints(out_dir):
+    """The folders of the checkpoints in `out_dir`, the newest first. The name of a folder is the iteration to go on
+    with; one that is being written, or removed, has another name."""
+    numbers = [f for f in (Path(out_dir) / CHECKPOINT).glob("*") if re.fullmatch("0|[1-9][0-9]{0,15}", f.name)]
+    return sorted(numbers, key=lambda f: int(f.name), reverse=True)
+
+
+def latest(out_dir):
+    """The folder of the newest checkpoint in `out_dir`, or None."""
+    return next(iter(checkpoints(out_dir)), None)
+
+
+def sealed(stored):
+    """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
+    return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
+
+
+def newest(out_dir, passed_over=()):
+    """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {name of a folder: why it is not to be
+    used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
+    folder = next((f for f in checkpoints(out_dir) if f.name not in passed_over), None)
+    if folder is None and passed_over:
+        raise CheckpointError(next(iter(passed_over.values())))
+    if folder is None:
+        raise CheckpointError(f"{Path(out_dir) / CHECKPOINT} holds no checkpoint; train with --init_from=scratch, or see "
+                              "memo.convert")
+    return folder, read_manifest(folder)
+
+
+def read_manifest(folder):
+    """What checkpoint.json in `folder` holds: dict(format, iter, config, files {name: [bytes, crc32]}). Errors: Damaged;
+    CheckpointError: another format."""
+    path = folder / CHECKPOINT_JSON
+    try:
+        text = read_text(path)
+        stored = parse_json(text)
+        stored.pop("crc32", None)
+    except (OSError, ValueError) as e:
+        raise Damaged(folder, f"{path} cannot be read ({reason(e)})") from None
+    if text != sealed(stored):
+        raise Damaged(folder, f"{path} is corrupt (its crc32 differs from the one at its end)")
+    if stored.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format={stored.get('format')!r} must be {FORMAT!r}; read it with the memo that "
+                              "wrote it")
+    config, files = stored.get("config"), stored.get("files")
+    if type(stored.get("iter")) is not int or stored["iter"] != int(folder.name):
+        raise Damaged(folder, f"{path}: iter={stored.get('iter')!r} must be {folder.name}, the name of the folder")
+    if not isinstance(config, dict):
+        raise Damaged(folder, f"{path}: config must be an object")
+    if not isinstance(files, dict) or METADATA not in files:
+        raise Damaged(folder, f"{path}: files must be an object that names {METADATA}")
+    for name, sizes in files.items():
+        if not (plain_name(name) and isinstance(sizes, list) and [type(n) for n in sizes] == [int, int] and min(sizes) >= 0):
+            raise Damaged(folder, f"{path}: files[{name!r}]={sizes!r} must be a plain name with bytes and crc32")
+    return stored

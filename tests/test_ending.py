@@ -1,0 +1,243 @@
+"""How a run ends: whatever ends it, it saves first, and what is only told does not end it."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train
+from memo import checkpoint, command, dcp, ending, plots, report
+from memo.ending import Beside, Console, StepGivenUp, StopSignal
+from memo.metrics import JsonlLogger, StepStats, read_metrics
+from model import Block
+from tests.test_train import ROOT, argv, losses
+from train import TrainingError
+
+
+def resumed(out, **keys):
+    return train.main(["--init_from=resume", f"--out_dir={out}", *(f"--{k}={v}" for k, v in keys.items())])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset, tmp_path_factory):
+    """Losses of the twelve steps of argv()."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert train.main(argv(dataset, out)) == 0
+    return losses(out)
+
+
+# --- signals ---
+
+def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+    monkeypatch.setattr(ending, "SAME_S", 0.0)
+    real, calls = Block.backward, []
+
+    def twice(block, *args):
+        calls.append(1)
+        if len(calls) == 2 * 6:  # in the sixth step
+            for number in (signal.SIGHUP, signal.SIGINT):
+                os.kill(os.getpid(), number)
+        return real(block, *args)
+    monkeypatch.setattr(Block, "backward", twice)
+    assert train.main(argv(dataset, tmp_path, activation="keep")) == 128 + signal.SIGHUP
+    assert checkpoint.load(tmp_path).iter == 5
+    out, err = capsys.readouterr()
+    assert "stopped by SIGHUP after 5 of 12 steps, saved in" in out and "again to save without this step" in err
+    assert resumed(tmp_path) == 0
+    assert losses(tmp_path) == undisturbed
+
+
+def test_signals_that_come_together_are_one_request(monkeypatch):
+    stop = StopSignal(quiet=True, alone=True)
+    with ending.handling(stop), stop.interruptible():
+        for number in ending.SIGNALS:
+            os.kill(os.getpid(), number)
+        assert stop.number in ending.SIGNALS and stop.requests == 1
+        monkeypatch.setattr(ending, "SAME_S", 0.0)
+        with pytest.raises(StepGivenUp):
+            os.kill(os.getpid(), signal.SIGTERM)
+    several = StopSignal(quiet=True, alone=False)
+    with several.interruptible():  # other ranks wait for the step to be finished
+        several(signal.SIGTERM, None)
+        several(signal.SIGTERM, None)
+    assert several.number == signal.SIGTERM
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending.handling(StopSignal(True, True)):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# --- errors ---
+
+def test_an_error_in_a_step_saves_the_steps_before(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+    real = train.forward_backward
+    monkeypatch.setattr(train, "forward_backward", lambda run, it: 1 / 0 if it == 7 else real(run, it))
+    with pytest.raises(ZeroDivisionError):
+        train.main(argv(dataset, tmp_path))
+    assert f"7 steps are saved in {tmp_path}; go on with: " in capsys.readouterr().err
+    monkeypatch.setattr(train, "forward_backward", real)
+    assert resumed(tmp_path) == 0 and losses(tmp_path) == undisturbed
+
+
+def broken_disk(monkeypatch, works=lambda path: False):
+    real = dcp.write
+
+    def write(folder, *args):
+        if not works(folder):
+            raise OSError(5, "Input/output error")
+        return real(folder, *args)
+    monkeypatch.setattr(dcp, "write", write)
+
+
+def test_a_run_that_cannot_save_stops_and_saves_elsewhere(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    broken_disk(monkeypatch, lambda folder: "memo-saved-" in str(folder))
+    with pytest.raises(TrainingError, match=r"^\d+ saves in a row failed: .*Input/output error"):
+        train.main(argv(dataset, tmp_path / "out", save_interval=1))
+    err = capsys.readouterr().err
+    assert err.count("cannot be written (Input/output error)") == train.MOST_FAILED_SAVES
+    [elsewhere] = tmp_path.glob("memo-saved-*")
+    done = checkpoint.load(elsewhere).iter
+    assert f"after {done} steps: " in err and f"{done} steps are saved in {elsewhere} instead" in err
+    assert resumed(elsewhere) == 0
+    assert losses(elsewhere) == undisturbed[done:]
+
+
+def test_the_last_save_of_all_says_where_it_went(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    broken_disk(monkeypatch)
+    message = r"out/ckpt/3 cannot be written \(Input/output error\).*; nor could it be saved elsewhere: \S*/memo-saved-"
+    with pytest.raises(TrainingError, match=message):
+        train.main(argv(dataset, tmp_path / "out", max_iters=3))
+
+
+# --- checkpoints that are damaged ---
+
+@pytest.mark.parametrize("file", ["checkpoint.json", ".metadata", "__0_0.distcp"])
+def test_resume_falls_back_to_the_checkpoint_before(dataset, tmp_path, capsys, undisturbed, file):
+    train.main(argv(dataset, tmp_path))
+    newest = tmp_path / "ckpt" / "12" / file
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 4
+    newest.write_bytes(data)
+    assert resumed(tmp_path) == 0
+    assert f"warning: checkpoint passed over: {newest} " in capsys.readouterr().err
+    assert losses(tmp_path) == undisturbed and checkpoint.load(tmp_path).iter == 12
+    assert {f.name for f in (tmp_path / "ckpt").iterdir()} == {"8", "12", "12.damaged"}
+
+
+# --- what is only told ---
+
+def test_a_console_that_fails_loses_text_only(capfd):
+    for descriptor in (os.open("/dev/full", os.O_WRONLY), broken_pipe()):
+        console = Console(os.fdopen(descriptor, "w"))
+        print("x" * 10**6, file=console, flush=True)
+        console.close()
+        console.stream.close()  # as Python does in the end
+    Console(None).write("no stdout at all")
+
+
+def broken_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def test_a_run_whose_console_is_a_full_disk_ends_well(dataset, tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "train.py", *argv(dataset, tmp_path)], cwd=ROOT, stdout=full, stderr=full)
+    assert done.returncode == 0 and checkpoint.load(tmp_path).iter == 12
+
+
+def test_pictures_and_loggers_that_fail_are_warnings(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+    def fails(*args):
+        raise OSError(28, "No space left on device")
+    for name in ("loss_curve", "timeline", "memory_plan"):
+        monkeypatch.setattr(report, name, fails)
+    monkeypatch.setattr(JsonlLogger, "log", fails)
+    assert train.main(argv(dataset, tmp_path)) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert sorted(line.split()[1] for line in warnings) == ["JsonlLogger", "loss.png", "memory_plan.png", "timeline.png"]
+    assert checkpoint.load(tmp_path).iter == 12
+
+
+def test_an_out_dir_that_is_removed_is_made_again(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+    out, real = tmp_path / "out", train.forward_backward
+
+    def removing(run, it):
+        if it == 6:
+            run.saver.wait()
+            shutil.rmtree(out)
+        return real(run, it)
+    monkeypatch.setattr(train, "forward_backward", removing)
+    assert train.main(argv(dataset, out)) == 0
+    assert capsys.readouterr().err.count(f"out_dir={out} was removed; it is made again") == 1
+    assert losses(out) == undisturbed[6:] and checkpoint.load(out).iter == 12
+    assert {"config.json", "plan.json", "loss.png"} <= {f.name for f in out.iterdir()}
+
+
+def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    logger = JsonlLogger(path, 0)
+    logger.log(StepStats(0, 1.0, 1.0, 1.0, 1.0, 1, 1.0))
+    before = path.read_bytes()
+    logger.path = "/dev/full"
+    for it in (1, 2):
+        with pytest.raises(OSError, match="No space left on device"):
+            logger.log(StepStats(it, 1.0, 1.0, 1.0, 1.0, 1, 1.0))
+    assert path.read_bytes() == before
+    logger.path = path
+    logger.close()
+    assert [r["iter"] for r in read_metrics(path)] == [0, 1, 2]
+
+
+def test_a_warning_comes_once_for_each_reason(capsys):
+    beside = Beside()
+    for e in (OSError(28, "full"), OSError(28, "full"), ValueError("odd")):
+        def work(error=e):
+            raise error
+        assert not beside("plan.json", work)
+    assert capsys.readouterr().err == ("warning: plan.json failed (OSError: full); training goes on\n"
+                                       "warning: plan.json failed (ValueError: odd); training goes on\n")
+
+
+# --- pictures and hints ---
+
+def test_the_loss_is_drawn_at_every_evaluation_and_named_once(dataset, tmp_path, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(report, "loss_curve", lambda metrics, png, *args: drawn.append(len(read_metrics(metrics))))
+    assert train.main(argv(dataset, tmp_path)) == 0
+    assert drawn == [1, 7, 12, 12]  # evaluations before steps 0, 6 and 11, and at the end
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("loss.png", "timeline.png", "memory_plan.png"):
+        assert lines.count(f"picture     {tmp_path / name}") == 1
+
+
+def test_smoothing_does_not_lag():
+    i = np.arange(300)
+    for values in (9 - 0.03 * i, np.full(300, 2.5)):
+        np.testing.assert_allclose(plots.smooth(values), values, atol=1e-9)
+    falling = 3.3 + 3 * np.exp(-i / 20) + np.random.default_rng(0).normal(0, 0.05, 300)
+    for steps in (8, 50, 300):
+        assert abs(plots.smooth(falling[:steps])[-1] - (3.3 + 3 * np.exp(-(steps - 1) / 20))) < 0.15
+    assert plots.smooth(falling)[200:250].std() < 0.3 * falling[200:250].std()
+    assert plots.smooth([4.0]).tolist() == [4.0]
+
+
+def test_hints_can_be_typed(dataset, tmp_path, monkeypatch):
+    done = subprocess.run([*shlex.split(report.go_on_with(Path("a b"))), "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--out_dir" in done.stdout
+    monkeypatch.setenv("PATH", "")
+    assert Path(command.python()).absolute() == Path(sys.executable)
