@@ -1,11 +1,17 @@
-# Two commands: `make train` and `make test`. Both build .venv from requirements first. `make test-cuda`: tests/nullcuda/README.md
+# `make train`, `make demo`, `make test`: each builds .venv from requirements first. `make test-cuda`: tests/nullcuda/README.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint test-cuda test-cuda-bench
+# A run of config/$(1).py. One that Ctrl-C stopped has saved, and has not failed: 130 = 128 + SIGINT
+RUN = $(BIN)/python train.py config/$(1).py $(if $(wildcard out/$(1)/ckpt/*[0-9]),--init_from=resume) || [ $$? -eq 130 ]
+
+.PHONY: train demo test lint test-cuda test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
-	$(BIN)/python train.py config/stdlib.py $(if $(wildcard out/stdlib/ckpt/*[0-9]),--init_from=resume)
+	@$(call RUN,stdlib)
+
+demo: $(VENV)/.installed data/stdlib/meta.json
+	@$(call RUN,swap_demo)
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q tests

@@ -201,7 +201,7 @@ def test_help_names_every_key():
 
 def test_every_preset_loads():
     presets = sorted((ROOT / "config").glob("*.py"))
-    assert len(presets) == 6
+    assert len(presets) == 7
     for path in presets:
         load_config([str(path)])
 
