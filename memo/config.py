@@ -1,6 +1,5 @@
 """The configuration: one frozen dataclass, one way to fill it, every rule checked before a device is touched."""
 
-import ast
 import difflib
 import json
 import math
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from memo.errors import CheckpointError, ConfigError
 from memo.files import save_json
+from memo.literals import assignments
 
 
 def key(default, help, choices=(), least=None, below=None, most=None):
@@ -206,28 +206,12 @@ def typed(f, value, where):
 
 
 def read_file(path):
-    """The assignments of a config file, which is run in a namespace of its own with no builtins.
-
-    Errors: anything but assignments to known keys.
-    """
-    try:
-        tree = ast.parse(Path(path).read_text(), filename=path)
-    except FileNotFoundError:
-        raise ConfigError(f"config file {path!r} does not exist; see config/") from None
-    except (OSError, SyntaxError, UnicodeDecodeError) as e:
-        raise ConfigError(f"config file {path!r} cannot be read: {e}") from None
-    for node in tree.body:
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        plain = isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) for t in node.targets)
-        if not (docstring or plain):
-            raise ConfigError(f"{path}:{node.lineno}: a config file holds assignments only, as in n_layer = 12")
-    namespace = {"__builtins__": {}}
-    try:
-        exec(compile(tree, path, "exec"), namespace)
-    except Exception as e:
-        raise ConfigError(f"{path}: {type(e).__name__}: {e}") from None
-    given = {k: v for k, v in namespace.items() if k not in ("__builtins__", "__doc__")}
-    return {k: typed(known_key(k, path), v, path) for k, v in given.items()}
+    """{key: value} of a config file, which is evaluated, not run. Errors: anything but assignments to known keys."""
+    given = {}
+    for line, name, value in assignments(path):
+        where = f"{path}:{line}"
+        given[name] = typed(known_key(name, where), value, where)
+    return given
 
 
 def read_argv(argv):
