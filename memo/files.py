@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+from contextlib import suppress
 from math import inf, isfinite
 from pathlib import Path
 
@@ -144,3 +145,10 @@ def cache_place():
         return folder, None
     except (OSError, RuntimeError, ValueError) as e:  # no home; a disk that cannot be written
         return None, f"no cache folder can be made ({reason(e)}); {other}"
+
+
+def keep_json(value, folder, name):
+    """Stores `value` in cache_folder(), where there is one, for the next run; that it cannot be costs time only."""
+    if folder is not None:
+        with suppress(OSError):
+            save_json(value, folder / name)
