@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from memo import planner
+from memo.errors import warn
 from memo.files import cache_folder, cache_place, opened, ours_alone
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -97,8 +98,8 @@ def library_of(folder, *flags):
 def load(*flags):
     """The compiled library. Errors: Unavailable."""
     folder, why = cache_place()
-    if folder is None and os.environ.get("RANK", "0") == "0":
-        print(f"warning: compiled code is not kept from run to run: {why}", file=sys.stderr)
+    if folder is None:
+        warn(f"compiled code is not kept from run to run: {why}")
     try:
         with suppress(OSError):  # a folder that cannot be written, say
             if folder is not None:

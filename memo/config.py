@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from memo.errors import CheckpointError, ConfigError
-from memo.files import save_json
+from memo.files import load_json, save_json
 from memo.literals import assignments
 
 
@@ -233,14 +233,14 @@ def read_argv(argv):
 def gpt2_model_keys(folder):
     """The model keys of a GPT-2 in Hugging Face's format. Errors: not a GPT-2, or one with options that memo lacks."""
     path = Path(folder) / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-        if not isinstance(hf, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{path} cannot be read ({e}); give a local folder of a GPT-2") from None
-    if absent := {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"} - set(hf):
-        raise ConfigError(f"{path}: {min(absent)} is missing; give a local folder of a GPT-2")
+    hf = load_json(path, "give a local folder of a GPT-2")
+    model = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", block_size="n_positions", vocab_size="vocab_size")
+    for theirs in model.values():
+        if theirs not in hf:
+            raise ConfigError(f"{path}: {theirs} is missing; give a local folder of a GPT-2")
+        if type(hf[theirs]) is not int or not 1 <= hf[theirs] < 2**31:
+            raise ConfigError(f"{path}: {theirs}={hf[theirs]!r:.100} must be a whole number, at least 1 and below 2**31; "
+                              "give a local folder of a GPT-2")
     rules = dict(model_type=("gpt2",), activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
                  layer_norm_epsilon=(1e-5,), n_inner=(None, 4 * hf["n_embd"]), scale_attn_weights=(True,),
                  scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
@@ -249,9 +249,8 @@ def gpt2_model_keys(folder):
     for name, allowed in rules.items():
         value = hf.get(name, defaults.get(name))
         if value not in allowed:
-            raise ConfigError(f"{path}: {name}={value!r} must be {' or '.join(map(repr, allowed))}")
-    return dict(n_layer=hf["n_layer"], n_head=hf["n_head"], n_embd=hf["n_embd"], block_size=hf["n_positions"],
-                vocab_size=hf["vocab_size"], bias=True, position="learned",
+            raise ConfigError(f"{path}: {name}={value!r:.100} must be {' or '.join(map(repr, allowed))}")
+    return dict({name: hf[theirs] for name, theirs in model.items()}, bias=True, position="learned",
                 gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
 
 

@@ -399,8 +399,9 @@ def node(**changes):
     return changed(node=MEASURED["node"] | changes)
 
 
-DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(threads=0), changed(threads=1.5),
-           changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1), changed(overhead_s=None), changed(device=3),
+DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(threads=0),
+           changed(threads=1.5), changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1), changed(overhead_s=None),
+           changed(device=3),
            changed(memory_bytes=-1), changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"), changed(capability=9),
            changed(capability=[9]), changed(multiprocessors=-1), changed(node=None), changed(node={}), node(gpus_per_node=0),
            node(gpus_per_node=1.5), node(host_memory_bytes=-10**12), node(pcie_bytes_per_s=0), node(more=1),
@@ -419,8 +420,8 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     for text in DAMAGED:
         path.write_text(text)
         code, out, err = command(*preset, capsys=capsys)
-        assert code == 2 and err.startswith(f"error: {path}") and "; try python -m memo.profiler --calibrate, or" in err, text
-        assert err.count("\n") == 1 and not out
+        assert code == 2 and err.startswith(f"error: {path}"), text
+        assert "; try python -m memo.profiler --calibrate, or" in err and err.count("\n") == 1 and not out
         machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1, 0, ""))
         assert machine.cpu and machine.speeds is None
     path.unlink()
@@ -437,7 +438,8 @@ ARENA = dict(transient=10**6, head=10**5)
 @pytest.mark.parametrize("poison", [
     dict(arena=ARENA | dict(transient=-10**12)), dict(arena=ARENA | dict(head=1e3)), dict(arena=dict(transient=1)),
     dict(arena=ARENA | dict(head=None)), dict(arena=ARENA | dict(head=True)), dict(arena=[1, 2]),
-    dict(arena=ARENA | dict(x=1)), dict(arena=ARENA | dict(transient=10**30)), dict(arena=ARENA, keys={}), ARENA, [], "[" * 99999])
+    dict(arena=ARENA | dict(x=1)), dict(arena=ARENA | dict(transient=10**30)), dict(arena=ARENA, keys={}), ARENA, [],
+    "[" * 99999])
 def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg, machine, traces = load_config(["--vocab_size=99"]), hardware.machine("a800-80gb"), []
