@@ -67,7 +67,7 @@ def percent(fraction):
 
 def usable(row):
     """Whether a line of a file is what StepStats writes, as far as it is read again."""
-    numbers = [row.get(name) for name in ("iter", "loss", "tgs", "tokens")]
+    numbers = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
     numbers += [] if row.get("val_loss") is None else [row["val_loss"]]
     return type(row.get("iter")) is int and all(type(n) in (int, float) and 0 <= n < 2**63 for n in numbers)
 
