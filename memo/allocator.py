@@ -7,6 +7,7 @@ segments never comes near the plan. Source: MEMO 4.3.3.
 """
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -15,13 +16,15 @@ import sys
 import tempfile
 import weakref
 from collections import namedtuple
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from memo import planner
-from memo.files import cache_folder
+from memo.errors import warn
+from memo.files import cache_folder, cache_place, opened, ours_alone
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 Planned = namedtuple("Planned", "trace plan")
@@ -41,8 +44,7 @@ def compiled(folder, *flags):
     made_from = SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode()
     library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # two runs may start at once
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two runs may start at once
             made = Path(scratch) / library.name
             try:
                 done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
@@ -50,25 +52,24 @@ def compiled(folder, *flags):
                 raise Unavailable(f"there is no C++ compiler, g++ ({e.strerror})") from None
             if done.returncode or not made.exists():
                 raise Unavailable(f"g++ failed: {next(iter(done.stderr.splitlines()), f'exit code {done.returncode}')}")
+            made.chmod(0o700)  # whatever the umask
             os.replace(made, library)
     return library
 
 
-@cache
-def load(*flags):
-    """The compiled library. Errors: Unavailable."""
+def loaded(path):
+    """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError where it is
+    another one."""
+    descriptor = opened(path)
     try:
-        try:
-            library = compiled(cache_folder(), *flags)
-        except OSError:  # a folder that cannot be written costs some seconds at every start
-            library = compiled(tempfile.mkdtemp(prefix="memo-"), *flags)
-        try:
-            lib = ctypes.CDLL(str(library))
-        except OSError:  # broken: once more
-            library.unlink()
-            lib = ctypes.CDLL(str(compiled(library.parent, *flags)))
-    except OSError as e:
-        raise Unavailable(f"its library cannot be built or loaded ({e})") from None
+        if not ours_alone(os.fstat(descriptor)):
+            raise OSError(errno.EPERM, "others can write it", str(path))
+        through = f"/proc/self/fd/{descriptor}"  # the file that was checked, whatever has its name by now
+        lib = ctypes.CDLL(through if os.path.exists(through) else str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    # it stays open: the loader takes a name that it knows, /proc/self/fd/7, for the library that it was
     handle, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
     numbers = ctypes.POINTER(ctypes.c_int64)
     for name, result, arguments in (("install", text, [number]), ("open", handle, [number, number]),
@@ -80,6 +81,33 @@ def load(*flags):
         function = getattr(lib, f"memo_{name}")
         function.restype, function.argtypes = result, arguments
     return lib
+
+
+def library_of(folder, *flags):
+    """The library that is kept in `folder`; what cannot be loaded, or may not be, is built again. Errors: Unavailable,
+    OSError where the folder cannot be used."""
+    path = compiled(folder, *flags)
+    try:
+        return loaded(path)
+    except (OSError, AttributeError):
+        path.unlink()
+        return loaded(compiled(folder, *flags))
+
+
+@cache
+def load(*flags):
+    """The compiled library. Errors: Unavailable."""
+    folder, why = cache_place()
+    if folder is None:
+        warn(f"compiled code is not kept from run to run: {why}")
+    try:
+        with suppress(OSError):  # a folder that cannot be written, say
+            if folder is not None:
+                return library_of(folder, *flags)
+        with tempfile.TemporaryDirectory(prefix="memo-", ignore_cleanup_errors=True) as private:
+            return library_of(private, *flags)  # some seconds at every start
+    except (OSError, AttributeError) as e:
+        raise Unavailable(f"its library cannot be built or loaded ({e})") from None
 
 
 class NoArena:

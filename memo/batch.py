@@ -1,21 +1,25 @@
 """Batches from a dataset folder: random windows whose place depends on the seed and the step only."""
 
+import hashlib
 import json
+import os
+import weakref
 import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from memo.errors import ConfigError
-from memo.tokens import DATA, DTYPES
+from memo.errors import ConfigError, reason
+from memo.files import load_json, opened
+from memo.tokens import DATA, DTYPES, load_tokenizer
 
 SPLITS = ("train", "val")
 FINGERPRINT_IDS = 2**16
 
 
 class Data:
-    """An opened dataset: `tokens` maps train and val to their memory-mapped ids; `vocab_size`, `meta`, `folder`."""
+    """An opened dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
 
     def __init__(self, folder, meta, tokens):
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
@@ -64,30 +68,68 @@ def prepare_again(folder):
 
 def read_meta(folder):
     """meta.json, checked. Errors: not there, or not what memo/tokens.py writes."""
-    path = folder / "meta.json"
+    path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
-        raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {prepare_again(folder)}")
-    try:
-        meta = json.loads(path.read_text())
-        counts = {split: meta["counts"][split]["tokens"] for split in SPLITS}
-        dtype, vocab_size = meta["dtype"], meta["vocab_size"]
-        if not all(type(n) is int for n in (vocab_size, *counts.values())):
-            raise TypeError("vocab_size and the counts of tokens must be integers")
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{path} cannot be read ({type(e).__name__}: {e}); {prepare_again(folder)}") from None
-    if dtype not in DTYPES:
-        raise ConfigError(f"{path}: dtype={dtype!r} must be {' or '.join(DTYPES)}; {prepare_again(folder)}")
+        raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
+    meta = load_json(path, remedy)
+
+    def check(name, value, right, rule):
+        if not right:
+            raise ConfigError(f"{path}: {name}={value!r:.100} must be {rule}; {remedy}")
+    dtype, vocab_size, counts = meta.get("dtype"), meta.get("vocab_size"), meta.get("counts")
+    check("dtype", dtype, isinstance(dtype, str) and dtype in DTYPES, " or ".join(DTYPES))
+    check("vocab_size", vocab_size, type(vocab_size) is int and 1 <= vocab_size <= 2**32, "a whole number, 1 to 2**32")
+    check("counts", counts, isinstance(counts, dict) and all(isinstance(counts.get(split), dict) for split in SPLITS),
+          "those of train and val")
+    for split in SPLITS:
+        tokens = counts[split].get("tokens")
+        check(f"counts.{split}.tokens", tokens, type(tokens) is int and 0 <= tokens < 2**60, "a whole number")
+    tokenizer = meta.get("tokenizer", {})
+    check("tokenizer", tokenizer, isinstance(tokenizer, dict), "an object")
     return meta
 
 
-def open_split(path, dtype, count):
-    """The ids of one .bin, memory-mapped. Errors: not there, empty, or not `count` ids long."""
-    size, expected = path.stat().st_size if path.is_file() else None, count * dtype.itemsize
-    if not size or size != expected:
-        found = "is missing" if size is None else "is empty" if size == 0 else "has another length"
-        raise ConfigError(f"{path} {found}: {size or 0} bytes must be the {expected} of the {count} tokens that meta.json "
-                          f"counts; {prepare_again(path.parent)}")
-    return np.memmap(path, dtype=dtype, mode="r")
+def check_tokenizer(folder, meta):
+    """Errors: the folder's tokenizer.json is not the one that made the dataset, or none that can be used."""
+    path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
+    if path.exists():
+        load_tokenizer(path)
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    if sha256 and found != sha256:
+        raise ConfigError(f"{path} is not the tokenizer that made this dataset, which meta.json names by its sha256; "
+                          f"put that one there, or {prepare_again(folder)}")
+
+
+class Ids:
+    """The token ids of one .bin, len() of them, read when a slice asks for them: of a mapped file that is cut short
+    meanwhile the process would die. Errors: ConfigError: not there, or not `count` ids long."""
+
+    def __init__(self, path, dtype, count):
+        self.path, self.dtype, self.count = path, dtype, count
+        try:
+            self.descriptor = opened(path)
+        except OSError as e:
+            raise self.error("is missing" if isinstance(e, FileNotFoundError) else reason(e), 0) from None
+        weakref.finalize(self, os.close, self.descriptor)
+        size = os.fstat(self.descriptor).st_size
+        if not size or size != count * dtype.itemsize:
+            raise self.error("has another length" if size else "is empty", size)
+
+    def error(self, what, nbytes):
+        return ConfigError(f"{self.path} {what}: {nbytes} bytes must be the {self.count * self.dtype.itemsize} of the "
+                           f"{self.count} tokens that meta.json counts; {prepare_again(self.path.parent)}")
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, part):
+        start, end, _ = part.indices(self.count)
+        at, nbytes, got = start * self.dtype.itemsize, max(0, end - start) * self.dtype.itemsize, b""
+        while len(got) < nbytes:  # a read gives 2 GiB at most
+            if not (more := os.pread(self.descriptor, nbytes - len(got), at + len(got))):
+                raise self.error("was cut short", os.fstat(self.descriptor).st_size)
+            got += more
+        return np.frombuffer(got, self.dtype)
 
 
 def open_dataset(dataset, block_size):
@@ -101,9 +143,10 @@ def open_dataset(dataset, block_size):
         raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; {command}")
     meta = read_meta(folder)
     dtype = DTYPES[meta["dtype"]]
-    tokens = {split: open_split(folder / f"{split}.bin", dtype, meta["counts"][split]["tokens"]) for split in SPLITS}
+    tokens = {split: Ids(folder / f"{split}.bin", dtype, meta["counts"][split]["tokens"]) for split in SPLITS}
     shortest = min(SPLITS, key=lambda split: len(tokens[split]))
     if block_size + 1 > (n := len(tokens[shortest])):
         raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of {folder / shortest}.bin; "
                           f"try --block_size={n - 1} or a dataset with more text")
+    check_tokenizer(folder, meta)
     return Data(folder, meta, tokens)

@@ -3,7 +3,6 @@ one thing that takes the model itself, the arena of temporary tensors, is handed
 """
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from memo import alpha, backends, planner
 from memo.activations import CHUNK_ROWS, Placement, group_heads, head_rows, n_rows, tensors_of
 from memo.config import communicators, degrees
 from memo.errors import ConfigError
-from memo.files import cache_folder, save_json
+from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
 from memo.metrics import mfu, parameters, tgs
@@ -68,16 +67,20 @@ def traced_arena(cfg, machine, trace=trace_elsewhere):
         raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
     for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("memo/*.py")]):
         key.update(path.read_bytes())
-    path = cache_folder() / f"arena-{key.hexdigest()[:16]}.json"
+    folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
     try:
-        return Arena(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # not there, or not what was written
+        return believed(parse_json(read_text(folder / name)), keys)
+    except Exception:  # not there, or not what was written
         arena = arena_of(trace(keys), cfg.solver, device)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_json(arena._asdict(), path)
-    except OSError:
-        pass
+    keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
+    return arena
+
+
+def believed(stored, keys):
+    """The Arena in a file, if it is that of `keys`. Raises what it may where it is not."""
+    arena = Arena(**stored["arena"])
+    if stored["keys"] != keys or not all(type(n) is int and 0 <= n < 2**63 for n in arena):
+        raise ValueError("it is not the arena that was asked for")
     return arena
 
 

@@ -169,7 +169,5 @@ def calibrate(axis, host, device, dtype, local_ranks):
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:
-        path = hardware.calibration_path(axis.size)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_json(measured, path)
+        save_json(measured, hardware.calibration_path(axis.size))
     return measured

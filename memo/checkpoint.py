@@ -263,7 +263,7 @@ def load(out_dir, rank=0, world=1, passed_over=()):
     for i, (name, (size, crc)) in enumerate(stored["files"].items()):
         file = path / name
         try:
-            found = regular(file).st_size
+            found = regular(os.stat(file)).st_size
             if found != size:
                 raise Damaged(path, f"{file} is {found} bytes long, must be {size}")
             if (i % world == rank or name == METADATA) and crc32(file) != crc:

@@ -1,14 +1,13 @@
 """The configuration: one frozen dataclass, one way to fill it, every rule checked before a device is touched."""
 
-import ast
 import difflib
-import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from memo.errors import ConfigError
-from memo.files import save_json
+from memo.files import load_json, save_json
+from memo.literals import assignments
 from memo.manifest import newest
 
 
@@ -204,28 +203,12 @@ def typed(f, value, where):
 
 
 def read_file(path):
-    """The assignments of a config file, which is run in a namespace of its own with no builtins.
-
-    Errors: anything but assignments to known keys.
-    """
-    try:
-        tree = ast.parse(Path(path).read_text(), filename=path)
-    except FileNotFoundError:
-        raise ConfigError(f"config file {path!r} does not exist; see config/") from None
-    except (OSError, SyntaxError, UnicodeDecodeError) as e:
-        raise ConfigError(f"config file {path!r} cannot be read: {e}") from None
-    for node in tree.body:
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        plain = isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) for t in node.targets)
-        if not (docstring or plain):
-            raise ConfigError(f"{path}:{node.lineno}: a config file holds assignments only, as in n_layer = 12")
-    namespace = {"__builtins__": {}}
-    try:
-        exec(compile(tree, path, "exec"), namespace)
-    except Exception as e:
-        raise ConfigError(f"{path}: {type(e).__name__}: {e}") from None
-    given = {k: v for k, v in namespace.items() if k not in ("__builtins__", "__doc__")}
-    return {k: typed(known_key(k, path), v, path) for k, v in given.items()}
+    """{key: value} of a config file, which is evaluated, not run. Errors: anything but assignments to known keys."""
+    given = {}
+    for line, name, value in assignments(path):
+        where = f"{path}:{line}"
+        given[name] = typed(known_key(name, where), value, where)
+    return given
 
 
 def read_argv(argv):
@@ -247,14 +230,14 @@ def read_argv(argv):
 def gpt2_model_keys(folder):
     """The model keys of a GPT-2 in Hugging Face's format. Errors: not a GPT-2, or one with options that memo lacks."""
     path = Path(folder) / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-        if not isinstance(hf, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{path} cannot be read ({e}); give a local folder of a GPT-2") from None
-    if absent := {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"} - set(hf):
-        raise ConfigError(f"{path}: {min(absent)} is missing; give a local folder of a GPT-2")
+    hf = load_json(path, "give a local folder of a GPT-2")
+    model = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", block_size="n_positions", vocab_size="vocab_size")
+    for theirs in model.values():
+        if theirs not in hf:
+            raise ConfigError(f"{path}: {theirs} is missing; give a local folder of a GPT-2")
+        if type(hf[theirs]) is not int or not 1 <= hf[theirs] < 2**31:
+            raise ConfigError(f"{path}: {theirs}={hf[theirs]!r:.100} must be a whole number, at least 1 and below 2**31; "
+                              "give a local folder of a GPT-2")
     rules = dict(model_type=("gpt2",), activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
                  layer_norm_epsilon=(1e-5,), n_inner=(None, 4 * hf["n_embd"]), scale_attn_weights=(True,),
                  scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
@@ -263,9 +246,8 @@ def gpt2_model_keys(folder):
     for name, allowed in rules.items():
         value = hf.get(name, defaults.get(name))
         if value not in allowed:
-            raise ConfigError(f"{path}: {name}={value!r} must be {' or '.join(map(repr, allowed))}")
-    return dict(n_layer=hf["n_layer"], n_head=hf["n_head"], n_embd=hf["n_embd"], block_size=hf["n_positions"],
-                vocab_size=hf["vocab_size"], bias=True, position="learned",
+            raise ConfigError(f"{path}: {name}={value!r:.100} must be {' or '.join(map(repr, allowed))}")
+    return dict({name: hf[theirs] for name, theirs in model.items()}, bias=True, position="learned",
                 gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
 
 
@@ -303,15 +285,17 @@ def load_keys(argv, passed_over=()):
     warmup_iters is always there: a short run that does not say it warms up for no longer than its learning rate decays."""
     path, values = read_argv(argv)
     given = {**(read_file(path) if path else {}), **values}
+    for name, value in given.items():
+        check_value(KEYS[name], value)
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
     base = inherited(given, passed_over)
     for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
         for name in its if mode in given else ():
             base.pop(name, None)  # that of another mode
-    keys = {**base, **given}
-    for name, value in keys.items():
+    for name, value in base.items():
         check_value(KEYS[name], value)
+    keys = {**base, **given}
     length = keys.get("lr_decay_iters") or keys.get("max_iters", KEYS["max_iters"].default)
     return {"warmup_iters": min(KEYS["warmup_iters"].default, length)} | keys
 

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from safetensors.torch import save_file
 from memo import checkpoint
 from memo.command import end_with_reader
 from memo.config import Config, gpt2_model_keys, save_config, stored_config
-from memo.errors import ConfigError, reason
+from memo.errors import ConfigError, reason, warn
+from memo.files import load_json, plain_name, regular, save_json
 from memo.flat import whole
+from memo.tokens import ENDS, load_tokenizer
 
 LAYER = {"ln1": ("ln_1", 1, 0), "q k v": ("attn.c_attn", 3, 1), "proj": ("attn.c_proj", 1, 1),  # name there, (out, in)
          "ln2": ("ln_2", 1, 0), "fc1": ("mlp.c_fc", 4, 1), "fc2": ("mlp.c_proj", 1, 4)}       # in units of C
@@ -60,15 +63,41 @@ def open_weights(folder):
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else
             "give a local folder of a GPT-2"))
     weights = {}
-    try:
-        files = [WEIGHTS] if single else sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        for file in files:
-            opened = safe_open(folder / file, "pt")
+    for path in [folder / WEIGHTS] if single else shards(folder / INDEX):
+        with readable(path):
+            regular(os.stat(path))
+            opened = safe_open(path, "pt")
             names = opened.keys()
-            weights |= {name.removeprefix("transformer."): partial(opened.get_tensor, name) for name in names}
-    except (OSError, ValueError, KeyError, SafetensorError) as e:
-        raise ConfigError(f"the weights in {folder} cannot be read ({e}); download the folder again") from None
+            weights |= {name.removeprefix("transformer."): partial(tensor, path, opened, name) for name in names}
     return weights
+
+
+@contextmanager
+def readable(path):
+    """Errors: ConfigError where a file of weights is damaged."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as e:
+        raise ConfigError(f"{path} cannot be read ({reason(e)}); download the folder again") from None
+
+
+def tensor(path, opened, name):
+    with readable(path):
+        return opened.get_tensor(name)
+
+
+def shards(path):
+    """The files that an index names, all of them beside it. Errors: ConfigError."""
+    files = load_json(path, "download the folder again").get("weight_map")
+    if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
+        raise ConfigError(f"{path}: weight_map must give each tensor the name of a file in its folder; "
+                          "download the folder again")
+    return [path.with_name(name) for name in sorted(set(files.values()))]
+
+
+def same(a, b):
+    """Whether two tensors are, NaN for NaN."""
+    return a.dtype in FLOATS and (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def hf_tensors(folder, cfg):
@@ -77,12 +106,13 @@ def hf_tensors(folder, cfg):
     folder = Path(folder)
     weights, rows = open_weights(folder), gpt2_parameters(cfg)
     head = weights.pop("lm_head.weight", None)
-    if head and "wte.weight" in weights and not torch.equal(head(), weights["wte.weight"]()):
+    if head and "wte.weight" in weights and not same(head(), weights["wte.weight"]()):
         raise ConfigError(f"{folder}: lm_head.weight differs from wte.weight; memo's head is tied to its embedding")
     unknown = {n for n in weights if not n.endswith((".attn.bias", ".attn.masked_bias"))} - {there for _, there, _ in rows}
     if unknown:
         raise ConfigError(f"{folder}: {min(unknown)} is not a tensor of a GPT-2 with n_layer={cfg.n_layer}; "
                           "give the folder of a plain GPT-2")
+    damaged = []
     for names, there, shape in rows:
         w = weights[there]() if there in weights else None
         if names == ["wpe"] and w is not None:
@@ -92,9 +122,15 @@ def hf_tensors(folder, cfg):
             raise ConfigError(f"{folder}: {there} is {found}, must be {shape} in fp32, fp16 or bf16; "
                               f"see its {CONFIG}")
         w = other_layout(there, w).float()
+        if not w.isfinite().all():
+            damaged.append(there)
         if names == ["wte"]:
             w = torch.nn.functional.pad(w, (0, 0, 0, cfg.padded_vocab_size - len(w)))
         yield from zip(names, w.chunk(len(names)), strict=True)
+    if damaged:
+        n = len(damaged) - 1
+        more = f" and in {n} more tensor{'s' * (n > 1)}" * (n > 0)
+        warn(f"{folder}: there are NaN or infinities in {damaged[0]}{more}; the model cannot train")
 
 
 def from_hf(hf_folder, out_dir):
@@ -102,6 +138,7 @@ def from_hf(hf_folder, out_dir):
     if checkpoint.latest(out_dir) or (out_dir / CONFIG).exists():
         raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another folder")
     cfg = Config(**gpt2_model_keys(hf_folder), out_dir=str(out_dir))
+    tokenizer_in(hf_folder)  # refused now, not when it is needed
     pieces = [whole(f"params.{name}", w) for name, w in hf_tensors(hf_folder, cfg)]
     out_dir.mkdir(parents=True, exist_ok=True)
     save_config(cfg, out_dir / CONFIG)
@@ -122,6 +159,7 @@ def to_hf(out_dir, hf_folder):
     if cfg.position != "learned":
         raise ConfigError(f"position={cfg.position} must be learned for to-hf (GPT-2 has no rotary positions); "
                           "train with --position=learned")
+    tokenizer = tokenizer_in(out_dir)
     tensors = {}
     for names, there, shape in gpt2_parameters(cfg):
         absent = names[0] not in mine  # bias=False
@@ -129,7 +167,9 @@ def to_hf(out_dir, hf_folder):
         tensors[f"transformer.{there}"] = w[:shape[0]].contiguous()  # without the embedding's padding
     hf_folder.mkdir(parents=True, exist_ok=True)
     (hf_folder / CONFIG).write_text(json.dumps(hf_config(cfg), indent=1) + "\n")
-    copy_tokenizer(out_dir, hf_folder)
+    if tokenizer:
+        copy_tokenizer(out_dir, hf_folder)
+        save_json(tokenizer_config(cfg, tokenizer), hf_folder / "tokenizer_config.json")
     save_weights(tensors, hf_folder / WEIGHTS)
     print(f"{hf_folder}: load it with transformers.GPT2LMHeadModel.from_pretrained")
 
@@ -153,9 +193,21 @@ def hf_config(cfg):
                 attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None, eos_token_id=None)
 
 
+def tokenizer_in(folder):
+    """The tokenizer that lies beside the weights, None where there is none. Errors: it cannot be used."""
+    return load_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None
+
+
 def copy_tokenizer(source, target):
     if (source / TOKENIZER).exists():
         shutil.copyfile(source / TOKENIZER, target / TOKENIZER)
+
+
+def tokenizer_config(cfg, tokenizer):
+    """What transformers.AutoTokenizer needs beside a tokenizer.json."""
+    ends = [token for token in ENDS if tokenizer.token_to_id(token) is not None][:1]
+    return dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.block_size,
+                clean_up_tokenization_spaces=False, **{name: ends[0] for name in ("bos_token", "eos_token") if ends})
 
 
 def main(argv=None):

@@ -1,5 +1,8 @@
 """The errors that a user can mend: one line each, with name, value, rule and remedy."""
 
+import os
+import sys
+
 
 class ConfigError(ValueError):
     """Bad input: a value that the user can mend."""
@@ -7,6 +10,12 @@ class ConfigError(ValueError):
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be written, read, or used for this model."""
+
+
+def warn(text):
+    """A line on stderr, said by one rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def reason(e):

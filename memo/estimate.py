@@ -7,6 +7,7 @@ context could be. Without a GPU; with --fast without torch too.
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -18,6 +19,7 @@ from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting
 from memo.command import end_with_reader
 from memo.config import Config, load_keys
 from memo.errors import ConfigError
+from memo.files import load_json
 from memo.metrics import parameters, percent
 from memo.plots import dry_run
 from memo.search import changed, longest, remedies, search, tried
@@ -71,10 +73,10 @@ def read_arguments(argv):
 def vocab_size_of(dataset):
     """The dataset's, where it is here already; otherwise 0."""
     folder = ROOT / "data" / dataset
-    try:
-        return json.loads(((folder if folder.is_dir() else Path(dataset)) / "meta.json").read_text())["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    with suppress(ConfigError):
+        n = load_json((folder if folder.is_dir() else Path(dataset)) / "meta.json", "").get("vocab_size")
+        return n if type(n) is int and 1 <= n <= 2**32 else 0
+    return 0
 
 
 def prepare(argv):

@@ -4,33 +4,50 @@ Every text and every JSON that memo reads comes through read_text() or load_json
 made by somebody who means harm: a pipe, a device without end, JSON nested without end are refused.
 """
 
+import errno
 import json
 import os
 import re
 import stat
+from contextlib import suppress
+from math import inf, isfinite
 from pathlib import Path
 
 from memo.errors import ConfigError, reason
 
-MOST_BYTES = 2**28  # of a text that is read at once: above the largest request log of a step
-MOST_DEPTH = 32     # of lists and objects inside each other
+MOST_CHARS = 2**28       # of a text that is read at once: above the largest request log of a step
+MOST_JSON_CHARS = 2**26  # values may take thirty times as much memory
+MOST_DEPTH = 32          # of lists and objects inside each other
 
 
 # --- reading ---
 
-def regular(path):
-    """os.stat() of a regular file. Errors: OSError: nothing is there, or something that may have no end."""
-    found = os.stat(path)
+def regular(found):
+    """What os.stat() `found`. Errors: OSError: it is no regular file, and may have no end."""
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(None, "is no regular file")
+        raise OSError(errno.EINVAL, "is no regular file")
     return found
 
 
-def read_text(path, most_bytes=MOST_BYTES):
+def opened(path):
+    """The descriptor of a regular file, open for reading; a pipe in its place holds nobody up. Errors: OSError."""
+    regular(os.stat(path))  # to open a device may do something
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        regular(os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_text(path, most_chars=MOST_CHARS):
     """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
-    if (size := regular(path).st_size) > most_bytes:
-        raise ValueError(f"{size:,} bytes must be at most {most_bytes:,}")
-    return Path(path).read_text("utf-8-sig")
+    with open(opened(path), encoding="utf-8-sig") as file:
+        text = file.read(most_chars + 1)
+    if len(text) > most_chars:
+        raise ValueError(f"it must be at most {most_chars:,} characters long")
+    return text
 
 
 def depth(value):
@@ -43,14 +60,18 @@ def depth(value):
 
 
 def parse_json(text, kind=dict):
-    """The value of a JSON text. Errors: ValueError: no JSON, no `kind`, nested deeper than MOST_DEPTH, NaN or Infinity."""
-    def refuse(constant):
-        raise ValueError(f"{constant} is no number")
+    """The value of a JSON text. Errors: ValueError: no JSON, no `kind`, nested deeper than MOST_DEPTH, a number that is
+    not finite."""
+    def finite(digits):
+        if not isfinite(number := float(digits)):
+            raise ValueError(f"{digits[:20]} is no finite number")
+        return number
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=finite, parse_float=finite)
+        nested = depth(value)
     except RecursionError:
-        value = None
-    if value is None or depth(value) > MOST_DEPTH:
+        nested = inf
+    if nested > MOST_DEPTH:
         raise ValueError(f"it must be nested at most {MOST_DEPTH} deep")
     if not isinstance(value, kind):
         raise ValueError(f"it must be {'an object' if kind is dict else 'a list'}, not a {type(value).__name__}")
@@ -60,7 +81,7 @@ def parse_json(text, kind=dict):
 def load_json(path, remedy, kind=dict):
     """The value of a JSON file. Errors: ConfigError with the `remedy`."""
     try:
-        return parse_json(read_text(path), kind)
+        return parse_json(read_text(path, MOST_JSON_CHARS), kind)
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
 
@@ -100,15 +121,34 @@ def ours_alone(found):
 def cache_folder():
     """The folder of compiled code, plans and calibrations. None where no such folder is ours alone: others could
     plant files there. Nothing is kept then."""
+    return cache_place()[0]
+
+
+def cache_place():
+    """(cache_folder(), None), or (None, why there is none and what helps)."""
+    other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
         folder = root / "memo"
         if not os.path.lexists(folder):
             root.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-        above = [os.stat(parent).st_mode for parent in folder.resolve().parents]
-        if any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above):
-            return None  # others could put another folder in its place
-        return folder if ours_alone(folder.lstat()) and folder.is_dir() else None
-    except (OSError, RuntimeError, ValueError):  # no home; a disk that cannot be written
-        return None
+        for parent in folder.resolve().parents:  # whoever can write it could put another folder in its place
+            mode = parent.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return None, f"{parent} can be written by others; chmod o-w {parent}, or {other}"
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return None, f"{folder} is no folder of this user; remove it, or {other}"
+        if not ours_alone(found):
+            return None, f"{folder} can be written by others; chmod 700 {folder}"
+        return folder, None
+    except (OSError, RuntimeError, ValueError) as e:  # no home; a disk that cannot be written
+        return None, f"no cache folder can be made ({reason(e)}); {other}"
+
+
+def keep_json(value, folder, name):
+    """Stores `value` in cache_folder(), where there is one, for the next run; that it cannot be costs time only."""
+    if folder is not None:
+        with suppress(OSError):
+            save_json(value, folder / name)

@@ -5,13 +5,12 @@ Every figure can be overridden on the command line of memo.estimate. Bandwidths 
 """
 
 import difflib
-import json
 import math
 import re
 from dataclasses import dataclass, fields, replace
 
 from memo.errors import ConfigError
-from memo.files import cache_folder
+from memo.files import cache_place, load_json
 
 GIB = 2**30
 
@@ -226,23 +225,57 @@ def known_figures(kind):
 
 
 CALIBRATION_FORMAT = 2
+MESSAGES = {"gather", "scatter", "exchange", "shift"}
+OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary", "gelu forward",
+              "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}  # that --calibrate measures
 
 
 def calibration_path(ranks):
-    return cache_folder() / f"calibration-{ranks}.json"
+    """Where the calibration of so many ranks is kept. Errors: ConfigError where nothing can be."""
+    folder, why = cache_place()
+    if folder is None:
+        raise ConfigError(f"a calibration cannot be kept: {why}")
+    return folder / f"calibration-{ranks}.json"
 
 
 def calibration(ranks):
     """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did not."""
-    try:
-        measured = json.loads(calibration_path(ranks).read_text())
-        if measured["format"] == CALIBRATION_FORMAT:
-            return measured
-        raise ValueError(measured["format"])
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not what this memo writes
-        start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
-        raise ConfigError(f"--gpu=here: nothing was measured on this machine with ranks={ranks}; try {start} "
-                          f"-m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}") from None
+    start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
+    remedy = f"try {start} -m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}"
+    if not (path := calibration_path(ranks)).exists():
+        raise ConfigError(f"--gpu=here: nothing was measured on this machine with ranks={ranks}; {remedy}")
+    measured = load_json(path, remedy)
+    if wrong := next((name for name, right in rules(measured, ranks) if not right), None):
+        raise ConfigError(f"{path}: {wrong} is not what --calibrate writes; {remedy}")
+    return measured
+
+
+def number(value, least=1, most=1e24, kinds=(int, float)):
+    """Whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
+    return type(value) in kinds and least <= value <= most
+
+
+def rules(measured, ranks):
+    """(name, whether its value can be believed) of all that a calibration holds."""
+    def whole(name, least, most):
+        return name, number(measured.get(name), least, most, (int,))
+    yield "format", measured.get("format") == CALIBRATION_FORMAT
+    yield from (whole("ranks", ranks, ranks), whole("threads", 1, 2**16), whole("itemsize", 2, 4),
+                whole("multiprocessors", 0, 2**16))
+    yield "device", isinstance(measured.get("device"), str)
+    yield "overhead_s", number(measured.get("overhead_s"), 0, 60)
+    for name in ("memory_bytes", "peak_flops_per_s"):
+        yield name, name in measured and (measured[name] is None or number(measured[name]))
+    capability = measured.get("capability")
+    yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
+    node, speeds, wanted = measured.get("node"), measured.get("speeds"), {f.name: f.type for f in fields(Node)}
+    yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
+    yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
+    yield "speeds", isinstance(speeds, dict) and speeds.keys() == OPERATIONS | (MESSAGES if ranks > 1 else set())
+    for op, points in speeds.items():
+        pairs = isinstance(points, list) and points and all(isinstance(p, list) and len(p) == 2 for p in points)
+        sizes = [size for size, _ in points] if pairs else []
+        yield op, pairs and all(number(n) for pair in points for n in pair) and sizes == sorted(set(sizes))
 
 
 def gpu_named(device_name):

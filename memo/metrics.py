@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from tqdm import tqdm
 
 from memo.errors import reason
+from memo.files import opened, parse_json
 
 WANDB_S = 10  # to reach its server
 
@@ -74,14 +75,20 @@ def say(text):
     sys.stdout.flush()
 
 
+def usable(row):
+    """Whether a line of a file is what StepStats writes, as far as it is read again."""
+    numbers = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
+    numbers += [] if row.get("val_loss") is None else [row["val_loss"]]
+    return type(row.get("iter")) is int and all(type(n) in (int, float) and 0 <= n < 2**63 for n in numbers)
+
+
 def read_metrics(path):
-    """The lines of a metrics.jsonl; what a kill or a full disk cut short is left out."""
+    """The lines of a metrics.jsonl; what a kill or a full disk cut short, and what is no step's, is left out."""
     rows = []
-    with open(path, errors="replace") as f:
+    with open(opened(path), errors="replace") as f:
         for line in f:
             with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("iter"), int):
+                if usable(row := parse_json(line)):
                     rows.append(row)
     return rows
 

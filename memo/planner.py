@@ -10,20 +10,23 @@ solves the whole step. Source: MEMO 4.2 and 4.3.2.
 
 import argparse
 import hashlib
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from memo import dsa, dsa_solvers
+from memo import dsa, dsa_solvers, files
 from memo.command import end_with_reader
-from memo.files import readable_json, save_json
+from memo.errors import reason
+from memo.files import keep_json, parse_json, readable_json
 
 OUTSIDE = ""  # the segment of what is requested between the segments
 WHOLE = "step"  # the one segment of a log that marks none
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
 PLANNING_S = 10.0  # for each of a run's problems; what is found by then is used
+LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=str, seconds=float)  # of Plan.levels
+MOST_ABOVE = 2  # lower bounds that a kept arena may take: a hole in the places could make it any size. What is planned
+#                 is at its bound or a few percent above (bench/planner.py); beyond twice it is planned at every start
 VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
 
 
@@ -170,7 +173,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text):
-        plan = json.loads(text)
+        plan = parse_json(text)
         plan["segments"] = {label: tuple(tuple(r) for r in requests) for label, requests in plan["segments"].items()}
         return cls(**{**plan, "levels": tuple(plan["levels"])})
 
@@ -263,12 +266,18 @@ def compose(trace, solver, alignment, time_limit, by_segment):
 
 
 def validate(trace, plan):
-    """Raises ValueError where `plan` is not one of `trace`: other segments or requests, tensors that overlap."""
+    """Raises ValueError where `plan` is not one of `trace`: other segments or requests, tensors that overlap, a place for
+    what is left to torch, another lower bound."""
     requests, sizes, _ = requests_of(marked(trace))
     if {label: [n for n, _ in segment] for label, segment in plan.segments.items()} != sizes:
         raise ValueError("the plan's requests are not the trace's")
+    places = {(label, k) for label, segment in plan.segments.items() for k, (_, at) in enumerate(segment) if at is not None}
+    if places != {(r.segment, r.k) for r in requests}:
+        raise ValueError("the plan has places for other requests")
     problem = Levels(plan.alignment, None, None).problem([(r.lower, r.upper, r.bytes) for r in requests])
     offsets = tuple(plan.segments[r.segment][r.k][1] for r in requests)
+    if plan.lower_bound != dsa.lower_bound(problem):
+        raise ValueError("the plan's lower bound is not the trace's")
     dsa.validate(problem, dsa.Solution(offsets, plan.arena_bytes, plan.lower_bound, plan.solver, plan.seconds))
 
 
@@ -291,22 +300,30 @@ def one_level(trace, solver="auto", alignment=1, time_limit=60.0):
 
 
 def cached(trace, folder, solver="auto", alignment=1, time_limit=60.0):
-    """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used costs time only."""
+    """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or None, costs
+    time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {time_limit}".encode())
     for module in (__file__, dsa.__file__, dsa_solvers.__file__):  # a better solver's plan is another
         key.update(Path(module).read_bytes())
-    path = Path(folder) / f"plan-{key.hexdigest()[:16]}.json"
+    name = f"plan-{key.hexdigest()[:16]}.json"
     try:
-        plan = Plan.from_json(path.read_text())
-        validate(trace, plan)
-        return plan
+        return believed(Plan.from_json(files.read_text(folder / name)), trace, solver, alignment)
     except Exception:  # not there, or not what was written: whatever it is, it is made again
         plan = bilevel(trace, solver, alignment, time_limit)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_json(asdict(plan), path)
-    except OSError:
-        pass
+    keep_json(asdict(plan), folder, name)
+    return plan
+
+
+def believed(plan, trace, solver, alignment):
+    """`plan`, from a file. Raises what it may where it is not one that was asked for."""
+    kinds = [type(getattr(plan, f.name)) is f.type for f in fields(plan)]
+    kinds += [type(n) is int for segment in plan.segments.values() for n, _ in segment]
+    kinds += [{name: type(value) for name, value in row.items()} == LEVEL for row in plan.levels]
+    if not all(kinds) or (plan.solver, plan.alignment) != (solver, alignment):
+        raise ValueError("it is not the plan that was asked for")
+    if plan.arena_bytes > MOST_ABOVE * plan.lower_bound:
+        raise ValueError("its arena is too large")
+    validate(trace, plan)
     return plan
 
 
@@ -346,9 +363,9 @@ def main(argv=None):
 
 def read_text(path):
     try:
-        return Path(path).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as e:
-        raise LogError(f"{path} cannot be read ({getattr(e, 'strerror', None) or e}); give a request log") from None
+        return files.read_text(path)
+    except (OSError, ValueError) as e:
+        raise LogError(f"{path} cannot be read ({reason(e)}); give a request log") from None
 
 
 if __name__ == "__main__":

@@ -260,6 +260,8 @@ def main(argv=None):
     args, launch = parser.parse_args(argv), launched()
     try:
         device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
+        if launch.rank == 0:
+            calibration_path(launch.world)  # which it may not have
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from memo import checkpoint
 from memo.attention import BACKENDS
@@ -13,6 +12,7 @@ from memo.command import end_with_reader
 from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError
+from memo.tokens import load_tokenizer
 from memo.tp import row_linear_forward
 from model import EVERY_ROW, GPT
 
@@ -82,7 +82,7 @@ def main(argv=None):
     path = Path(args.out_dir) / "tokenizer.json"
     if not path.exists():
         raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or copy one there")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = load_tokenizer(path)
     prompt = Path(args.prompt[1:]).read_text(errors="replace") if args.prompt.startswith("@") else args.prompt
     model = load_model(args.out_dir, args.device, args.dtype)
     ids = tokenizer.encode(prompt).ids

@@ -10,13 +10,15 @@ import re
 import shutil
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from memo.errors import ConfigError
+from memo.errors import ConfigError, reason
+from memo.files import parse_json, read_text
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -48,22 +50,51 @@ def train_tokenizer(documents, vocab_size):
     return tokenizer
 
 
-def load_tokenizer(path):
-    """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's vocab.json and merges.txt."""
-    path = Path(path)
-    file = path / "tokenizer.json" if path.is_dir() else path
+@contextmanager
+def quiet():
+    """No stderr: where the library fails on what it did not foresee, it says more there than it raises."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
     try:
-        if file.is_file():
-            return Tokenizer.from_file(str(file))
-        vocab, merges = path / "vocab.json", path / "merges.txt"
-        if vocab.is_file() and merges.is_file():
-            tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
-            tokenizer.add_special_tokens([t for t in ENDS if tokenizer.token_to_id(t) is not None])
-            return tokenizer
-    except Exception as e:  # tokenizers raises bare Exceptions
-        raise ConfigError(f"tokenizer={path} cannot be read ({e}); give a tokenizer.json of `tokenizers`") from None
-    raise ConfigError(f"tokenizer={path} must be a tokenizer.json, a folder with one or with vocab.json and merges.txt, "
-                      "or train:<vocab>; try train:4096")
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def parsed_tokenizer(text):
+    """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
+    model = parse_json(text).get("model")
+    if isinstance(model, dict) and model.get("continuing_subword_prefix"):  # of merges without it the library aborts
+        raise ValueError("continuing_subword_prefix must be empty")
+    return Tokenizer.from_str(text)
+
+
+def load_tokenizer(path):
+    """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's vocab.json and merges.txt. Errors:
+    ConfigError where there is none, or none that can encode."""
+    path = Path(path)
+    file, vocab, merges = path / "tokenizer.json" if path.is_dir() else path, path / "vocab.json", path / "merges.txt"
+    try:
+        with quiet():
+            if file.is_file():
+                tokenizer = parsed_tokenizer(read_text(file))
+            elif vocab.is_file() and merges.is_file():
+                tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
+                tokenizer.add_special_tokens([t for t in ENDS if tokenizer.token_to_id(t) is not None])
+            else:
+                tokenizer = None
+            if tokenizer:
+                tokenizer.decode(tokenizer.encode("a b\n").ids)
+    except BaseException as e:  # tokenizers raises bare Exceptions, and panics of a class of their own
+        if isinstance(e, KeyboardInterrupt | SystemExit):
+            raise
+        raise ConfigError(f"tokenizer={path} cannot be read ({reason(e)}); give a tokenizer.json of `tokenizers`") from None
+    if tokenizer is None:
+        raise ConfigError(f"tokenizer={path} must be a tokenizer.json, a folder with one or with vocab.json and merges.txt, "
+                          "or train:<vocab>; try train:4096")
+    return tokenizer
 
 
 def end_of_document(tokenizer):

@@ -5,7 +5,10 @@ import json
 import os
 import queue
 import random
+import shutil
 import signal
+import subprocess
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from memo import allocator, planner, profiler
 from memo.activations import Placement
 from memo.allocator import Arena, Unavailable
 from memo.config import Config
+from memo.files import ours_alone
 from model import GPT
 
 CPU = torch.device("cpu")
@@ -212,19 +216,7 @@ def test_an_error_inside_ends_the_segment(arena):
     assert arena.stats().requests == before
 
 
-def test_a_broken_library_is_built_again_and_a_folder_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    allocator.load.cache_clear()
-    library = allocator.compiled(allocator.cache_folder())
-    library.write_bytes(b"not a library")
-    Arena(CPU).close()
-    assert library.stat().st_size > 10_000
-    for folder in ("/proc/none", str(library)):  # a place where nothing can be made, a file
-        monkeypatch.setenv("XDG_CACHE_HOME", folder)
-        allocator.load.cache_clear()
-        arena = Arena(CPU)
-        arena.run("piece", three)
-        assert arena.settle()
+def test_without_a_compiler_that_works_there_is_no_arena(tmp_path, monkeypatch):
     fake = tmp_path / "g++"
     fake.write_text("#!/bin/sh\necho this is no compiler >&2\nexit 3\n")
     fake.chmod(0o755)
@@ -234,6 +226,112 @@ def test_a_broken_library_is_built_again_and_a_folder_that_cannot_be_written_doe
     with pytest.raises(Unavailable, match="g\\+\\+ failed: this is no compiler"):
         Arena(CPU)
     allocator.load.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """(a library whose constructor leaves a file, that file)."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "x.cpp").write_text('#include <cstdio>\n__attribute__((constructor)) static void ran() '
+                                  f'{{ std::fclose(std::fopen("{folder}/ran", "w")); }}\n')
+    subprocess.run(["g++", "-shared", "-fPIC", str(folder / "x.cpp"), "-o", str(folder / "x.so")], check=True)
+    return folder / "x.so", folder / "ran"
+
+
+@pytest.fixture
+def quick_compiler(tmp_path, monkeypatch):
+    """A g++ that copies what was compiled before."""
+    made = allocator.compiled(allocator.cache_folder())
+    script = tmp_path / "bin" / "g++"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {made} "$last"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    return made.name
+
+
+def no_home(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError
+
+
+def another_users(path):
+    os.chown(path, 65534, 65534)
+
+
+PLANTS = {  # what the adversary does: to the cache folder, to the library in it, what is said
+    "another user's library": (lambda folder, path: another_users(path), ""),
+    "a library that the group can write": (lambda folder, path: path.chmod(0o770), ""),
+    "a library without functions": (lambda folder, path: None, ""),
+    "a damaged library": (lambda folder, path: path.write_bytes(b"not a library"), ""),
+    "a disk that cannot be written": (lambda folder, path: shutil.rmtree(folder.parent) or folder.parent.touch(),
+                                      "no cache folder can be made (File exists); set XDG_CACHE_HOME to a"),
+    "a folder in the library's place": (lambda folder, path: (path.unlink(), path.mkdir()), ""),
+    "another user's folder": (lambda folder, path: another_users(folder), "is no folder of this user; remove it, or set"),
+    "a folder that all can write": (lambda folder, path: folder.chmod(0o777), "memo can be written by others; chmod 700 "),
+    "a folder above that all can write": (lambda folder, path: folder.parent.chmod(0o777), "by others; chmod o-w"),
+    "a link": (lambda folder, path: (folder.rename(folder.parent / "x"), folder.symlink_to(folder.parent / "x")),
+               "memo is no folder of this user"),
+    "no home": (None, "no cache folder can be made (Could not determine home directory.); set XDG_CACHE_HOME to a")}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_no_library_runs_that_another_could_have_written(tmp_path, monkeypatch, capfd, planted, quick_compiler, plant):
+    if "another user's" in plant and os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    change, said = PLANTS[plant]
+    library, ran = planted
+    temporary, cache = tmp_path / "tmp", tmp_path / "cache"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    if change is None:
+        no_home(tmp_path, monkeypatch)
+    folder = cache / "memo" if change else temporary / f"memo-{os.getuid()}"
+    temporary.mkdir()
+    folder.mkdir(parents=True, mode=0o700)
+    path = folder / quick_compiler
+    shutil.copyfile(library, path)
+    if change:
+        path.chmod(0o700)
+        change(folder, path)
+    allocator.load.cache_clear()
+    try:
+        arena = Arena(CPU)
+        arena.run("piece", three)
+        assert arena.settle()
+        arena.close()
+    finally:
+        allocator.load.cache_clear()
+    assert ran.exists() == (plant == "a library without functions")  # which is the user's own
+    ran.unlink(missing_ok=True)
+    assert [p for p in temporary.iterdir() if p != folder] == []
+    err = capfd.readouterr().err
+    assert said in err and err.count("\n") == bool(said)
+    if not said and path.is_file():  # built again
+        assert ours_alone(path.stat()) and path.stat().st_size > library.stat().st_size
+
+
+def test_what_is_compiled_can_be_loaded_whatever_the_umask(tmp_path, monkeypatch, quick_compiler):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0)
+    try:
+        (tmp_path / "new").mkdir(mode=0o700)
+        allocator.library_of(tmp_path / "new")
+    finally:
+        os.umask(before)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == [quick_compiler]
+
+
+def test_one_library_is_not_taken_for_another(tmp_path, planted, quick_compiler):
+    """The loader goes by names, and a descriptor's number comes again."""
+    shutil.copyfile(planted[0], tmp_path / "own.so")
+    (tmp_path / "own.so").chmod(0o700)
+    with pytest.raises(AttributeError):
+        allocator.loaded(tmp_path / "own.so")
+    (tmp_path / "new").mkdir()
+    assert allocator.library_of(tmp_path / "new").memo_open
+    planted[1].unlink()
 
 
 def test_a_closed_arena_leaves_its_segments_to_torch():

@@ -1,6 +1,7 @@
 """GPT-2 there and back: the same weights, the same logits, the same training as in transformers."""
 
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -8,13 +9,14 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import model as memo_model
 from memo import checkpoint, convert
 from memo.config import Config, gpt2_model_keys, load_config
 from memo.errors import ConfigError
 from memo.optim import Optimizer
+from memo.tokens import load_tokenizer, train_tokenizer
 from model import GPT
 
 V, S, C, L = 211, 31, 64, 3
@@ -44,7 +46,7 @@ def gpt2(activation="gelu_new", vocab_size=V):
 @pytest.fixture
 def hf(tmp_path):
     gpt2().save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer.json").write_text('{"some": "tokenizer"}')
+    train_tokenizer(["some text"], 300).save(str(tmp_path / "hf" / "tokenizer.json"))
     return tmp_path / "hf"
 
 
@@ -153,6 +155,15 @@ def test_round_trip_is_bitwise(tmp_path, hf):
     with torch.no_grad():
         assert torch.equal(transformers_gpt2(back)(tokens).logits, transformers_gpt2(hf)(tokens).logits)
     assert gpt2_model_keys(back) == gpt2_model_keys(hf)
+
+
+def test_transformers_loads_the_tokenizer(tmp_path, hf):
+    convert.from_hf(hf, tmp_path / "out")
+    convert.to_hf(tmp_path / "out", tmp_path / "back")
+    theirs, mine = AutoTokenizer.from_pretrained(tmp_path / "back"), load_tokenizer(tmp_path / "back")
+    for text in ("some text", "def f(x):\n    return 'é漢' ,x <|endoftext|>\n"):
+        assert theirs(text)["input_ids"] == mine.encode(text).ids and theirs.decode(theirs(text)["input_ids"]) == text
+    assert (theirs.eos_token, theirs.model_max_length) == ("<|endoftext|>", S)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -278,12 +289,60 @@ def test_folders_that_do_not_fit(tmp_path, hf, capsys):
     (hf / "pytorch_model.bin").touch()
     fails(capsys, r"pytorch_model\.bin could run code.*save_pretrained", "from-hf", hf, out)
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}}))
-    fails(capsys, r"cannot be read.*model-1\.safetensors", "from-hf", hf, out)
+    fails(capsys, r"model-1\.safetensors cannot be read", "from-hf", hf, out)
     (hf / "model.safetensors.index.json").write_text("{")
     fails(capsys, "cannot be read", "from-hf", hf, out)
     fails(capsys, "nowhere", "from-hf", tmp_path / "nowhere", out)
     fails(capsys, "nowhere/ckpt holds no checkpoint", "to-hf", tmp_path / "nowhere", out)
     assert not out.exists()
+
+
+HF = dict(model_type="gpt2", n_layer=3, n_head=2, n_embd=64, n_positions=128, vocab_size=500)
+
+
+@pytest.mark.parametrize("text", [
+    "[]", "null", "", "[" * 99999, '{"a":' * 99 + "1" + "}" * 99, json.dumps(HF).replace("64", "1e999"),
+    json.dumps(HF | dict(n_head=3)),
+    *(json.dumps(HF | {name: value}) for name in ("n_layer", "n_embd", "n_positions", "vocab_size")
+      for value in (0, -1, 10**30, 1.5, True, None, "3", [3])),
+    *(json.dumps(HF | {name: []}) for name in ("model_type", "activation_function", "layer_norm_epsilon", "n_inner",
+                                               "scale_attn_weights", "tie_word_embeddings"))])
+def test_configs_that_cannot_be(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    fails(capsys, "config.json|n_embd=64 % n_head=3", "from-hf", tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("index", "message"), [
+    ([], "must be an object, not a list"), (None, "must be an object, not a NoneType"), ("[" * 99999, "nested at most 32"),
+    *((dict(weight_map=names), "weight_map must give each tensor the name of a file in its folder; download") for names in (
+        None, [], {}, "x", 3, {"a": None}, {"a": 3}, {"a": ["x"]}, {"a": ""}, {"a": ".."}, {"a": "/etc/passwd"},
+        {"a": "../../outside.safetensors"}, {"a": "x/y"}, {"a": "x\0"})),
+    (dict(weight_map={"a": "pipe"}), "hf/pipe cannot be read .is no regular file.; download"),
+    (dict(weight_map={"a": "zero"}), "hf/zero cannot be read .is no regular file.; download"),
+    (dict(weight_map={"a": "config.json"}), "hf/config.json cannot be read .*; download")])
+def test_an_index_names_files_of_its_folder_only(tmp_path, hf, capsys, index, message):
+    (hf / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    os.mkfifo(hf / "pipe")
+    (hf / "zero").symlink_to("/dev/zero")
+    (hf / "model.safetensors.index.json").write_text(index if isinstance(index, str) else json.dumps(index))
+    fails(capsys, message, "from-hf", hf, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, hf, capsys):
+    (hf / "tokenizer.json").write_text('{"some": "tokenizer"}')
+    fails(capsys, r"tokenizer=\S+tokenizer\.json cannot be read", "from-hf", hf, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_told(tmp_path, hf, capsys, bad):
+    rewrite(hf, lambda tensors: (tensors["transformer.h.1.mlp.c_fc.weight"][3, 4:6].fill_(bad),
+                                 tensors["transformer.wte.weight"][0].fill_(bad),
+                                 tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()})))
+    assert convert.main(["from-hf", str(hf), str(tmp_path / "out")]) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"warning: {hf}: there are NaN or infinities in wte.weight and in 1 more tensor; the model cannot train"
 
 
 def test_nothing_is_overwritten(tmp_path, hf, capsys):

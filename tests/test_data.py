@@ -241,6 +241,7 @@ def test_truncation_and_padding_of_a_tokenizer_are_left_out(tmp_path, tokenizer)
 
 BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "list.jsonl": b"[1]\n",
              "half.jsonl": b'{"text": "a\n', "key.jsonl": b'{"body": "a"}\n', "number.jsonl": b'{"text": 3}\n',
+             "deep.jsonl": b'{"text":' + b"[" * 99999 + b"\n", "long.jsonl": b'{"text":' + b"9" * 9999 + b"}\n",
              "bad.parquet": b"nothing " * 9, "a.md": b"# a"}
 
 
@@ -254,6 +255,8 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=in/latin.txt", "in/latin.txt must be UTF-8 text (invalid continuation byte); convert"),
     ("--source=in/list.jsonl", "in/list.jsonl:1: text_key=text must be one of the columns (none); give"),
     ("--source=in/half.jsonl", "in/half.jsonl:1 must be one JSON object a line (Invalid control character"),
+    ("--source=in/deep.jsonl", "in/deep.jsonl:1 must be one JSON object a line (maximum recursion depth"),
+    ("--source=in/long.jsonl", "in/long.jsonl:1 must be one JSON object a line (Exceeds the limit"),
     ("--source=in/key.jsonl", "in/key.jsonl:1: text_key=text must be one of the columns (body); give"),
     ("--source=in/number.jsonl", "in/number.jsonl:1: text_key=text must hold text, not int; give"),
     ("--source=in/bad.parquet", "source=in/bad.parquet cannot be loaded (ArrowInvalid: Parquet magic bytes"),
@@ -359,10 +362,25 @@ def change(**changes):
 
 @pytest.mark.parametrize(("harm", "message"), [
     (lambda d: (d / "meta.json").unlink(), "has no meta.json, so it is no dataset; run python data/text/prepare.py"),
-    (lambda d: (d / "meta.json").write_text("{"), "meta.json cannot be read (JSONDecodeError"),
-    (lambda d: (d / "meta.json").write_text("[]"), "meta.json cannot be read (TypeError"),
-    (change(counts={}), "meta.json cannot be read (KeyError: 'train')"),
-    (change(vocab_size="many"), "meta.json cannot be read (TypeError: vocab_size"),
+    (lambda d: (d / "meta.json").write_text("{"), "meta.json cannot be read (Expecting property name"),
+    (lambda d: (d / "meta.json").write_text("[]"), "meta.json cannot be read (it must be an object, not a list)"),
+    (lambda d: (d / "meta.json").write_text("null"), "meta.json cannot be read (it must be an object, not a NoneType)"),
+    (lambda d: (d / "meta.json").write_text("[" * 99999), "(it must be nested at most 32 deep)"),
+    (lambda d: (d / "meta.json").write_text('{"a":' * 40 + "1" + "}" * 40), "(it must be nested at most 32 deep)"),
+    (lambda d: (d / "meta.json").write_text('{"vocab_size": 1e999}'), "cannot be read (1e999 is no finite number)"),
+    (change(counts={}), "meta.json: counts={} must be those of train and val; run"),
+    (change(counts=dict(train=dict(tokens=100), val=[])), "must be those of train and val; run"),
+    (change(counts=dict(train=dict(tokens=100), val=dict(tokens=-1))), "counts.val.tokens=-1 must be a whole number; run"),
+    (change(counts=dict(train=dict(tokens=True), val=dict(tokens=1))), "counts.train.tokens=True must be a whole number"),
+    *((change(vocab_size=n), f"vocab_size={n!r} must be a whole number, 1 to 2**32; run")
+      for n in ("many", 0, -1, 1e30, 2**33, True, None, [])),
+    (change(dtype=[]), "meta.json: dtype=[] must be uint16 or uint32; run"),
+    (change(tokenizer=[]), "meta.json: tokenizer=[] must be an object; run"),
+    (change(tokenizer=dict(sha256="0" * 64)), "tokenizer.json is not the tokenizer that made this dataset, which meta.json"),
+    (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read ("),
+    (lambda d: ((d / "train.bin").unlink(), (d / "train.bin").mkdir()), "train.bin is no regular file: 0 bytes must be"),
+    (lambda d: ((d / "train.bin").unlink(), os.mkfifo(d / "train.bin")), "train.bin is no regular file: 0 bytes must be"),
+    (lambda d: ((d / "val.bin").unlink(), (d / "val.bin").symlink_to("/dev/zero")), "val.bin is no regular file: 0 bytes"),
     (change(dtype="int8"), "meta.json: dtype='int8' must be uint16 or uint32; run"),
     (lambda d: (d / "val.bin").unlink(), "val.bin is missing: 0 bytes must be the 100 of the 50 tokens"),
     (lambda d: (d / "train.bin").write_bytes(b""), "train.bin is empty: 0 bytes must be the 200 of"),
@@ -375,8 +393,55 @@ def test_damaged_datasets(tmp_path, harm, message):
     with pytest.raises(ConfigError) as e:
         open_dataset(str(folder), 8)
     assert message in str(e.value)
-    assert f"--out_dir={folder}" in str(e.value)
+    assert f"--out_dir={folder}" in str(e.value) or "tokenizer.json cannot be read" in message
     assert "\n" not in str(e.value)
+
+
+def test_a_split_that_is_cut_short_while_it_is_open(tmp_path):
+    """A mapped file would end the process with SIGBUS."""
+    folder = fake_dataset(tmp_path / "d")
+    data = open_dataset(str(folder), 8)
+    os.truncate(folder / "train.bin", 20)
+    with pytest.raises(ConfigError, match=r"train\.bin was cut short: 20 bytes must be the 200 of the 100 tokens .*; run"):
+        data.batch("train", 0, 0, 9, 8, seed=0)
+
+
+def test_slices_of_ids_are_those_of_the_file(tmp_path):
+    ids = open_dataset(str(fake_dataset(tmp_path / "d")), 8).tokens["train"]
+    mapped = np.memmap(tmp_path / "d" / "train.bin", "<u2", mode="r")
+    for part in (slice(0, 9), slice(3, 3), slice(90, 200), slice(99, 100), slice(None), slice(200, 300), slice(-5, None)):
+        assert ids[part].tolist() == mapped[part].tolist() and ids[part].dtype == mapped.dtype
+
+
+def test_another_tokenizer_than_the_datasets_own_is_refused(tmp_path, tokenizer):
+    write_dataset(tmp_path, TEXTS, tokenizer)
+    open_dataset(str(tmp_path), 8)
+    save(train_tokenizer(TEXTS, 290), tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="tokenizer.json is not the tokenizer that made this dataset"):
+        open_dataset(str(tmp_path), 8)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="tokenizer.json is not the tokenizer that made this dataset"):
+        open_dataset(str(tmp_path), 8)
+
+
+def model_of(tokenizer, **changes):
+    whole = json.loads(tokenizer.to_str())
+    return json.dumps(whole | dict(model=whole["model"] | changes))
+
+
+@pytest.mark.parametrize("junk", [
+    lambda t: "", lambda t: "[]", lambda t: "{", lambda t: "[" * 99999, lambda t: "\0", lambda t: '{"model": 3}',
+    lambda t: model_of(t, vocab=[]), lambda t: model_of(t, merges=[["a", "nothing"]]), lambda t: model_of(t, type="none"),
+    lambda t: model_of(t, continuing_subword_prefix="x"),  # the library would abort
+    lambda t: json.dumps(json.loads(t.to_str()) | dict(  # and here panic
+        normalizer=dict(type="Replace", pattern=dict(String=""), content="a"))),
+    lambda t: json.dumps(json.loads(t.to_str()) | dict(model=dict(type="WordLevel", vocab={}, unk_token="u")))])
+def test_junk_is_no_tokenizer(tmp_path, tokenizer, capfd, junk):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(junk(tokenizer))
+    with pytest.raises(ConfigError, match=rf"^tokenizer={path} cannot be read \([^\n]+\); give a tokenizer.json of"):
+        load_tokenizer(path)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("counts", "split"), [((100, 50), "val"), ((50, 100), "train")])

@@ -13,7 +13,7 @@ import torch
 
 import train
 from bench.estimate import PAPER, of_that_width, paper_config, rows_of_table3
-from memo import budget, calibrate, estimate, expected, hardware, placement, profiler, search
+from memo import budget, calibrate, estimate, expected, hardware, placement, planner, profiler, search
 from memo.activations import Placement, n_rows, tensors_of
 from memo.alpha import GROUPS
 from memo.budget import Arena, fast_arena, traced_arena
@@ -379,16 +379,83 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     assert json.loads(out)["seconds"]["step"] is None
 
 
-def test_a_damaged_calibration_is_none(tmp_path, monkeypatch, capsys):
+MEASURED = dict(
+    format=2, device="CPU", threads=2, ranks=1, itemsize=4, overhead_s=1e-6, memory_bytes=None, peak_flops_per_s=None,
+    capability=[0, 0], multiprocessors=0,
+    node=dict(gpus_per_node=1, host_memory_bytes=10**10, nvlink_bytes_per_s=1.0, pcie_bytes_per_s=1e10,
+              network_bytes_per_s=1.0, host_bytes_per_s=1e10),
+    speeds={op: [[2**10, 1e9], [2**20, 2e9]] for op in hardware.OPERATIONS})
+
+
+def changed(**changes):
+    return json.dumps(MEASURED | changes)
+
+
+def speeds(points, op="matmul"):
+    return changed(speeds=MEASURED["speeds"] | {op: points})
+
+
+def node(**changes):
+    return changed(node=MEASURED["node"] | changes)
+
+
+DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(threads=0),
+           changed(threads=1.5), changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1), changed(overhead_s=None),
+           changed(device=3),
+           changed(memory_bytes=-1), changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"), changed(capability=9),
+           changed(capability=[9]), changed(multiprocessors=-1), changed(node=None), changed(node={}), node(gpus_per_node=0),
+           node(gpus_per_node=1.5), node(host_memory_bytes=-10**12), node(pcie_bytes_per_s=0), node(more=1),
+           node(nvlink_bytes_per_s=True), changed(speeds=[]), changed(speeds={}), speeds([[1, 1e9]], "anything"), speeds([]),
+           speeds(1), speeds([1]), speeds([[1, 2, 3]]), speeds([[1, -1e9]]), speeds([[1, 0]]), speeds([[0, 1e9]]),
+           speeds([[2, 1e9], [1, 1e9]]), speeds([[1, 1e9], [1, 2e9]]), speeds([["1", 1e9]]), speeds([[1, None]]),
+           speeds([[1, 1e300]]), changed().replace("1e-06", "NaN"), changed().replace("1e-06", "1e999")]
+
+
+def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = hardware.calibration_path(1)
-    path.parent.mkdir()
-    for text in ("{}", "[1]", "nonsense", '{"format": 0}'):
+    preset = ["config/gpt2_124m.py", "--fast"]
+    path.write_text(changed())
+    assert command(*preset, capsys=capsys)[0] in (0, 2) and hardware.machine("here").threads == 2
+    for text in DAMAGED:
         path.write_text(text)
-        code, out, err = command("config/gpt2_124m.py", capsys=capsys)
-        assert code == 2 and err.startswith("error: --gpu=here: nothing was measured")
+        code, out, err = command(*preset, capsys=capsys)
+        assert code == 2 and err.startswith(f"error: {path}"), text
+        assert "; try python -m memo.profiler --calibrate, or" in err and err.count("\n") == 1 and not out
         machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1, 0, ""))
         assert machine.cpu and machine.speeds is None
+    path.unlink()
+    assert command(*preset, capsys=capsys)[2].startswith("error: --gpu=here: nothing was measured on this machine")
+    path.parent.chmod(0o777)
+    why = f"error: a calibration cannot be kept: {path.parent} can be written by others; chmod 700 {path.parent}\n"
+    assert command(*preset, capsys=capsys)[2] == why
+    assert profiler.main(["--calibrate"]) == 2 and capsys.readouterr().err == why
+
+
+ARENA = dict(transient=10**6, head=10**5)
+
+
+@pytest.mark.parametrize("poison", [
+    dict(arena=ARENA | dict(transient=-10**12)), dict(arena=ARENA | dict(head=1e3)), dict(arena=dict(transient=1)),
+    dict(arena=ARENA | dict(head=None)), dict(arena=ARENA | dict(head=True)), dict(arena=[1, 2]),
+    dict(arena=ARENA | dict(x=1)), dict(arena=ARENA | dict(transient=10**30)), dict(arena=ARENA, keys={}), ARENA, [],
+    "[" * 99999])
+def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cfg, machine, traces = load_config(["--vocab_size=99"]), hardware.machine("a800-80gb"), []
+
+    def trace(keys):
+        traces.append(keys)
+        return planner.parse("begin a\nmalloc 1 1000\nfree 1 1000\nend a\n")
+    first = [traced_arena(cfg, machine, trace) for _ in range(2)]
+    file, = (tmp_path / "memo").glob("arena-*.json")
+    stored = json.loads(file.read_text())
+    assert len(traces) == 1 and first == [Arena(1024, 0)] * 2 and stored["arena"] == dict(transient=1024, head=0)
+    file.write_text(poison if isinstance(poison, str) else json.dumps(stored | poison if "arena" in poison else poison))
+    assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 2
+    assert json.loads(file.read_text()) == stored
+    (tmp_path / "memo").chmod(0o777)
+    assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 3  # nothing there is believed
 
 
 def test_what_fits_at_one_batch_fits_at_every_smaller_one():

@@ -91,7 +91,12 @@ def test_a_resumed_run_drops_the_lines_it_writes_again(tmp_path):
 
 def test_a_spoilt_line_costs_that_line_only(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"iter": 0}\n{"it\nnull\n\xff\n{"a": 1}\n{"iter": 1}\n')
+    lines = [json.dumps(stats(i).as_dict()) for i in range(2)]
+    wrong = (dict(iter=True), dict(iter=-1), dict(loss=None), dict(loss=10**400), dict(tgs="x"), dict(tokens=[]),
+             dict(val_loss="x"))
+    bad = [json.dumps(stats(1).as_dict() | row) for row in wrong]
+    bad += ['{"it', "null", "\udcff", '{"a": 1}', '{"iter": 1}', "[" * 99999, '{"iter": 1, "a": ' + "[" * 99999, "9" * 9999]
+    path.write_text("\n".join([lines[0], *bad, lines[1], ""]), errors="surrogateescape")
     log = JsonlLogger(path, 2)
     log.path = "/dev/full"
     log.log(stats(2))

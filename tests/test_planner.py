@@ -111,6 +111,7 @@ def test_repeated_segments():
 
 def test_a_plan_is_made_once_and_cached(tmp_path, monkeypatch):
     trace = step(random.Random(3), 2)
+    (tmp_path / "cache").mkdir()
     plan = cached(trace, tmp_path / "cache")
     with monkeypatch.context() as m:
         m.setattr(dsa, "solve", None)
@@ -119,17 +120,67 @@ def test_a_plan_is_made_once_and_cached(tmp_path, monkeypatch):
             cached(trace, tmp_path / "cache", solver="greedy")
         with pytest.raises(TypeError):
             cached(Trace(trace.events[:-1]), tmp_path / "cache")
-    file, = (tmp_path / "cache").iterdir()
-    good = file.read_text()
-    zero = {label: [[n, 0] for n, _ in segment] for label, segment in plan.segments.items()}
-    for broken in ("{", "", "[]", "[" * 9999, good[:200], good.replace('"arena_bytes": ', '"arena_bytes": 1'),
-                   good.replace('"segments": {', '"segments": null, "x": {'),
-                   json.dumps({**json.loads(good), "segments": zero})):
-        file.write_text(broken)  # made again
-        again = cached(trace, tmp_path / "cache")
-        assert again.segments == plan.segments and hash(again) == hash(cached(trace, tmp_path / "cache"))
-    (tmp_path / "file").touch()
-    assert cached(trace, tmp_path / "file").segments == plan.segments  # no folder: no cache
+    for folder in (tmp_path / "none", None):
+        assert cached(trace, folder).segments == plan.segments  # no folder: no cache
+
+
+def moved(plan, by, first=False):
+    """`plan` with all of its places moved up, or only the highest."""
+    top = 0 if first else max(at or 0 for segment in plan["segments"].values() for _, at in segment)
+    plan["segments"] = {label: [[n, at if at is None or at < top else at + by] for n, at in segment]
+                        for label, segment in plan["segments"].items()}
+    plan["arena_bytes"] += by
+
+
+def unaligned(plan, by=0):
+    """What another run would have planned with alignment=1, all places moved up."""
+    moved(plan, by, first=True)
+    ends = [at + n for segment in plan["segments"].values() for n, at in segment if at is not None]
+    plan.update(alignment=1, arena_bytes=max(ends), lower_bound=max(ends))
+
+
+def kept_in_the_arena(plan):
+    """A tensor that outlives the step gets a place that others have too."""
+    place = next(place for segment in plan["segments"].values() for place in segment if place[1] is None)
+    place[1] = 0
+
+
+def in_floats(plan):
+    plan["segments"] = {label: [[float(n), at] for n, at in segment] for label, segment in plan["segments"].items()}
+
+
+@pytest.mark.parametrize("poison", [
+    lambda plan: plan.clear(), lambda plan: plan.update(more=1), lambda plan: plan.update(segments=None),
+    lambda plan: plan.update(segments={label: [[n, 0] for n, _ in s] for label, s in plan["segments"].items()}),
+    lambda plan: plan.update(segments={label: s[:-1] for label, s in plan["segments"].items()}),
+    lambda plan: plan.update(arena_bytes=10 * plan["arena_bytes"]), lambda plan: plan.update(arena_bytes=-1),
+    lambda plan: plan.update(arena_bytes=float(plan["arena_bytes"])), lambda plan: plan.update(solver="greedy"),
+    lambda plan: plan.update(alignment=1), lambda plan: plan.update(alignment=True), lambda plan: plan.update(lower_bound=1),
+    lambda plan: plan.update(seconds=None), lambda plan: plan.update(levels=[{}]), lambda plan: plan.update(levels=[1]),
+    unaligned, lambda plan: unaligned(plan, 3), lambda plan: moved(plan, 3), lambda plan: moved(plan, 12 * 2**30), in_floats,
+    kept_in_the_arena])
+def test_a_poisoned_plan_is_made_again(tmp_path, poison):
+    trace = step(random.Random(3), 2)
+    first = next(name for verb, name, _ in trace.events if verb == "malloc" and name.startswith("0."))
+    trace = Trace(tuple(event for event in trace.events if event[:2] != ("free", first))).settled()
+    plan = cached(trace, tmp_path, alignment=64)
+    file, = tmp_path.iterdir()
+    poisoned = json.loads(file.read_text())
+    poison(poisoned)
+    file.write_text(json.dumps(poisoned))
+    again = cached(trace, tmp_path, alignment=64)
+    assert repr(replace(again, seconds=0, levels=())) == repr(replace(plan, seconds=0, levels=()))
+    assert planner.Plan.from_json(file.read_text()) == again  # in the place of the poisoned one
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "null", "[" * 99999, "[" * 99 + "]" * 99, '{"arena_bytes": NaN}'])
+def test_a_damaged_plan_is_made_again(tmp_path, text):
+    trace = step(random.Random(3), 2)
+    plan = cached(trace, tmp_path)
+    file, = tmp_path.iterdir()
+    file.write_text(text)
+    again = cached(trace, tmp_path)
+    assert again.segments == plan.segments and hash(again) == hash(cached(trace, tmp_path))
 
 
 def test_a_wrong_placement_is_not_believed(monkeypatch):

@@ -56,6 +56,14 @@ def load(source, remedy, *args, **kwargs):
         raise ConfigError(f"source={source} cannot be loaded ({reason}); {remedy}") from None
 
 
+def row_of(line, where):
+    """The JSON of a line. Errors: it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{where} must be one JSON object a line ({e}); mend or drop the line") from None
+
+
 def text_of(row, text_key, where):
     """A row's text; null is no text. Errors: no such column, or one that does not hold text."""
     if not isinstance(row, dict) or text_key not in row:
@@ -76,7 +84,7 @@ def file_documents(path, text_key):
             with open(path, encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield text_of(json.loads(line), text_key, f"{path}:{number}")
+                        yield text_of(row_of(line, f"{path}:{number}"), text_key, f"{path}:{number}")
         else:
             with tempfile.TemporaryDirectory() as cache:  # streamed: it holds a lock and no data
                 for row in load(path, "give a whole Parquet file", "parquet", data_files=glob.escape(str(path)),
@@ -84,8 +92,6 @@ def file_documents(path, text_key):
                     yield text_of(row, text_key, path)
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} must be UTF-8 text ({e.reason}); convert it with iconv") from None
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{path}:{number} must be one JSON object a line ({e}); mend or drop the line") from None
 
 
 def open_source(args):
