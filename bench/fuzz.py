@@ -3,8 +3,8 @@
     python -m bench.fuzz [--seed=0] [--cases=2000] [--kinds=argv,json] [--out=bench/results/fuzz.json]
     python -m bench.fuzz --seed=0 --only=17      one case again: its commands, files and output; its folder stays
 
-Seeded random cases of the kinds in bench/fuzz_cases.py. A black box: command lines and files, a copy of the sources in a
-scratch folder, nothing of memo is imported here. Each command must end
+Seeded random cases of the kinds in bench/fuzz_cases.py. A black box: command lines and files, a copy of the sources
+in a scratch folder, nothing of memo is imported here. Each command must end
   traceback   without a traceback, a backtrace or a crash,
   hang        within 20 s,
   exit        with 0, 1 (a run that failed), 2 (bad input), 3 (memo.dsa only), or by a signal that was sent,
@@ -12,10 +12,12 @@ scratch folder, nothing of memo is imported here. Each command must end
   canary      without running what was planted,
   loss        without loss of what was saved or trained.
 
-Two servers import torch once and fork a child for each command; the child then executes the program as `python` does.
+Two servers import torch once and fork a child for each command; the child executes the program as `python` does.
 """
 
 import argparse
+import compileall
+import gc
 import importlib
 import json
 import os
@@ -43,16 +45,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("memo", "config", "train.py", "model.py", "trace_step.py", "data/stdlib/prepare.py", "data/text/prepare.py")
+SOURCES = ("memo", "config", "train.py", "model.py", "trace_step.py", "data/stdlib/prepare.py",
+           "data/text/prepare.py")
 LIMIT_S = 20
 MEMORY_BYTES = 10 * 2**30  # of a command: a machine of 24 GiB must outlive what asks for too much
 FILE_BYTES = 2 * 2**30
-CRASH = re.compile(r"Traceback \(most recent call last\)|Exception ignored|Segmentation|terminate called|Fatal Python"
-                   r"|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free|panicked at")
-LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.metadata", "torch._subclasses.fake_tensor",
-             "torch.utils._python_dispatch", "torch.optim.adamw", "numpy", "tokenizers", "tqdm", "matplotlib.figure",
-             "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "scipy.optimize",
-             "ortools.sat.python.cp_model", "datasets", "pyarrow.parquet", "csv", "wandb")
+CRASH = re.compile(r"Traceback \(most recent call last\)|Exception ignored|Segmentation|terminate called"
+                   r"|Fatal Python|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free|panicked at")
+LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.metadata", "torch.optim.adamw",
+             "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "numpy", "tokenizers", "tqdm",
+             "matplotlib.figure", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch",
+             "scipy.optimize", "ortools.sat.python.cp_model", "datasets", "pyarrow.parquet")
 
 
 # --- a server: forks, waits, sends signals; its children become the commands ---
@@ -91,7 +94,8 @@ def watch(pid, job, reader):
     hung = False
     while True:
         due = min(events[0][0] if events else LIMIT_S, LIMIT_S)
-        ready, _, _ = select.select([end] + [reader] * (reader is not None), [], [], max(0, begin + due - time.monotonic()))
+        files = [end] + [reader] * (reader is not None)
+        ready, _, _ = select.select(files, [], [], max(0, begin + due - time.monotonic()))
         if end in ready:
             break
         if reader in ready:
@@ -142,6 +146,7 @@ def become(job):
     resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes"],) * 2)
     os.environ.clear()
     os.environ.update(job["env"])
+    sys.dont_write_bytecode = True  # Python takes what a full disk cut short for whole
     argv = job["argv"]
     if job["real"]:
         os.execve(sys.executable, [sys.executable, *map(os.fsencode, argv)], os.environ)
@@ -163,7 +168,7 @@ class Case:
     """One seeded case: its folder, its commands, and what they broke."""
 
     def __init__(self, seed, number, kind, there, server, verbose=False):
-        self.seed, self.number, self.kind, self.there, self.server, self.verbose = seed, number, kind, there, server, verbose
+        self.number, self.kind, self.there, self.server, self.verbose = number, kind, there, server, verbose
         self.rng, self.broken, self.codes, self.longest = random.Random(f"{seed}/{number}"), [], [], 0.0
         self.folder = Path(there.scratch) / f"case{number}"
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -178,21 +183,25 @@ class Case:
 
     def short(self, text, most):
         text = text.replace(str(self.folder), "CASE").replace(str(self.there.scratch), "SCRATCH")
+        text = text.replace(self.there.usual, "TINY")
         text = text.encode(errors="backslashreplace").decode()
         return text if len(text) <= most else f"{text[:most // 2]} ... {text[-most // 2:]}"
 
-    def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False, file_bytes=FILE_BYTES, env=()):
-        """Runs a command and judges how it ends. `at`: [(seconds, "signal" | "remove" | "truncate" | "replace", what)]."""
+    def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False, file_bytes=FILE_BYTES):
+        """Runs a command and judges how it ends. `at`: [(seconds, "signal", "remove", "truncate" or "replace", what)].
+        stdout, stderr: a file, or "pipe", which is closed after `head` lines. `watch`: a file whose size is noted when
+        something happens. `real`: as a process of its own. `file_bytes`: no file may become larger."""
         argv = [str(a) for a in argv]
         program = argv[1] if argv[0] == "-m" else argv[0]
         if argv[0] != "-m":
             argv[0] = str(self.there.sources / argv[0])
         out, err = self.folder / f"out{len(self.codes)}", self.folder / f"err{len(self.codes)}"
-        home = dict(PATH=os.environ["PATH"], HOME=str(self.folder), XDG_CACHE_HOME=str(self.cache), LANG="C.UTF-8",
-                    PYTHONPATH=str(self.there.sources), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", WANDB_MODE="disabled",
-                    HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TMPDIR=str(self.folder), MPLBACKEND="agg")
+        env = dict(PATH=os.environ["PATH"], HOME=str(self.folder), XDG_CACHE_HOME=str(self.cache), LANG="C.UTF-8",
+                   PYTHONPATH=str(self.there.sources), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
+                   WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TMPDIR=str(self.folder),
+                   PYTHONDONTWRITEBYTECODE="1")
         self.command = shlex.join(["python", *argv])
-        self.server.send(dict(argv=argv, cwd=str(self.cwd), env=home | dict(env), at=list(at), head=head, real=real,
+        self.server.send(dict(argv=argv, cwd=str(self.cwd), env=env, at=list(at), head=head, real=real,
                               stdout=str(stdout or out), stderr=str(stderr or err), file_bytes=file_bytes,
                               watch=str(watch) if watch else None))
         ended = SimpleNamespace(program=program, **self.server.recv())
@@ -203,7 +212,7 @@ class Case:
         self.longest = max(self.longest, ended.seconds)
         self.judge(ended)
         if self.verbose:
-            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n  exit {ended.code} after {ended.seconds:.2f} s\n"
+            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n  exit {ended.code}, {ended.seconds:.2f} s\n"
                   f"  stdout: {ended.out[-3000:]}\n  stderr: {ended.err[-6000:]}")
         return ended
 
@@ -217,7 +226,9 @@ class Case:
         early = ended.sent and str(self.there.sources) not in text  # a signal before the program's first line
         if (found := CRASH.search(text)) and not early:
             lines = text[found.start():].strip().splitlines()
-            self.breaks("traceback", next((x for x in lines if re.match(r"\w[\w.]*(Error|Exception|Interrupt)\b", x)), lines[-1]))
+            whys = [x for x in lines if re.match(r"\w[\w.]*(Error|Exception|Interrupt|Warning)\b", x)]
+            places = [x.split('"')[1] + x.split('"')[2] for x in lines if x.startswith("  File ")]
+            self.breaks("traceback", f"{(whys or lines)[-1]} at {(places or ['?'])[-1]}")
         allowed = {0, 1, 2, *(128 + n for n in ended.sent), *(-n for n in ended.sent)}
         if ended.program == "memo.dsa":
             allowed.add(3)
@@ -226,10 +237,10 @@ class Case:
         if ended.code not in allowed and not (early and ended.code == 1):
             self.breaks("exit", f"exit code {ended.code}; {text.strip()[-200:]}")
         if ended.code in (1, 2, 3) and ended.heard and not found:
-            lines = [line for line in ended.err.splitlines() if line.strip()]
+            lines = [line for line in ended.err.split("\n") if line.strip()] or [""]
             n = sum(line.startswith("error:") for line in lines)
             if n != 1 or not lines[-1].startswith("error:"):
-                self.breaks("line", f"exit code {ended.code}, {n} lines error:, the last line is {(lines or [''])[-1]!r}")
+                self.breaks("line", f"exit code {ended.code}, {n} lines error:, the last is {lines[-1]!r}")
 
 
 def one(kinds, seed, number, kind, there, servers, keep=False):
@@ -258,12 +269,13 @@ def kind_of(kinds, number):
 
 def start_servers(n):
     """Connections to `n` servers. Returns (None, job) in the children of the servers."""
-    os.environ |= dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MPLBACKEND="agg")
+    os.environ |= dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in LIBRARIES:
             with suppress(ImportError):
                 importlib.import_module(name)
+    gc.freeze()  # a child need not look through them when it ends
     connections = []
     for _ in range(n):
         mine, its = Pipe()
@@ -286,7 +298,8 @@ def results(args, done, began):
     for case in done:
         seconds[case.kind] = max(seconds.get(case.kind, 0), case.longest)
     return dict(machine=machine(), seed=args.seed, python=platform.python_version(), torch=torch.__version__,
-                cases=len(done), cases_by_kind=Counter(c.kind for c in done), commands=sum(len(c.codes) for c in done),
+                cases=len(done), cases_by_kind=Counter(c.kind for c in done),
+                commands=sum(len(c.codes) for c in done),
                 ended_by_exit_code=Counter(str(code) for c in done for code in c.codes),
                 broken_cases=len({b["number"] for b in broken}), broken_by_rule=Counter(b["rule"] for b in broken),
                 broken_by_kind=Counter(b["kind"] for b in broken), longest_s_by_kind=seconds,
@@ -302,7 +315,7 @@ def main():
     parser.add_argument("--only", type=int, help="run this case alone, and show it")
     parser.add_argument("--out", default=ROOT / "bench/results/fuzz.json")
     args = parser.parse_args()
-    from bench.fuzz_cases import KINDS, prepare  # not in the children: they never need it
+    from bench.fuzz_cases import KINDS, TINY, flags, prepare  # not in the children: they never need it
     names = args.kinds.split(",") if args.kinds else list(KINDS)
     began, scratch = time.monotonic(), Path(tempfile.mkdtemp(prefix="memo-fuzz-"))
     connections, job = start_servers(2)
@@ -315,7 +328,9 @@ def main():
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (scratch / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / name, scratch / "sources" / name)
-    there = SimpleNamespace(scratch=scratch, sources=scratch / "sources", cache=scratch / "cache")
+    compileall.compile_dir(scratch / "sources", quiet=1)
+    there = SimpleNamespace(scratch=scratch, sources=scratch / "sources", cache=scratch / "cache",
+                            usual=" ".join(flags(**TINY)))
     wanted = names if args.only is None else [kind_of(KINDS, args.only)]
     prepare(there, Case(args.seed, "prepare", "prepare", there, connections[0]), wanted)
     print(f"prepared in {time.monotonic() - began:.0f} s: {scratch}", flush=True)
