@@ -1,7 +1,7 @@
 """Does anything that can be given to memo end in a traceback, hang, run planted code or lose what was trained?
 
     python -m bench.fuzz [--seed=0] [--cases=2000] [--kinds=argv,json] [--out=bench/results/fuzz.json]
-    python -m bench.fuzz --seed=0 --only=17      one case again: its commands, files and output; its folder stays
+    python -m bench.fuzz --seed=0 --only=17      one case again: its commands, files and output, which stay
 
 Seeded random cases of the kinds in bench/fuzz_cases.py. A black box: command lines and files, a copy of the sources
 in a scratch folder, nothing of memo is imported here. Each command must end
@@ -105,8 +105,10 @@ def watch(pid, job, reader):
                 reader = None
         elif events and not ready:
             event = events.pop(0)
-            size = os.path.getsize(job["watch"]) if job["watch"] and os.path.exists(job["watch"]) else 0
-            seen.append((event, size))
+            lines = 0
+            if job["watch"] and os.path.exists(job["watch"]):
+                lines = Path(job["watch"]).read_bytes().count(b"\n")
+            seen.append((event, lines))
             happen(event, pid)
         elif not ready:
             hung = True
@@ -189,8 +191,8 @@ class Case:
 
     def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False, file_bytes=FILE_BYTES):
         """Runs a command and judges how it ends. `at`: [(seconds, "signal", "remove", "truncate" or "replace", what)].
-        stdout, stderr: a file, or "pipe", which is closed after `head` lines. `watch`: a file whose size is noted when
-        something happens. `real`: as a process of its own. `file_bytes`: no file may become larger."""
+        stdout, stderr: a file, or "pipe", which is closed after `head` lines. `watch`: a file whose lines are counted
+        when something happens. `real`: as a process of its own. `file_bytes`: no file may become larger."""
         argv = [str(a) for a in argv]
         program = argv[1] if argv[0] == "-m" else argv[0]
         if argv[0] != "-m":
@@ -234,6 +236,8 @@ class Case:
             allowed.add(3)
         if ended.piped and ended.program != "train.py":
             allowed |= {-signal.SIGPIPE, 128 + signal.SIGPIPE}
+        if ended.code == 1 and ended.program != "train.py" or ended.code == 1 and ended.heard and not ended.out:
+            self.breaks("exit", f"exit code 1 before a run began: bad input is 2; {ended.err.strip()[-200:]}")
         if ended.code not in allowed and not (early and ended.code == 1):
             self.breaks("exit", f"exit code {ended.code}; {text.strip()[-200:]}")
         if ended.code in (1, 2, 3) and ended.heard and not found:
@@ -312,7 +316,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--kinds", default="")
-    parser.add_argument("--only", type=int, help="run this case alone, and show it")
+    parser.add_argument("--only", default="", help="run these cases alone, 17 or 17,23, and show them")
     parser.add_argument("--out", default=ROOT / "bench/results/fuzz.json")
     args = parser.parse_args()
     from bench.fuzz_cases import KINDS, TINY, flags, prepare  # not in the children: they never need it
@@ -331,12 +335,14 @@ def main():
     compileall.compile_dir(scratch / "sources", quiet=1)
     there = SimpleNamespace(scratch=scratch, sources=scratch / "sources", cache=scratch / "cache",
                             usual=" ".join(flags(**TINY)))
-    wanted = names if args.only is None else [kind_of(KINDS, args.only)]
+    only = [int(n) for n in args.only.split(",") if n]
+    wanted = {kind_of(KINDS, n) for n in only} or names
     prepare(there, Case(args.seed, "prepare", "prepare", there, connections[0]), wanted)
     print(f"prepared in {time.monotonic() - began:.0f} s: {scratch}", flush=True)
-    if args.only is not None:
-        one(KINDS, args.seed, args.only, kind_of(KINDS, args.only), there, servers, keep=True)
-        os._exit(0)
+    for n in only:
+        one(KINDS, args.seed, n, kind_of(KINDS, n), there, servers, keep=True)
+    if only:
+        return sys.exit(0)
     done = []
     with ThreadPoolExecutor(len(connections)) as pool:
         numbers = islice((n for n in count() if kind_of(KINDS, n) in names), args.cases)

@@ -59,7 +59,7 @@ def prepare(there, case, kinds):
     text.write_text("".join(json.dumps(dict(text=d)) + "\n" for d in odd.documents(case.rng)))
     must(case.run("data/text/prepare.py", f"--source={text}", "--tokenizer=train:300", f"--out_dir={there.dataset}"))
     must(case.run(*train(case, there.out, max_iters=ITERS // 2)))
-    must(case.run(*train(case, there.alone)))
+    there.alone_s = must(case.run(*train(case, there.alone))).seconds
     there.losses = losses(there.alone)
     must(case.run(*train(case, there.learned, max_iters=2, warmup_iters=1, position="learned")))
     must(case.run(*convert("to-hf", there.learned, there.hf)))
@@ -385,7 +385,7 @@ def dataset(case, there):
     file = data / rng.choice(("train.bin", "val.bin"))
     ids = bytearray(file.read_bytes())
     before, during = ("ids", "damage", "odd", "counted"), ("cut", "bin", "data", "out", "ckpt", "out file", "metrics")
-    what = rng.choice(before if rng.random() < 0.6 else during)
+    what = rng.choice(before if rng.random() < 0.5 else during)
     if what == "ids":
         for _ in range(rng.choice((1, 10, 1000))):
             i = 2 * rng.randrange(len(ids) // 2)
@@ -403,12 +403,14 @@ def dataset(case, there):
     else:
         path = {"cut": file, "bin": file, "data": data, "ckpt": out / "ckpt", "metrics": out / "metrics.jsonl"}
         does = {"cut": "truncate", "out file": "replace"}.get(what, "remove")
-        at = [(rng.uniform(0.3, 2.5), does, str(path.get(what, out)))]
-    ended = case.run(*train(case, out, dataset=data), at=at)
+        at = [(rng.uniform(0.3, there.alone_s), does, str(path.get(what, out)))]
+    ended = case.run(*train(case, out, dataset=data), at=at, watch=out / "metrics.jsonl")
+    in_loop = any(0 < rows < ITERS - 2 for _, rows in ended.happened)
     if what not in ("out", "ckpt", "out file", "metrics"):
         kept_all(case, out, ended)
-    elif ended.code == 0 and what in ("out", "ckpt") and ended.happened and not checkpoints(out):
-        case.breaks("loss", "the run ended well and there is no checkpoint")
+    elif in_loop and what != "out file" and (ended.code or last_saved(out) != ITERS):
+        case.breaks("loss", f"{what} went in mid-run: exit code {ended.code}, the last checkpoint is {last_saved(out)}; "
+                            f"{ended.err.strip()[-150:]}")
 
 
 # --- signals and consoles ---
@@ -417,7 +419,7 @@ def signals(case, there):
     rng, out, resumed = case.rng, case.cwd / "out", case.rng.random() < 0.3
     real = rng.random() < 0.12
     sent = [rng.choice((*ASKED, *ASKED, signal.SIGKILL)) for _ in range(rng.choice((0, 1, 1, 1, 1, 2)))]
-    first = rng.uniform(0.15, 9.0) if real else rng.uniform(0.03, 2.6)
+    first = rng.uniform(0.15, 2 * there.alone_s + 4) if real else rng.uniform(0.03, 1.1 * there.alone_s)
     at = [(first + i * rng.choice((0, 0.002, 0.1, 0.5)), "signal", int(s)) for i, s in enumerate(sent)]
     console = {}
     if rng.random() < 0.25 or not at:
@@ -430,7 +432,7 @@ def signals(case, there):
     ended = case.run(*train(case, out, **dict(init_from="resume") if resumed else {}), at=at, real=real,
                      watch=out / "metrics.jsonl", **console)
     n, full_disk = len(ended.sent), "file_bytes" in console
-    in_loop = [size > 0 for _, size in ended.happened]
+    in_loop = [rows > 0 for _, rows in ended.happened]
     if n == 0 and ended.code and not full_disk:
         case.breaks("loss", f"a console that failed ended the run: exit code {ended.code}")
     elif n == 1 and in_loop[0] and signal.SIGKILL not in ended.sent and not full_disk:
