@@ -7,7 +7,7 @@ import sys
 
 from memo import command
 from memo.config import degrees, help_text, load_config
-from memo.errors import CheckpointError, ConfigError, reason
+from memo.errors import CheckpointError, ConfigError, reason, warn
 from memo.manifest import Damaged, latest
 
 
@@ -161,7 +161,7 @@ def checked(argv, launch, host):
 def set_aside(passed_over):
     """Renames the damaged checkpoints, so that the run can write others in their place."""
     for folder, why in passed_over.items():
-        print(f"warning: checkpoint passed over: {why}", file=sys.stderr)
+        warn(f"checkpoint passed over: {why}")
         checkpoint.pass_over(folder)
 
 
@@ -369,7 +369,7 @@ def tell(run, stats, spans, replanned):
     if it % cfg.log_interval == 0 or stats.val_loss is not None or it == cfg.max_iters - 1:
         for logger in run.loggers:
             run.beside(type(logger).__name__, logger.log, stats)
-    if stats.val_loss is not None:
+    if stats.val_loss is not None and it > run.first:  # of one step there is nothing to see
         draw_loss(run)
 
 
@@ -439,7 +439,8 @@ def go(run):
         for logger in run.loggers:
             run.beside(type(logger).__name__, logger.close)
     if run.speaks:
-        draw_loss(run)
+        if stop.number or not cfg.eval_interval:  # otherwise the last step was evaluated
+            draw_loss(run)
         run.beside("last lines", finish, run, stop.number)
     return 128 + stop.number if stop.number else 0
 

@@ -15,7 +15,6 @@ import errno
 import os
 import pickle
 import shutil
-import sys
 import threading
 import zlib
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from memo.config import MODEL_KEYS
-from memo.errors import CheckpointError, reason
+from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
 from memo.flat import whole
 from memo.manifest import (
@@ -291,7 +290,7 @@ def read_newest(out_dir, work):
             if e.folder.exists():
                 passed_over[e.folder.name] = str(e)
                 if latest(out_dir):
-                    print(f"warning: checkpoint passed over: {e}", file=sys.stderr)
+                    warn(f"checkpoint passed over: {e}")
 
 
 def check(ckpt, model, prefixes):

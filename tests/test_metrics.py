@@ -98,20 +98,8 @@ def test_a_spoilt_line_costs_that_line_only(tmp_path):
     bad += ['{"it', "null", "\udcff", '{"a": 1}', '{"iter": 1}', "[" * 99999, '{"iter": 1, "a": ' + "[" * 99999, "9" * 9999]
     path.write_text("\n".join([lines[0], *bad, lines[1], ""]), errors="surrogateescape")
     log = JsonlLogger(path, 2)
-    log.path = "/dev/full"
-    log.log(stats(2))
-    log.path = path
-    with open(path, "a") as f:
-        f.write('{"iter": 2, "lo')  # what a full disk leaves
     log.log(stats(3))
     assert [r["iter"] for r in read_metrics(path)] == [0, 1, 3]
-
-
-def test_a_full_disk_does_not_end_the_run(tmp_path, capsys):
-    log = JsonlLogger(tmp_path / "metrics.jsonl", 0)
-    log.path = "/dev/full"
-    log.log(stats(0))
-    assert "not written at iter=0" in capsys.readouterr().err
 
 
 def wandb_config(tmp_path):
@@ -136,7 +124,8 @@ def test_wandb_never_stops_a_run(tmp_path, monkeypatch, capsys, fails_at):
         raise ConnectionError("no network")
 
     run = SimpleNamespace(log=fail if fails_at == "log" else lambda *a, **k: None, finish=fail)
-    fake = SimpleNamespace(init=fail if fails_at == "init" else lambda **k: run, api=SimpleNamespace(api_key=None))
+    fake = SimpleNamespace(init=fail if fails_at == "init" else lambda **k: run, login=lambda **k: False,
+                           Settings=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     log = WandbLogger(wandb_config(tmp_path), {})
     log.log(stats(0))
