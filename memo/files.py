@@ -104,11 +104,16 @@ def readable_json(value, pad=""):
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
-def save_json(value, path):
-    """Writes `value` as JSON under another name first: a full disk leaves the old file whole."""
+def save_bytes(data, path):
+    """Writes `data` under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_text(readable_json(value) + "\n")
+    temporary.write_bytes(data)
     os.replace(temporary, path)
+
+
+def save_json(value, path):
+    """Writes `value` as JSON, as save_bytes() does."""
+    save_bytes(f"{readable_json(value)}\n".encode(), path)
 
 
 # --- kept from run to run ---

@@ -10,7 +10,7 @@ from memo import placement
 from memo.command import python
 from memo.config import save_config
 from memo.device import device_name
-from memo.files import save_json
+from memo.files import save_bytes, save_json
 from memo.metrics import flops_per_sample, parameters, read_metrics, say
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.tokens import load_tokenizer
@@ -47,7 +47,7 @@ def furnish(run, folder):
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
-        (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+        save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")
     save_config(run.cfg, folder / "config.json")
     save_plan(run, folder)
 

@@ -125,7 +125,7 @@ def test_the_last_save_of_all_says_where_it_went(dataset, tmp_path, monkeypatch)
 
 # --- checkpoints that are damaged ---
 
-@pytest.mark.parametrize("file", ["checkpoint.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("file", ["checkpoint.json", "__0_0.distcp"])
 def test_resume_falls_back_to_the_checkpoint_before(dataset, tmp_path, capsys, undisturbed, file):
     train.main(argv(dataset, tmp_path))
     newest = tmp_path / "ckpt" / "12" / file
