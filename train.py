@@ -7,6 +7,7 @@ import sys
 
 from memo import command
 from memo.config import degrees, help_text, load_config
+from memo.ending import guard_console
 from memo.errors import CheckpointError, ConfigError, reason, warn
 from memo.manifest import Damaged, latest
 
@@ -27,6 +28,7 @@ def answer(argv):
 
 
 if __name__ == "__main__":
+    guard_console()
     command.answer_early(answer)
 
 import math
@@ -47,7 +49,7 @@ from memo.batch import open_dataset, to_device
 from memo.budget import traced_arena
 from memo.cp import held
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
-from memo.ending import Beside, Console, Interrupted, StepGivenUp, StopSignal, handling, interrupt
+from memo.ending import Beside, Interrupted, StepGivenUp, StopSignal, handling, interrupt
 from memo.expected import OutOfMemory, expect, growing
 from memo.hardware import peak_flops_per_s
 from memo.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
@@ -471,16 +473,12 @@ def last_line(e):
 
 
 def run_to_the_end():
-    """main(), with a console that cannot fail; returns the exit code."""
-    sys.stdout, sys.stderr = consoles = Console(sys.stdout), Console(sys.stderr)
+    """The exit code of main()."""
     try:
         return command.run(main)
     except Exception as e:
         print(f"error: {line}" if (line := last_line(e)) else traceback.format_exc(), file=sys.stderr)
         return 1
-    finally:
-        for console in consoles:
-            console.close()
 
 
 if __name__ == "__main__":

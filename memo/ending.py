@@ -1,5 +1,6 @@
 """How a run ends, and what cannot end it: signals, a console that fails, pictures and loggers that fail."""
 
+import atexit
 import os
 import signal
 import sys
@@ -107,8 +108,10 @@ class Console:
 
 
 def guard_console():
-    """From here on stdout and stderr are Consoles."""
+    """From here on stdout and stderr are Consoles, to the end of the process."""
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    atexit.register(sys.stderr.close)
+    atexit.register(sys.stdout.close)
 
 
 class Beside:
