@@ -14,12 +14,33 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from memo.errors import ConfigError
+from memo.keys import check_value, option, typed
 
 FIRST_S = 3  # after so long something is said
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
+    """argparse, whose errors are one line, and whose options are never abbreviated and have bounds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.options = []
+
+    def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
+        """An argument, or with -- before its name an option, whose value is read and checked as keys.option() says."""
+        f = option(name.removeprefix("--"), kind, default, help, **bounds)
+        self.options.append(f)
+        told = [*filter(None, [" | ".join(f.metadata["choices"])]), *[f"default {default}"] * (default is not None)]
+        more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
+        self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, rest = super().parse_known_args(args, namespace)
+        for f in self.options:
+            if isinstance(value := getattr(found, f.name), str):
+                setattr(found, f.name, value := typed(f, value, "--"))
+                check_value(f, value)
+        return found, rest
 
     def error(self, message):
         raise ConfigError(f"{message}; see --help")
@@ -33,7 +54,8 @@ def run(main, argv=None):
     try:
         return main(argv) or 0
     except (ConfigError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        told = isinstance(e, ConfigError) or not (e.filename and e.strerror)
+        print(f"error: {e if told else f'{e.filename}: {e.strerror}'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
