@@ -153,10 +153,10 @@ def many(n, longest=100):
 def test_greedy_ends_with_its_time():
     """What there is then is the placement of an allocator, made in order of time."""
     problem = many(20_000)
-    solution, offsets = solve(problem, "auto", time_limit=0), [0] * 20_000
+    solution, offsets, unit = solve(problem, "auto", time_limit=0), [0] * 20_000, dsa._unit(problem)
     for part, members in dsa._parts(problem):
         for i, offset in zip(members, dsa_solvers.in_order(part), strict=True):
-            offsets[i] = offset * dsa._unit(problem)
+            offsets[i] = offset * unit
     assert solution.offsets == tuple(offsets) and solution.gap < 0.2
 
 
