@@ -8,12 +8,36 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+from memo.command import answer_early, end_with_reader, run
+from memo.config import help_text, load_config
+from memo.errors import ConfigError
+from memo.keys import check_value, option, typed
+
+MULTIPROCESSORS = option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5, why="no GPU has as many")
+
+
+def read_argv(argv):
+    """(Config, multiprocessors). After --help the process ends. Errors: ConfigError."""
+    if {"--help", "-h"} & set(argv):
+        print(f"{__doc__}\n{help_text()}")
+        sys.exit()
+    own = [arg for arg in argv if arg.startswith("--multiprocessors=")]
+    cfg, number = load_config([arg for arg in argv if arg not in own]), 0
+    for arg in own:
+        number = typed(MULTIPROCESSORS, arg.partition("=")[2], arg)
+        check_value(MULTIPROCESSORS, number)
+    if not cfg.vocab_size:
+        raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
+    return cfg, number
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    end_with_reader()
+    answer_early(read_argv)
+
 import torch
 
 from memo import profiler
-from memo.command import end_with_reader
-from memo.config import load_config
-from memo.errors import ConfigError
 from memo.mesh import Axis, Mesh
 from model import GPT
 
@@ -38,12 +62,11 @@ def trace_step(cfg, device, threads=1, multiprocessors=0):
                            cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", requests)
 
 
+def main(argv):
+    cfg, multiprocessors = read_argv(argv)
+    device = "cpu" if cfg.device == "cpu" else "cuda"
+    print(trace_step(cfg, device, torch.get_num_threads(), multiprocessors).text, end="")
+
+
 if __name__ == "__main__":
-    end_with_reader()
-    try:
-        own = [arg for arg in sys.argv[1:] if arg.startswith("--multiprocessors=")]
-        config = load_config([arg for arg in sys.argv[1:] if arg not in own])
-        print(trace_step(config, "cpu" if config.device == "cpu" else "cuda", torch.get_num_threads(),
-                         *(int(arg.partition("=")[2]) for arg in own)).text, end="")
-    except ConfigError as e:
-        sys.exit(f"error: {e}")
+    sys.exit(run(main))

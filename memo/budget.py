@@ -303,6 +303,10 @@ def estimate(cfg, machine, world, arena=traced_arena):
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
     numel, data, lines = states(cfg, machine, world, itemsize)
+    layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
+    least = sum(line.device_bytes for line in lines) + layer_bytes
+    if least > (machine.memory_bytes or machine.node.host_memory_bytes):
+        arena = fast_arena  # it cannot fit: a trace, which takes long where a step is large, would not change that
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
     layer = Layer(cfg, machine, itemsize) if known else None
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)

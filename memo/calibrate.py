@@ -7,7 +7,7 @@ The operations are those of model.py, at several sizes, each timed on all ranks 
 """
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from memo import hardware
 from memo.allocator import Arena, NoArena, Unavailable
 from memo.attention import resolve_attention
+from memo.command import progress
 from memo.device import device_name, gpu_facts, synchronize
 from memo.files import save_json
 from memo.ops import resolve_ops
@@ -134,11 +135,14 @@ def copy_rate(nbytes, device, host):
 def calibrate(axis, host, device, dtype, local_ranks):
     """Measures, stores and returns what memo/hardware.py's Machine "here" is made of. `axis`: of all ranks, over the
     devices' network; `host` the same over gloo."""
-    cuda, table = device.type == "cuda", {}
+    cuda, table, doing = device.type == "cuda", {}, ""
 
     def note(op, size, amount, call):
+        nonlocal doing
+        doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
         table.setdefault(op, []).append((size, amount / seconds(call, device, host)))
-    with arena_of(device) as arena:
+    telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
+    with telling, arena_of(device) as arena:
         def measure(calls, size, label):
             for op, (call, amount) in calls.items():
                 segment = partial(arena.run, f"{op} {label}", call)

@@ -13,13 +13,34 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from memo.errors import ConfigError
+from memo.errors import ConfigError, reason
+from memo.keys import check_value, option, typed
 
 FIRST_S = 3  # after so long something is said
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
+    """argparse, whose errors are one line, and whose options are never abbreviated and have bounds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.options = []
+
+    def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
+        """An argument, or with -- before its name an option, whose value is read and checked as keys.option() says."""
+        f = option(name.removeprefix("--"), kind, default, help, **bounds)
+        self.options.append(f)
+        told = [*filter(None, [" | ".join(f.metadata["choices"])]), *[f"default {default}"] * (default is not None)]
+        more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
+        self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, rest = super().parse_known_args(args, namespace)
+        for f in self.options:
+            if isinstance(value := getattr(found, f.name), str):
+                setattr(found, f.name, value := typed(f, value, "--"))
+                check_value(f, value)
+        return found, rest
 
     def error(self, message):
         raise ConfigError(f"{message}; see --help")
@@ -30,10 +51,12 @@ def run(main, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.excepthook = sys.__excepthook__
     try:
         return main(argv) or 0
     except (ConfigError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        told = isinstance(e, ConfigError) or not (e.filename and e.strerror)
+        print(f"error: {e if told else f'{e.filename}: {e.strerror}'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -43,11 +66,21 @@ def run(main, argv=None):
 def answer_early(read):
     """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo, and
     ends the process (SystemExit) after --help. Ranks of several say nothing here: rank 0 will speak for them.
-    A signal during the imports ends the process without a traceback."""
+    A signal during the imports, or a disk without room for what torch writes then, is no traceback either."""
     if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(128 + number))
+    sys.excepthook = import_failed
+
+
+def import_failed(kind, e, trace):
+    """Ends the process as bad input does where an import met an OSError."""
+    if not issubclass(kind, OSError):
+        sys.__excepthook__(kind, e, trace)
+        return
+    print(f"error: torch cannot be imported ({reason(e)}); free some space, or set TMPDIR", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def end_with_reader():

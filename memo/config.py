@@ -2,78 +2,93 @@
 
 import difflib
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from memo.errors import ConfigError
 from memo.files import load_json, save_json
+from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
+from memo.metrics import parameters
 
-
-def key(default, help, choices=(), least=None, below=None, most=None):
-    """A configuration key with its default, its --help line and the values it may take. A float whose default is "auto"
-    may be that instead of a number."""
-    return field(default=default, metadata=dict(help=help, choices=choices, least=least, below=below, most=most))
+# Bounds that several keys share. They are generous: what lies beyond is a slip of the keyboard, or could only fail later
+STEPS = dict(most=10**12, why="at a millisecond each these take 31 years")
+RATE = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
+WIDTH = dict(least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
+MOST_TOGETHER = {  # what is within bounds by itself may be too much together
+    "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
+    "gradient_accumulation_steps*batch_size*block_size": (2**40, "the ids of a step's tokens alone take 16 TiB"),
+    "parameters": (10**14, "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size")}
 
 
 @dataclass(frozen=True)
 class Config:
-    # model; these keys belong to a checkpoint and cannot change under it
-    n_layer: int = key(4, "L, transformer layers", least=1)
-    n_head: int = key(4, "H, attention heads", least=1)
-    n_embd: int = key(256, "C, hidden size", least=1)
-    block_size: int = key(4096, "S, tokens in a sequence", least=1)
-    vocab_size: int = key(0, "V, vocabulary; 0 takes the dataset's", least=0)
+    n_layer: int = key(4, "L, transformer layers", section="model: these belong to a checkpoint and cannot change under it",
+                       least=1, most=10_000, why="each is planned and started by itself, which takes seconds by then")
+    n_head: int = key(4, "H, attention heads", **WIDTH)
+    n_embd: int = key(256, "C, hidden size", **WIDTH)
+    block_size: int = key(4096, "S, tokens in a sequence", least=1, most=2**31, why="rows are counted in 32 bits")
+    vocab_size: int = key(0, "V, vocabulary; 0 takes the dataset's", least=0, most=2**32,
+                          why="a dataset's tokens have at most 32 bits")
     bias: bool = key(False, "biases in the linears and norms")
     gelu: str = key("exact", "form of the GELU; GPT-2 has tanh", choices=("exact", "tanh"))
     position: str = key("rope", "rotary, or learned as in GPT-2", choices=("rope", "learned"))
-    rope_theta: float = key(10000.0, "base of the rotary frequencies", least=1.0)
-    # data
-    dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json")
-    batch_size: int = key(1, "B, sequences in a forward pass", least=1)
-    gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1)
-    # ranks; dp is what is left of torchrun's WORLD_SIZE
-    tp: int = key(1, "ranks that share each layer: tensor and sequence parallelism, inside a node", least=1)
-    cp: int = key(1, "ranks that share each sequence: context parallelism", least=1)
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", least=1.0, most=1e30,
+                            why="the frequencies are its inverse powers, which float32 must hold")
+
+    dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json", section="data",
+                       least=1)
+    batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6, why="they are read one by one")
+    gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1, most=10**6,
+                                           why="at a millisecond each a step takes 17 minutes")
+
+    tp: int = key(1, "ranks that share each layer: tensor and sequence parallelism, inside a node",
+                  section="ranks: dp is what is left of torchrun's WORLD_SIZE", least=1, most=1024,
+                  why="no node has as many GPUs")
+    cp: int = key(1, "ranks that share each sequence: context parallelism", least=1, most=2**20,
+                  why="no cluster has as many GPUs")
     context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, or all-to-all, "
                                 "tokens for heads", choices=("ring", "ulysses"))
-    # activations
+
     activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the device, recomputed "
                           "from its input, swapped to the host, or swapped as far as that hides and fits",
-                          choices=("keep", "recompute", "swap", "memo"))
+                          section="activations", choices=("keep", "recompute", "swap", "memo"))
     alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, 0 to 1, or auto",
-                       least=0.0, most=1.0)
+                       least=0.0, most=1.0, why="1 is all tokens")
     alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a fraction for "
                           "each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))
-    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free", least=0.0)
+    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free", least=0.0,
+                                most=9e9, why="bytes are counted in 63 bits")
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")
     memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves them to torch",
                            choices=("bilevel", "off"))
     memory_plan_check: bool = key(False, "on every request, check that no two live tensors overlap; slow")
     solver: str = key("auto", "the memory plan's solver", choices=("auto", "greedy", "mip", "cpsat"))
-    # optimizer
-    max_iters: int = key(1000, "steps in the whole run", least=1)
-    learning_rate: float = key(1e-3, "highest learning rate", least=0.0)
-    min_lr: float = key(1e-4, "learning rate at the end of the decay", least=0.0)
-    warmup_iters: int = key(20, "steps of linear warmup; where it is left out, a run with a shorter decay lowers it",
-                            least=0)
-    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0)
-    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", least=0.0)
-    beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0)
-    beta2: float = key(0.95, "AdamW's second moment", least=0.0, below=1.0)
-    grad_clip: float = key(1.0, "largest global gradient norm; 0 does not clip", least=0.0)
+
+    max_iters: int = key(1000, "steps in the whole run", section="optimizer", least=1, **STEPS)
+    learning_rate: float = key(1e-3, "highest learning rate", **RATE)
+    min_lr: float = key(1e-4, "learning rate at the end of the decay", **RATE)
+    warmup_iters: int = key(20, "steps of linear warmup; lowered where a shorter decay is given after it", least=0, **STEPS)
+    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0, **STEPS)
+    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", least=0.0, most=1000.0,
+                              why="a step multiplies matrices by 1 - learning_rate*weight_decay")
+    beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0, why="a moment of 1 never changes")
+    beta2: float = key(0.95, "AdamW's second moment", least=0.0, below=1.0, why="a moment of 1 never changes")
+    grad_clip: float = key(1.0, "largest global gradient norm; 0 does not clip", least=0.0, most=1e38,
+                           why="float32 holds no larger norm; 0 does not clip")
     optimizer_device: str = key("auto", "cpu keeps master weights and moments in host memory; auto on the device",
                                 choices=("auto", "cpu"))
-    # the run
-    out_dir: str = key("out", "where checkpoints, metrics and pictures go")
+
+    out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
     init_from: str = key("scratch", "scratch | resume | hf:<folder of a GPT-2 in safetensors>")
-    eval_interval: int = key(100, "steps between evaluations; 0 never evaluates", least=0)
-    eval_iters: int = key(8, "batches in an evaluation", least=1)
-    log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1)
-    save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0)
-    keep_checkpoints: int = key(2, "newest checkpoints to keep: where the newest is damaged, the one before serves", least=1)
+    eval_interval: int = key(100, "steps between evaluations; 0 never evaluates", least=0, **STEPS)
+    eval_iters: int = key(8, "batches in an evaluation", least=1, **STEPS)
+    log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1, **STEPS)
+    save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0, **STEPS)
+    keep_checkpoints: int = key(2, "newest checkpoints to keep: where the newest is damaged, the one before serves",
+                                least=1, most=10**6, why="the folder of all is listed after each save")
     wandb_log: bool = key(False, "also log to Weights & Biases")
     wandb_project: str = key("memo", "its project")
     wandb_run_name: str = key("", "its run name; empty lets it choose")
@@ -84,18 +99,22 @@ class Config:
                                   "math"))
     ops: str = key("auto", "kernels of norms and rotary positions", choices=("auto", "torch", "triton"))
     deterministic: bool = key(False, "the same bits from run to run on a GPU too")
-    seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63)
+    seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
+                    why="seeds have 63 bits")
 
     def __post_init__(self):
         for f in fields(self):
             check_value(f, getattr(self, f.name))
         C, H = self.n_embd, self.n_head
+        if H > C:
+            raise ConfigError(f"n_head={H} must be at most n_embd={C} (each head has columns of its own); lower n_head")
         if C % H:
             nearest = next(h for k in range(C) for h in (H - k, H + k) if h > 0 and C % h == 0)
             raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try n_head={nearest}")
         if self.position == "rope" and (C // H) % 2:
             raise ConfigError(f"n_embd/n_head={C // H} must be even for position=rope (it rotates pairs); "
                               "try another n_head or position=learned")
+        self.check_sizes()
         self.check_layout()
         if self.min_lr > self.learning_rate:
             raise ConfigError(f"min_lr={self.min_lr} must be <= learning_rate={self.learning_rate}; lower min_lr")
@@ -111,6 +130,15 @@ class Config:
             raise ConfigError(f"{name}={getattr(self, name)} goes with memory_plan=bilevel only; leave one of them out")
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
+
+    def check_sizes(self):
+        """What nothing could hold is refused here, before anything of that size is planned."""
+        B, S = self.batch_size, self.block_size
+        found = (B * S // self.cp, self.gradient_accumulation_steps * B * S,
+                 parameters(self) + (S * self.n_embd if self.position == "learned" else 0))
+        for (what, (most, why)), value in zip(MOST_TOGETHER.items(), found, strict=True):
+            if value > most:
+                raise ConfigError(f"{what}={value} must be at most {most} ({why})")
 
     def check_layout(self):
         """tp and cp must divide what they share out."""
@@ -158,48 +186,11 @@ MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias",
 KEYS = {f.name: f for f in fields(Config)}
 
 
-def check_value(f, value):
-    """Raises ConfigError where `value` is not one that field `f` may take."""
-    if value == "auto" and may_be_auto(f):
-        return
-    if type(value) is not f.type:
-        raise ConfigError(f"{f.name}={value!r} must be of type {f.type.__name__}{' or auto' * may_be_auto(f)}, not "
-                          f"{type(value).__name__}")
-    m = f.metadata
-    if m["choices"] and value not in m["choices"]:
-        raise ConfigError(f"{f.name}={value!r} must be one of {', '.join(m['choices'])}")
-    if m["least"] is not None and not value >= m["least"]:
-        raise ConfigError(f"{f.name}={value!r} must be at least {m['least']}")
-    if m["below"] is not None and not value < m["below"]:
-        raise ConfigError(f"{f.name}={value!r} must be below {m['below']}")
-    if m["most"] is not None and not value <= m["most"]:
-        raise ConfigError(f"{f.name}={value!r} must be at most {m['most']}")
-    if f.type is float and value in (float("inf"), float("-inf")):
-        raise ConfigError(f"{f.name}={value!r} must be finite")
-
-
-def may_be_auto(f):
-    return f.type is float and f.default == "auto"
-
-
 def known_key(name, where):
     if name not in KEYS:
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
         raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
     return KEYS[name]
-
-
-def typed(f, value, where):
-    """`value` as the field's type: a string from the command line is read, an int may stand for a float."""
-    if f.type is float and type(value) is int and abs(value) < 2**63:
-        return float(value)
-    if not where.startswith("--") or f.type is str or (value == "auto" and may_be_auto(f)):
-        return value
-    try:
-        return {"true": True, "false": False}[value.lower()] if f.type is bool else f.type(value)
-    except (ValueError, KeyError):
-        wanted = "true or false" if f.type is bool else f.type.__name__ + " or auto" * may_be_auto(f)
-        raise ConfigError(f"{f.name}={value!r} must be {wanted}") from None
 
 
 def read_file(path):
@@ -282,7 +273,8 @@ def inherited(given, passed_over):
 
 def load_keys(argv, passed_over=()):
     """argv -> {key: value}, each of which may be: what `init_from` brings, then the config file, then --key=value.
-    warmup_iters is always there: a short run that does not say it warms up for no longer than its learning rate decays."""
+    warmup_iters is always there. Whoever gives a shorter run, and no warmup with it, gets one that is no longer than the
+    learning rate decays."""
     path, values = read_argv(argv)
     given = {**(read_file(path) if path else {}), **values}
     for name, value in given.items():
@@ -296,8 +288,10 @@ def load_keys(argv, passed_over=()):
     for name, value in base.items():
         check_value(KEYS[name], value)
     keys = {**base, **given}
-    length = keys.get("lr_decay_iters") or keys.get("max_iters", KEYS["max_iters"].default)
-    return {"warmup_iters": min(KEYS["warmup_iters"].default, length)} | keys
+    if "warmup_iters" not in (values if {"max_iters", "lr_decay_iters"} & set(values) else keys):
+        length = keys.get("lr_decay_iters") or keys.get("max_iters", KEYS["max_iters"].default)
+        keys["warmup_iters"] = min(keys.get("warmup_iters", KEYS["warmup_iters"].default), length)
+    return keys
 
 
 def load_config(argv, passed_over=()):
@@ -335,6 +329,9 @@ def save_config(cfg, path):
 
 
 def help_text():
-    rows = [f"  --{f.name}={f.default!s:<10} {f.metadata['help']}"
-            + (f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else "") for f in KEYS.values()]
-    return "keys, with their defaults:\n" + "\n".join(rows)
+    rows = []
+    for f in KEYS.values():
+        m = f.metadata
+        rows += [(m["section"], None)] * bool(m["section"])
+        rows.append((f"--{f.name}={f.default!s}", m["help"] + f" ({' | '.join(m['choices'])})" * bool(m["choices"])))
+    return f"The keys, with their defaults\n\n{columns(rows)}"

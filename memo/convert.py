@@ -7,7 +7,6 @@ GPT-2 keeps a linear as (in, out), memo as (out, in), and q, k and v side by sid
 embedding to a multiple of 128.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -16,12 +15,30 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from memo.command import Arguments, answer_early, end_with_reader, run
+
+
+def read_argv(argv):
+    parser = Arguments(prog="python -m memo.convert", description="GPT-2 of Hugging Face <-> memo checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, source, target, text in (
+            ("from-hf", "hf_folder", "out_dir", "a local GPT-2 in safetensors -> a checkpoint to resume from"),
+            ("to-hf", "out_dir", "hf_folder", "a checkpoint with learned positions -> a folder that transformers loads")):
+        sub = commands.add_parser(command, help=text, description=text)
+        sub.option(source, help="from where", least=1)
+        sub.option(target, help="where to", least=1)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    end_with_reader()
+    answer_early(read_argv)
+
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from memo import checkpoint
-from memo.command import end_with_reader
 from memo.config import Config, gpt2_model_keys, save_config, stored_config
 from memo.errors import ConfigError, reason, warn
 from memo.files import load_json, plain_name, regular, save_json
@@ -210,24 +227,13 @@ def tokenizer_config(cfg, tokenizer):
                 clean_up_tokenization_spaces=False, **{name: ends[0] for name in ("bos_token", "eos_token") if ends})
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser("python -m memo.convert", description="GPT-2 of Hugging Face <-> memo checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command, source, target, text in (
-            ("from-hf", "hf_folder", "out_dir", "a local GPT-2 in safetensors -> a checkpoint to resume from"),
-            ("to-hf", "out_dir", "hf_folder", "a checkpoint with learned positions -> a folder that transformers loads")):
-        sub = commands.add_parser(command, help=text, description=text)
-        sub.add_argument("source", metavar=source)
-        sub.add_argument("target", metavar=target)
-    args = parser.parse_args(argv)
-    try:
-        (from_hf if args.command == "from-hf" else to_hf)(args.source, args.target)
-    except (ConfigError, OSError) as e:
-        print(f"memo.convert: {e}", file=sys.stderr)
-        return 2
-    return 0
+def main(argv):
+    args = read_argv(argv)
+    if args.command == "from-hf":
+        from_hf(args.hf_folder, args.out_dir)
+    else:
+        to_hf(args.out_dir, args.hf_folder)
 
 
 if __name__ == "__main__":
-    end_with_reader()
-    sys.exit(main())
+    sys.exit(run(main))

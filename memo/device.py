@@ -37,7 +37,8 @@ def set_deterministic(on):
 
 
 def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
 def gpu_facts(device):

@@ -7,23 +7,29 @@ greatest set of buffers is alive together; bytes become multiples of the sizes' 
     python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o plan.csv
 """
 
-import argparse
 import csv
 import sys
 import time
 from dataclasses import dataclass
 from math import gcd
-from pathlib import Path
+from typing import NamedTuple
 
 from memo import dsa_solvers
-from memo.command import end_with_reader
+from memo.command import Arguments, end_with_reader, progress, run
+from memo.errors import ConfigError, reason
+from memo.files import read_text
+from memo.keys import shown
 
 COLUMNS = ("id", "lower", "upper", "size")
 OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}  # how the public benchmark's first edition names them
 SOLVERS = ("auto", "greedy", "mip", "cpsat")
+MOST_BYTES = 2**60  # of all buffers together
+# bounds of options, here and of memo.planner
+ALIGNMENT = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
+TIME_LIMIT = dict(least=0.0, most=1e6, why="that is eleven days; what is found by then is used")
 
 
-class DsaError(ValueError):
+class DsaError(ConfigError):
     """The user's mistake, in one line. `buffer` is the index of the buffer that breaks the rule, where it is one."""
 
     def __init__(self, message, buffer=None):
@@ -39,8 +45,7 @@ class NoPlacement(RuntimeError):
         self.proven = proven
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """`size` bytes that are alive in the half-open lifespan [lower, upper)."""
 
     id: str
@@ -54,8 +59,8 @@ class Problem:
     """Buffers (a tuple of Buffer, may be empty), the bytes there are or None, and what every offset is a multiple of.
 
     A buffer takes up its size rounded up to the alignment, so that loads and peaks are multiples of it too. Refuses empty
-    lifespans, sizes below 1 (an empty buffer needs no address: leave it out), equal ids and a capacity under the largest
-    buffer with a DsaError.
+    lifespans, sizes below 1 (an empty buffer needs no address: leave it out), equal ids, sizes that add up to more than
+    MOST_BYTES and a capacity under the largest buffer with a DsaError.
     """
 
     buffers: tuple
@@ -65,13 +70,18 @@ class Problem:
     def __post_init__(self):
         if self.alignment < 1:
             raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
-        first = {}
+        first, total = {}, 0
         for i, b in enumerate(self.buffers):
             if b.lower >= b.upper:
-                raise DsaError(f"lower={b.lower} must be below upper={b.upper} (upper is exclusive); buffer {b.id!r} is "
-                               "never alive, leave it out", i)
+                raise DsaError(f"lower={shown(b.lower)} must be below upper={shown(b.upper)} (upper is exclusive); buffer "
+                               f"{b.id!r} is never alive, leave it out", i)
             if b.size < 1:
-                raise DsaError(f"size={b.size} of buffer {b.id!r} must be at least 1 byte; leave empty buffers out", i)
+                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r} must be at least 1 byte; leave empty buffers "
+                               "out", i)
+            total += self.rounded(i)
+            if total > MOST_BYTES:
+                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r}: all sizes so far must add up to at most "
+                               f"{MOST_BYTES} (the solvers count in 63 bits); give them in larger units", i)
             if first.setdefault(b.id, i) != i:
                 raise DsaError(f"id={b.id!r} must be unique; it is also buffer number {first[b.id] + 1}, rename one", i)
         largest = max(range(len(self.buffers)), key=lambda i: self.buffers[i].size, default=None)
@@ -115,6 +125,7 @@ def validate(problem, solution):
     a, ends = problem.alignment, []
     if len(solution.offsets) != len(problem.buffers):
         raise ValueError(f"{len(solution.offsets)} offsets for {len(problem.buffers)} buffers")
+    lowers, uppers = [b.lower for b in problem.buffers], [b.upper for b in problem.buffers]
     for b, offset in zip(problem.buffers, solution.offsets, strict=True):
         if type(offset) is not int or offset < 0:
             raise ValueError(f"buffer {b.id!r}: offset {offset!r} is not a whole number >= 0")
@@ -129,15 +140,54 @@ def validate(problem, solution):
         raise ValueError(f"peak={solution.peak} is below lower_bound={solution.lower_bound}")
     if solution.peak != max(ends, default=0):
         raise ValueError(f"peak={solution.peak} is not where the highest buffer ends, {max(ends, default=0)}")
-    alive = {}
-    for i in sorted(range(len(ends)), key=lambda i: problem.buffers[i].lower):
-        b, start = problem.buffers[i], solution.offsets[i]
-        alive = {j: upper for j, upper in alive.items() if upper > b.lower}
-        for j in alive:
-            if start < ends[j] and solution.offsets[j] < ends[i]:
-                raise ValueError(f"buffers {problem.buffers[j].id!r} at [{solution.offsets[j]}, {ends[j]}) and {b.id!r} at "
-                                 f"[{start}, {ends[i]}) overlap while both are alive")
-        alive[i] = b.upper
+    places = range(len(ends))
+    alive, dying, gone = InOrder(sorted(places, key=solution.offsets.__getitem__)), sorted(places, key=uppers.__getitem__), 0
+    for i in sorted(places, key=lowers.__getitem__):
+        while uppers[dying[gone]] <= lowers[i]:
+            alive.drop(dying[gone])
+            gone += 1
+        for j in alive.beside(i):  # all that are alive lie apart, so that whoever meets i is next to it
+            if solution.offsets[i] < ends[j] and solution.offsets[j] < ends[i]:
+                a, b = ((problem.buffers[k].id, solution.offsets[k], ends[k]) for k in (j, i))
+                raise ValueError("buffers {!r} at [{}, {}) and {!r} at [{}, {}) overlap while both are alive".format(*a, *b))
+        alive.add(i)
+
+
+class InOrder:
+    """Some of the items of a list, in its order: a bit for each place, in words, and a bit for each word that has any.
+    None of its functions takes much longer with a million of them."""
+
+    BITS = 1024
+
+    def __init__(self, items):
+        self.items, self.place = items, {item: k for k, item in enumerate(items)}
+        self.words, self.used = [0] * (len(items) // self.BITS + 1), 0
+
+    def add(self, item):
+        word, bit = divmod(self.place[item], self.BITS)
+        self.words[word] |= 1 << bit
+        self.used |= 1 << word
+
+    def drop(self, item):
+        word, bit = divmod(self.place[item], self.BITS)
+        self.words[word] &= ~(1 << bit)
+        if not self.words[word]:
+            self.used &= ~(1 << word)
+
+    def beside(self, item):
+        """The last one before `item`'s place and the first one from it on, where there are any."""
+        word, bit = divmod(self.place[item], self.BITS)
+        before, after = self.words[word] & ((1 << bit) - 1), self.words[word] >> bit << bit
+        first = last = word
+        if not before and (used := self.used & ((1 << word) - 1)):
+            first = used.bit_length() - 1
+            before = self.words[first]
+        if not after and (used := self.used >> word + 1 << word + 1):
+            last = (used & -used).bit_length() - 1
+            after = self.words[last]
+        found = [first * self.BITS + before.bit_length() - 1] * bool(before)
+        found += [last * self.BITS + (after & -after).bit_length() - 1] * bool(after)
+        return [self.items[k] for k in found]
 
 
 def solve(problem, solver="auto", time_limit=60.0):
@@ -174,7 +224,7 @@ def solve(problem, solver="auto", time_limit=60.0):
 
 def _solve_part(part, solver, stop, decide, deadline):
     """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below `stop`."""
-    best, bound, name = dsa_solvers.greedy(part, stop), part.load, "greedy"
+    best, bound, name = dsa_solvers.greedy(part, stop, deadline), part.load, "greedy"
     for method in dsa_solvers.METHODS[solver]:
         peak, seconds = part.peak(best), deadline - time.monotonic()
         if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
@@ -221,28 +271,32 @@ def read_csv(path, capacity=None, alignment=1):
     Raises DsaError with the file, the line, the field and its rule.
     """
     try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DsaError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a CSV file") from None
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        raise DsaError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
     names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")] if lines else []
     missing = [column for column in COLUMNS if column not in names]
     if missing:
         what = f"column {missing[0]!r} is missing" if any(names) else "is empty"
         raise DsaError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
-    buffers, numbers = [], []
-    for number, row in enumerate(csv.reader(lines[1:]), 2):
-        if not row:
-            continue
-        if len(row) != len(names):
-            raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first line")
-        row = dict(zip(names, map(str.strip, row), strict=True))
-        for field in COLUMNS[1:]:
+    buffers, numbers, rows = [], [], csv.reader(lines[1:])
+    places = [names.index(column) for column in COLUMNS]
+    try:
+        for row in filter(None, rows):
+            number = rows.line_num + 1
+            if len(row) != len(names):
+                raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first line")
+            values = [row[places[0]].strip()]
             try:
-                row[field] = int(row[field])
+                for place in places[1:]:
+                    values.append(int(row[place]))
             except ValueError:
-                raise DsaError(f"{path}:{number}: {field}={row[field]!r} must be a whole number") from None
-        buffers.append(Buffer(*(row[column] for column in COLUMNS)))
-        numbers.append(number)
+                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place].strip())} must be a whole "
+                               "number") from None
+            buffers.append(Buffer(*values))
+            numbers.append(number)
+    except csv.Error as error:
+        raise DsaError(f"{path}:{rows.line_num + 1}: {error}; give plain numbers") from None
     if not buffers:
         raise DsaError(f"{path}:2: there must be at least one buffer below the first line")
     try:
@@ -261,30 +315,33 @@ def write_csv(path, problem, solution):
                          for b, offset in zip(problem.buffers, solution.offsets, strict=True))
 
 
-def main(argv=None):
-    """The command line: 0 solved, 2 bad input, 3 no placement under the capacity."""
-    parser = argparse.ArgumentParser(prog="python -m memo.dsa", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("requests", help="CSV of id,lower,upper,size; upper is exclusive")
-    parser.add_argument("-o", "--output", help="the same with a column offset", required=True)
-    parser.add_argument("--capacity", type=int, help="bytes; stop at the first placement that fits (default: least peak)")
-    parser.add_argument("--solver", choices=SOLVERS, default="auto")
-    parser.add_argument("--time_limit", type=float, default=60.0, help="seconds (default 60)")
-    parser.add_argument("--alignment", type=int, default=1, help="every offset is a multiple of it (default 1)")
-    args = parser.parse_args(argv)
-    try:
+def read_argv(argv):
+    parser = Arguments(prog="python -m memo.dsa", description=__doc__)
+    parser.option("requests", help="CSV of id,lower,upper,size; upper is exclusive", least=1)
+    parser.option("--output", help="the same with a column offset", short=["-o"], required=True, least=1)
+    parser.option("--capacity", int, help="bytes; stop at the first placement that fits, not at the least peak", least=1,
+                  most=MOST_BYTES, why="so much is all that the buffers may take together")
+    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
+    parser.option("--time_limit", float, 60.0, "seconds", **TIME_LIMIT)
+    parser.option("--alignment", int, 1, "bytes; every offset is a multiple of it", **ALIGNMENT)
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    """The command line: 0 solved, 3 no placement under the capacity. Errors: ConfigError, bad input."""
+    args = read_argv(argv)
+    with progress(lambda: f"reading {args.requests}"):
         problem = read_csv(args.requests, args.capacity, args.alignment)
-        solution = solve(problem, args.solver, args.time_limit)
-        write_csv(args.output, problem, solution)
-    except DsaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    try:
+        with progress(lambda: f"placing {len(problem.buffers):,} buffers, --time_limit={args.time_limit:g}"):
+            solution = solve(problem, args.solver, args.time_limit)
     except NoPlacement as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
+    try:
+        write_csv(args.output, problem, solution)
     except OSError as error:
-        print(f"error: {args.output} cannot be written ({error.strerror}); choose another -o", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{args.output} cannot be written ({error.strerror}); choose another -o") from None
     quality = "proven optimal" if solution.proven else f"gap {solution.gap:.2%}"
     print(f"peak {solution.peak}, lower bound {solution.lower_bound}, {quality}, {solution.seconds:.2f} s, "
           f"found by {solution.solver}")
@@ -293,4 +350,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     end_with_reader()
-    sys.exit(main())
+    sys.exit(run(main))

@@ -10,7 +10,8 @@ import importlib.util
 import os
 import sys
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -22,6 +23,7 @@ import numpy as np
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
 FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more joining them takes longer than it gains
 WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+LARGE = 20_000  # buffers: with more a placement comes first that takes little time, with still more nothing else may end
 MOST_PAIRS = 200_000  # of conflicting buffers that are handed to a MIP solver: two rows of the matrix for each
 TOLERANCE = 1e-9  # of the MIP solvers, the least they take: a binary this far from 0 lets two buffers overlap by M times it
 
@@ -48,6 +50,11 @@ class Part:
     def peak(self, offsets):
         return max(map(sum, zip(offsets, self.size, strict=True)))
 
+    def n_pairs(self):
+        """How many pairs of buffers conflict."""
+        lower, upper = np.sort(self.lower), np.sort(self.upper)
+        return int((np.searchsorted(lower, upper) - np.arange(1, len(upper) + 1)).sum())
+
     def pairs(self):
         """(i, j): arrays of the conflicting buffers, i < j."""
         lower, upper = np.array(self.lower), np.array(self.upper)
@@ -57,35 +64,42 @@ class Part:
 
 def part_of(lower, upper, size):
     """A Part of lifespans in any unit of time."""
-    born, died, greatest, last = set(lower), set(upper), [], None
+    born, died, ranks, sets, grew = set(lower), set(upper), {}, 0, False
     for t in sorted(born | died):  # a set is a greatest one when the next thing that happens is a death
-        if t in died and last is not None:
-            greatest.append(last)
-            last = None
-        if t in born:
-            last = t
-    return Part(*(tuple(bisect_left(greatest, t) for t in times) for times in (lower, upper)), tuple(size))
+        if t in died and grew:
+            sets, grew = sets + 1, False
+        ranks[t] = sets
+        grew |= t in born
+    return Part(*(tuple(map(ranks.__getitem__, times)) for times in (lower, upper)), tuple(size))
 
 
-def greedy(part, stop):
-    """The best of several orderings of best fit: each buffer into the lowest of the tightest gaps that take it."""
+def greedy(part, stop, deadline=inf):
+    """The best of several orderings of best fit: each buffer into the lowest of the tightest gaps that take it. What is
+    not done by `deadline` (of time.monotonic) is left out; where that is all, it is in_order()."""
+    if len(part.size) == 1:
+        return [0]
     size, lower, upper = (np.array(v, dtype=np.int64) for v in (part.size, part.lower, part.upper))
-    span, best = upper - lower, None
-    keys = [(-size,), (-size * span,), (-span, -size), (lower, -size), (upper, -size), (-upper, -size)]
+    span, best = upper - lower, in_order(part) if len(part.size) > LARGE else None
+    area = -size * (span if int(size.max()) * int(span.max()) < 2**63 else span.astype(float))
+    keys = [(-size,), (area,), (-span, -size), (lower, -size), (upper, -size), (-upper, -size)]
     for key in keys:
-        order = np.lexsort((lower, *reversed(key)))
-        offsets = _best_fit(lower, upper, size, order)
+        if best is not None and part.peak(best) <= stop:
+            break
+        offsets = _best_fit(lower, upper, size, np.lexsort((lower, *reversed(key))), deadline)
+        if offsets is None:
+            break
         if best is None or part.peak(offsets) < part.peak(best):
             best = offsets
-        if part.peak(best) <= stop:
-            break
-    return best
+    return in_order(part) if best is None else best
 
 
-def _best_fit(lower, upper, size, order):
+def _best_fit(lower, upper, size, order, deadline):
+    """The offsets, or None where there is not the time."""
     sky, offsets = np.iinfo(np.int64).max, [0] * len(order)
     table = np.empty((4, len(order)), dtype=np.int64)  # what is placed, the lowest first: lifespan, offset, end
     for k, i in enumerate(order):
+        if time.monotonic() > deadline:
+            return None
         born, died, bottom, top = table[:, :k]
         near = (born < upper[i]) & (died > lower[i])
         floor = np.maximum.accumulate(np.append(0, top[near]))  # below each of the near ones, and above them all
@@ -97,6 +111,71 @@ def _best_fit(lower, upper, size, order):
         table[:, place] = lower[i], upper[i], at, at + size[i]
         offsets[i] = at
     return offsets
+
+
+def in_order(part):
+    """Offsets as an allocator gives them, in order of time: each buffer takes the tightest gap that holds it. Seconds for a
+    million buffers."""
+    gaps, offsets, dying, gone = Gaps(), [0] * len(part.size), sorted(range(len(part.size)), key=part.upper.__getitem__), 0
+    for i in sorted(range(len(part.size)), key=part.lower.__getitem__):
+        while part.upper[dying[gone]] <= part.lower[i]:
+            gaps.give(offsets[dying[gone]], part.size[dying[gone]])
+            gone += 1
+        offsets[i] = gaps.take(part.size[i])
+    return offsets
+
+
+class Gaps:
+    """The free stretches of an address space without end, none of which touch."""
+
+    SHELVES = 1024
+
+    def __init__(self):
+        self.shelves = defaultdict(list)  # of (units, offset) in order, the smaller units on lower ones
+        self.used, self.starts, self.ends = 0, {}, {}  # a bit for each shelf that holds any; {offset: units}, twice
+        self.add(0, inf)
+
+    def shelf(self, units):
+        """Sixteen for each power of two."""
+        if units == inf:
+            return self.SHELVES - 1
+        bits = units.bit_length()
+        return 16 * bits + (units << 5 >> bits) - 16
+
+    def add(self, at, units):
+        k = self.shelf(units)
+        insort(self.shelves[k], (units, at))
+        self.used |= 1 << k
+        self.starts[at] = self.ends[at + units] = units
+
+    def drop(self, at, units):
+        k = self.shelf(units)
+        del self.shelves[k][bisect_left(self.shelves[k], (units, at))], self.starts[at], self.ends[at + units]
+        if not self.shelves[k]:
+            self.used &= ~(1 << k)
+
+    def take(self, units):
+        """The offset of so many units, the lowest in the tightest gap."""
+        k = self.shelf(units)
+        place = bisect_left(self.shelves[k], (units,))
+        if place == len(self.shelves[k]):
+            above = self.used >> k + 1
+            k, place = k + (above & -above).bit_length(), 0
+        room, at = self.shelves[k][place]
+        self.drop(at, room)
+        if room > units:
+            self.add(at + units, room - units)
+        return at
+
+    def give(self, at, units):
+        if above := self.starts.get(at + units):
+            self.drop(at + units, above)
+            units += above
+        if below := self.ends.get(at):
+            at -= below
+            self.drop(at, below)
+            units += below
+        self.add(at, units)
 
 
 def cpsat(part, best, stop, highest, seconds):
@@ -212,10 +291,10 @@ def mip(part, best, stop, highest, seconds):
     """
     from scipy.sparse import csr_matrix
 
-    start, (i, j) = time.monotonic(), part.pairs()
-    n, pairs, M, size = len(part.size), len(i), part.peak(best), np.array(part.size)
+    start, n, pairs, M, size = time.monotonic(), len(part.size), part.n_pairs(), part.peak(best), np.array(part.size)
     if pairs > MOST_PAIRS:
         return None, 0
+    i, j = part.pairs()
     k, a, one = np.arange(pairs), np.arange(n), np.ones(pairs)
     z = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
     rows = np.concatenate((k, k, k, pairs + k, pairs + k, pairs + k, 2 * pairs + a, 2 * pairs + a))

@@ -5,47 +5,63 @@ context could be. Without a GPU; with --fast without torch too.
                             [--node=NAME] [--<figure of the hardware>=NUMBER] [--key=value ...]
 """
 
-import json
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
-from pathlib import Path
 
 from memo import hardware
-from memo.alpha import what_set_it
-from memo.backends import kernel_of
-from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
-from memo.command import end_with_reader
+from memo.command import answer_early, end_with_reader, progress, run
 from memo.config import Config, load_keys
 from memo.errors import ConfigError
 from memo.files import load_json
-from memo.metrics import parameters, percent
-from memo.plots import dry_run
-from memo.search import changed, longest, remedies, search, tried
+from memo.keys import check_value, columns, option, shown
 
-GIB = 2**30
-MOST_GPUS = 2**20
-FLAGS = ("json", "search", "max_context", "fast")
-OPTIONS = ("gpu", "node", "gpus", "plot")
-FIGURES = {"device_memory_bytes": "of one GPU"} | dict.fromkeys(
-    sorted((hardware.known_figures(hardware.GPU) | hardware.known_figures(hardware.Node)) - {"memory_bytes"}), "")
+
+def figure(name):
+    """The option of a figure of the hardware, with generous bounds."""
+    if name.endswith("memory_bytes"):
+        return option(f"--{name}", float, least=1.0, most=1e18, why="no cluster has as much")
+    if name == "multiprocessors" or "gpus" in name:
+        return option(f"--{name}", int, least=1, most=2**20, why="no cluster has as many")
+    return option(f"--{name}", float, least=1.0, most=1e21, why="no hardware is as fast")
+
+
+FIGURES = {name: figure(name) for name in ("device_memory_bytes", *sorted(
+    (hardware.known_figures(hardware.GPU) | hardware.known_figures(hardware.Node)) - {"memory_bytes"}))}
+NUMBERS = FIGURES | {"gpus": figure("gpus")}
+FLAGS = {"search": "the five fastest layouts", "max_context": "the greatest block_size that fits",
+         "fast": "a bound of the temporary tensors' memory instead of a trace of the step", "json": "one object"}
+OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
+           "node": f"one of {', '.join(hardware.NODES)}; by default what the GPU usually comes in",
+           "gpus": "ranks in all; by default tp * cp of the config",
+           "plot": "a picture; by default estimate.png"}
 
 
 def help_text():
-    return "\n".join([__doc__.strip(), "",
-                      f"  --gpu=      {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
-                      f"  --node=     {', '.join(hardware.NODES)} (default: what the GPU usually comes in)",
-                      "  --gpus=     ranks in all (default: tp * cp of the config)",
-                      "  --search    the five fastest layouts     --max_context  the greatest block_size that fits",
-                      "  --json      one object                   --plot[=FILE]  a picture (default: estimate.png)",
-                      "  --fast      a bound of the temporary tensors' memory instead of a trace of the step",
-                      "  --host_memory_bytes= (what a node grants) --device_memory_bytes= (of a GPU), and of the hardware",
-                      *(f"  --{name}=" for name in FIGURES if name not in ("host_memory_bytes", "device_memory_bytes"))])
+    told = {"host_memory_bytes": "what a node grants", "device_memory_bytes": "of one GPU"}
+    rows = [(f"--{name}=", text) for name, text in OPTIONS.items()] + [(f"--{name}", text) for name, text in FLAGS.items()]
+    rows += [("figures of the hardware", None), *((f"--{name}=", told.get(name, "")) for name in FIGURES)]
+    return f"{__doc__.strip()}\n\n{columns(rows)}"
 
 
-def read_arguments(argv):
-    """(options, rest): our own options and flags, and what belongs to the config. Errors: ConfigError."""
+def read_number(f, text):
+    """A number as in 2e12, of option `f`. Errors: ConfigError."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{f.name}={shown(text)[1:-1]} must be a number, as in 2e12") from None
+    if f.type is int and isfinite(value) and value % 1:
+        raise ConfigError(f"{f.name}={text} must be a whole number")
+    check_value(f, f.type(value) if isfinite(value) else value)
+    return int(value) if value.is_integer() else value
+
+
+def read_argv(argv):
+    """(our own options and flags, the config's keys). After --help the process ends. Errors: ConfigError."""
+    if {"--help", "-h"} & set(argv):
+        print(help_text())
+        sys.exit()
     options, rest = {}, []
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
@@ -55,19 +71,29 @@ def read_arguments(argv):
             if equals:
                 raise ConfigError(f"{arg}: --{name} takes no value; leave it out")
             options[name] = True if name in FLAGS else "estimate.png"
+        elif name in NUMBERS:
+            options[name] = read_number(NUMBERS[name], value)
         else:
+            check_value(option(f"--{name}", str, least=1), value)
             options[name] = value
-    for name in set(options) & {*FIGURES, "gpus"}:
-        try:
-            value = float(options[name])
-            options[name] = int(value) if value.is_integer() else value
-        except ValueError:
-            raise ConfigError(f"--{name}={options[name]} must be a number, as in 2e12") from None
-        ranks = "gpus" in name
-        if not isfinite(value) or value <= 0 or (ranks and (value % 1 or value > MOST_GPUS)):
-            rule = f"a whole number, 1 to {MOST_GPUS}" if ranks else "above 0"
-            raise ConfigError(f"--{name}={options[name]} must be {rule}")
-    return options, rest
+    return options, load_keys(rest)
+
+
+if __name__ == "__main__":  # before what else is imported, which takes a moment
+    end_with_reader()
+    answer_early(read_argv)
+
+import json
+from pathlib import Path
+
+from memo.alpha import what_set_it
+from memo.backends import kernel_of
+from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
+from memo.metrics import parameters, percent
+from memo.plots import dry_run
+from memo.search import at_its_end, changed, longest, remedies, search, tried
+
+GIB = 2**30
 
 
 def vocab_size_of(dataset):
@@ -81,8 +107,7 @@ def vocab_size_of(dataset):
 
 def prepare(argv):
     """(cfg, machine, world, options). Errors: ConfigError."""
-    options, rest = read_arguments(argv)
-    keys = load_keys(rest)
+    options, keys = read_argv(argv)
     world = options.get("gpus", keys.get("tp", 1) * keys.get("cp", 1))
     if "search" in options:  # among all layouts: the config's own need not be one
         keys |= dict(tp=1, cp=1)
@@ -184,20 +209,6 @@ def as_dict(got):
                           context_parallel=got.cfg.context_parallel, optimizer_device=got.cfg.optimizer_device))
 
 
-def main(argv=None):
-    """The command line; returns the exit code: 0, or 2 for bad input."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
-        return 0
-    try:
-        run(argv)
-        return 0
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-
-
 def check_size(cfg, machine, world):
     """Errors: ConfigError where no sharing out could make the model's states fit."""
     each = itemsize_of(cfg, machine) + (4 + STATES_BYTES) * (cfg.optimizer_device == "auto")
@@ -210,7 +221,8 @@ def check_size(cfg, machine, world):
                           "--optimizer_device=cpu")
 
 
-def run(argv):
+def main(argv):
+    """The command line. Errors: ConfigError, bad input."""
     cfg, machine, world, options = prepare(argv)
     check_size(cfg, machine, world)
     arena = fast_arena if options.get("fast") else traced_arena
@@ -219,7 +231,8 @@ def run(argv):
         found = search(cfg, machine, world, arena)
         none = [] if found[0].fits else ["none fits; the nearest:"]
         lines += [*none, HEADING, *map(summary, found), ""]
-    got = found[0] if found else estimate(cfg, machine, world, arena)
+    with progress(lambda: f"tracing a step of {cfg.batch_size * cfg.block_size:,} tokens"):
+        got = found[0] if found else estimate(cfg, machine, world, arena)
     lines += table(got)
     if got.fits:
         lines.append(f"fits        bound by {got.binds}")
@@ -230,25 +243,35 @@ def run(argv):
         out["candidates"] = [as_dict(other) for other in found[1:]]
     most = longest(got.cfg, machine, world, arena) if {"max_context", "plot"} & set(options) else None
     if options.get("max_context"):
-        out["max_block_size"] = most.cfg.block_size if most else 0
-        lines.append(f"max_context {most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {limit_of(most)}" if most else
+        out["max_block_size"], out["max_block_size_limit"] = (most.cfg.block_size, limit_of(most)[0]) if most else (0, None)
+        lines.append(f"max_context {most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {limit_of(most)[1]}" if most else
                      "max_context none: what does not depend on the sequence is too much already")
-    print(json.dumps(out) if options.get("json") else "\n".join(lines))
+    print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
-        try:
-            dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, options["plot"])
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"--plot={options['plot']} cannot be written ({e}); try --plot=estimate.png") from None
+        draw(got, machine, world, most, options["plot"])
+        print(f"plot        {options['plot']}", file=sys.stderr if options.get("json") else sys.stdout)
+
+
+def draw(got, machine, world, most, path):
+    """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
+    try:
+        with progress(lambda: f"drawing {path}"):
+            dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
 
 
 def limit_of(most):
-    """What ends the context: the memory that is nearer to full."""
+    """(what ends the context: the memory that is nearer to full, or where the search ended; the same for people)."""
     if most.capacity is None:
-        return "memory"
-    device, host = most.device_bytes / most.capacity, most.host_bytes / max(1, most.host_capacity)
-    return f"{'device' if device > host else 'host'} memory ({max(device, host):.0%} full)"
+        name, full = "memory", ""
+    else:
+        device, host = most.device_bytes / most.capacity, most.host_bytes / max(1, most.host_capacity)
+        name, full = f"{'device' if device > host else 'host'} memory", f" ({max(device, host):.0%} full)"
+    if at_its_end(most):
+        return "search", f"where this search ends; more would fit: {name}{full}"
+    return name, name + full
 
 
 if __name__ == "__main__":
-    end_with_reader()
-    sys.exit(main())
+    sys.exit(run(main))

@@ -8,17 +8,16 @@ solves the whole step. Source: MEMO 4.2 and 4.3.2.
     python -m memo.planner requests.log -o plan.json
 """
 
-import argparse
 import hashlib
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from memo import dsa, dsa_solvers, files
-from memo.command import end_with_reader
-from memo.errors import reason
-from memo.files import keep_json, parse_json, readable_json
+from memo import dsa, dsa_solvers
+from memo.command import Arguments, end_with_reader, progress, run
+from memo.errors import ConfigError, reason
+from memo.files import keep_json, parse_json, read_text, readable_json
 
 OUTSIDE = ""  # the segment of what is requested between the segments
 WHOLE = "step"  # the one segment of a log that marks none
@@ -30,7 +29,7 @@ MOST_ABOVE = 2  # lower bounds that a kept arena may take: a hole in the places 
 VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
 
 
-class LogError(ValueError):
+class LogError(ConfigError):
     """A request log that cannot be. One line: file, line, value, rule."""
 
 
@@ -307,7 +306,7 @@ def cached(trace, folder, solver="auto", alignment=1, time_limit=60.0):
         key.update(Path(module).read_bytes())
     name = f"plan-{key.hexdigest()[:16]}.json"
     try:
-        return believed(Plan.from_json(files.read_text(folder / name)), trace, solver, alignment)
+        return believed(Plan.from_json(read_text(folder / name)), trace, solver, alignment)
     except Exception:  # not there, or not what was written: whatever it is, it is made again
         plan = bilevel(trace, solver, alignment, time_limit)
     keep_json(asdict(plan), folder, name)
@@ -327,47 +326,43 @@ def believed(plan, trace, solver, alignment):
     return plan
 
 
-def main(argv=None):
-    """The command line; returns the exit code: 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m memo.planner", description="Plans the addresses of a request "
-                                     "log: malloc <tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
-    parser.add_argument("log")
-    parser.add_argument("-o", "--output", required=True, metavar="plan.json")
-    parser.add_argument("--solver", default="auto", choices=dsa.SOLVERS)
-    parser.add_argument("--alignment", type=int, default=512, help="bytes (default: %(default)s, as torch on CUDA)")
-    parser.add_argument("--time_limit", type=float, default=60.0, help="seconds for each problem (default: %(default)s)")
+def read_argv(argv):
+    parser = Arguments(prog="python -m memo.planner", description="Plans the addresses of a request log: malloc <tensor> "
+                       "<bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
+    parser.option("log", help="the request log", least=1)
+    parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
+    parser.option("--solver", default="auto", help="which one", choices=dsa.SOLVERS)
+    parser.option("--alignment", int, 512, "bytes; torch has 512 on CUDA", **dsa.ALIGNMENT)
+    parser.option("--time_limit", float, 60.0, "seconds for each problem", **dsa.TIME_LIMIT)
     parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
-    args = parser.parse_args(argv)
-    try:
-        trace = parse(read_text(args.log), args.log)
-        if args.alignment < 1:
-            raise LogError(f"--alignment={args.alignment} must be at least 1 byte")
-        if not requests_of(marked(trace))[0]:
-            raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    """The command line. Errors: ConfigError, bad input."""
+    args = read_argv(argv)
+    with progress(lambda: f"reading {args.log}"):
+        try:
+            text = read_text(args.log)
+        except (OSError, ValueError) as e:
+            raise LogError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
+        trace = parse(text, args.log)
+    if not requests_of(marked(trace))[0]:
+        raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
+    with progress(lambda: f"planning {len(trace.events):,} requests, --time_limit={args.time_limit:g} for each problem"):
         plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, args.time_limit)
+    try:
         Path(args.output).write_text(readable_json(asdict(plan)))
-    except (LogError, dsa.DsaError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
     except OSError as e:
-        print(f"error: {args.output} cannot be written ({e.strerror}); choose another -o", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{args.output} cannot be written ({e.strerror}); choose another -o") from None
     for row in plan.levels:
         print(f"{row['segment']}: {row['n']} blocks, peak {row['peak']:,} bytes, lower bound {row['lower_bound']:,}, "
               f"{'proven optimal' if row['proven'] else 'not proven'}, {row['solver']}, {row['seconds']:.2f} s")
     gap = plan.arena_bytes / plan.lower_bound - 1
     print(f"{len(plan.segments)} segments in an arena of {plan.arena_bytes:,} bytes, "
           f"{'proven optimal' if plan.proven else f'{gap:.2%} above the lower bound'}, {plan.seconds:.2f} s: {args.output}")
-    return 0
-
-
-def read_text(path):
-    try:
-        return files.read_text(path)
-    except (OSError, ValueError) as e:
-        raise LogError(f"{path} cannot be read ({reason(e)}); give a request log") from None
 
 
 if __name__ == "__main__":
     end_with_reader()
-    sys.exit(main())
+    sys.exit(run(main))

@@ -5,13 +5,28 @@ of a step, recorded from a rehearsal, or traced with torch's fake tensors, witho
 The model or the block and its buffers are handed in; what they hold is overwritten, the gradients too.
 """
 
-import argparse
 import sys
 import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+
+from memo.command import Arguments, answer_early, end_with_reader, run
+
+
+def read_argv(argv):
+    parser = Arguments(prog="python -m memo.profiler", description="Measures this machine for memo.estimate --gpu=here; "
+                       "under torchrun with all its ranks at once.")
+    parser.add_argument("--calibrate", action="store_true", required=True, help="takes a minute or less, and stores it")
+    parser.option("--device", default="auto", help="auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
+    parser.option("--dtype", default="auto", help="auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    end_with_reader()
+    answer_early(read_argv)
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,10 +38,8 @@ from memo.activations import TABLE
 from memo.alpha import GROUPS
 from memo.backends import workspaces
 from memo.calibrate import calibrate
-from memo.command import end_with_reader
 from memo.config import Config
 from memo.device import pick_device, synchronize
-from memo.errors import ConfigError
 from memo.hardware import calibration_path
 from memo.mesh import ALONE, connected, launched, open_mesh
 from memo.slab import HostSlab
@@ -250,21 +263,12 @@ class FakeArena(TorchDispatchMode):
 
 # --- the command ---
 
-def main(argv=None):
-    """python -m memo.profiler --calibrate; returns the exit code: 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m memo.profiler", description="Measures this machine for memo.estimate "
-                                     "--gpu=here; under torchrun with all its ranks at once.")
-    parser.add_argument("--calibrate", action="store_true", required=True)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    args, launch = parser.parse_args(argv), launched()
-    try:
-        device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
-        if launch.rank == 0:
-            calibration_path(launch.world)  # which it may not have
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+def main(argv):
+    """python -m memo.profiler --calibrate. Errors: ConfigError."""
+    args, launch = read_argv(argv), launched()
+    device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
+    if launch.rank == 0:
+        calibration_path(launch.world)  # which it may not have
     if launch.threads:
         torch.set_num_threads(launch.threads)
     if device.type == "cuda":
@@ -281,9 +285,7 @@ def main(argv=None):
             rates, unit = [rate for _, rate in points], "GFLOPs" if op.startswith(("matmul", "attention")) else "GB"
             print(f"  {op:20}{min(rates) / 1e9:>12.2f}{max(rates) / 1e9:>12.2f}  {unit}/s")
         print(f"stored in {calibration_path(measured['ranks'])}")
-    return 0
 
 
 if __name__ == "__main__":
-    end_with_reader()
-    sys.exit(main())
+    sys.exit(run(main))

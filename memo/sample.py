@@ -1,18 +1,40 @@
 """Generate text from a checkpoint: python -m memo.sample out_dir --prompt="def main(" [--max_new_tokens=200] ..."""
 
-import argparse
 import sys
 from pathlib import Path
+
+from memo.command import Arguments, answer_early, end_with_reader, run
+
+
+def read_argv(argv):
+    parser = Arguments(prog="python -m memo.sample", description="Generate text from a checkpoint.")
+    parser.option("out_dir", help="the folder a run wrote its checkpoint to", least=1)
+    parser.add_argument("--prompt", required=True, help="text, or @file")
+    parser.option("--max_new_tokens", int, 200, "with the prompt at most the model's block_size", least=1, most=2**31,
+                  why="rows are counted in 32 bits")
+    parser.option("--temperature", float, 0.8, "0 takes the likeliest token each time", least=0.0, most=1e6,
+                  why="all tokens are equally likely by then")
+    parser.option("--top_k", int, 200, "draw among the k likeliest; 0 among all", least=0, most=2**32,
+                  why="no vocabulary is larger")
+    parser.option("--seed", int, 1337, "of what is drawn", least=0, below=2**63, why="seeds have 63 bits")
+    parser.option("--device", default="auto", help="auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
+    parser.option("--dtype", default="auto", help="auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    end_with_reader()
+    answer_early(read_argv)
 
 import torch
 
 from memo import checkpoint
 from memo.attention import BACKENDS
-from memo.command import end_with_reader
 from memo.config import stored_config
 from memo.device import pick_device
-from memo.errors import ConfigError
-from memo.tokens import load_tokenizer
+from memo.errors import ConfigError, reason
+from memo.files import read_text
+from memo.tokens import load_tokenizer, vocab_size_of
 from memo.tp import row_linear_forward
 from model import EVERY_ROW, GPT
 
@@ -38,8 +60,6 @@ def forward_rows(model, tokens, rows):
 def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0):
     """Yields up to `max_new_tokens` token ids behind the ids `prompt`. temperature=0 takes the likeliest."""
     length = len(prompt) + max_new_tokens
-    if not temperature >= 0 or (top_k or 0) < 0:
-        raise ConfigError(f"temperature={temperature} and top_k={top_k} must be at least 0; 0 takes the likeliest, or all")
     if not prompt or max_new_tokens < 1 or length > model.cfg.block_size:
         raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at least 1 each and at "
                           f"most block_size={model.cfg.block_size} together; change one of them")
@@ -47,12 +67,13 @@ def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0)
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, start = prompt, 0
     for end in range(len(prompt), length):
-        logits = forward_rows(model, torch.tensor(tokens, device=model.device), slice(start, end))
+        logits = forward_rows(model, torch.tensor(tokens, device=model.device), slice(start, end)).double()
         if temperature == 0:
             token = logits.argmax().item()
         else:
             if top_k:
                 logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
+            logits -= logits.max()  # no temperature is too low then: the likeliest one stays at 0
             token = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator).item()
         yield token
         tokens, start = [token], end
@@ -68,23 +89,26 @@ def load_model(out_dir, device="auto", dtype="auto"):
     return checkpoint.read_newest(out_dir, read)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m memo.sample", description="Generate text from a checkpoint.")
-    parser.add_argument("out_dir", help="the folder a run wrote its checkpoint to")
-    parser.add_argument("--prompt", required=True, help="text, or @file")
-    parser.add_argument("--max_new_tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
-    parser.add_argument("--top_k", type=int, default=200, help="draw among the k likeliest; 0 among all")
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    args = parser.parse_args(argv)
+def read_prompt(given):
+    """The text of --prompt. Errors: ConfigError where it is a file that cannot be read."""
+    if not given.startswith("@"):
+        return given.encode(errors="replace").decode()  # an argument can hold what is no UTF-8
+    try:
+        return read_text(given[1:])
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"prompt={given} cannot be read ({reason(e)}); give a text file in UTF-8") from None
+
+
+def main(argv):
+    args = read_argv(argv)
     path = Path(args.out_dir) / "tokenizer.json"
     if not path.exists():
         raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or copy one there")
-    tokenizer = load_tokenizer(path)
-    prompt = Path(args.prompt[1:]).read_text(errors="replace") if args.prompt.startswith("@") else args.prompt
+    tokenizer, prompt = load_tokenizer(path), read_prompt(args.prompt)
     model = load_model(args.out_dir, args.device, args.dtype)
+    if (V := vocab_size_of(tokenizer)) > model.cfg.vocab_size:
+        raise ConfigError(f"{path} has {V} tokens, which must be at most the model's vocab_size={model.cfg.vocab_size}; "
+                          "copy the tokenizer.json of the model's dataset there")
     ids = tokenizer.encode(prompt).ids
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):
@@ -97,8 +121,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    end_with_reader()
-    try:
-        main()
-    except (ConfigError, OSError) as e:
-        sys.exit(f"error: {e}")
+    sys.exit(run(main))

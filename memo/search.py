@@ -5,6 +5,7 @@ from itertools import product
 from math import isqrt
 
 from memo.budget import estimate, fast_arena, traced_arena
+from memo.command import progress
 from memo.errors import ConfigError
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
@@ -54,32 +55,41 @@ def layouts(cfg, machine, world):
 def search(cfg, machine, world, arena=traced_arena, best=5):
     """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`. Where none
     fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
-    found = [got for one in layouts(cfg, machine, world) if (got := tried(one, machine, world, fast_arena))]
-    if not found:
-        raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, 2*cp*tp block_size="
-                          f"{cfg.block_size}, dp gradient_accumulation_steps={cfg.gradient_accumulation_steps}); try "
-                          "another number, or a larger gradient_accumulation_steps")
-    chosen, seen = [], set()
-    for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
-        likeness = got.cfg.tp, got.cfg.cp, got.cfg.context_parallel, got.lines, got.tgs
-        if likeness in seen:  # modes that come to the same
-            continue
-        seen.add(likeness)
-        exact = got if arena is fast_arena else tried(got.cfg, machine, world, arena)
-        if exact and exact.fits:
-            chosen.append(exact)
-        if len(chosen) == best:
-            break
-    nearest = min(found, key=lambda got: got.device_bytes)
-    return chosen or [tried(nearest.cfg, machine, world, arena) or nearest]
+    every, judged, seen = [*layouts(cfg, machine, world)], 0, set()
+    with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest looked at closely"):
+        found = []
+        for one in every:
+            found += filter(None, [tried(one, machine, world, fast_arena)])
+            judged += 1
+        if not found:
+            raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, 2*cp*tp "
+                              f"block_size={cfg.block_size}, dp gradient_accumulation_steps="
+                              f"{cfg.gradient_accumulation_steps}); try another number, or a larger "
+                              "gradient_accumulation_steps")
+        chosen = []
+        for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
+            likeness = got.cfg.tp, got.cfg.cp, got.cfg.context_parallel, got.lines, got.tgs
+            if likeness in seen:  # modes that come to the same
+                continue
+            seen.add(likeness)
+            exact = got if arena is fast_arena else tried(got.cfg, machine, world, arena)
+            if exact and exact.fits:
+                chosen.append(exact)
+            if len(chosen) == best:
+                break
+        nearest = min(found, key=lambda got: got.device_bytes)
+        return chosen or [tried(nearest.cfg, machine, world, arena) or nearest]
 
 
 def longest(cfg, machine, world, arena=traced_arena):
-    """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp; None where not one of them does."""
-    unit = MULTIPLE * cfg.cp * cfg.tp
+    """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp up to LONGEST; None where not one of
+    them does."""
+    unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
 
     def of(n, arena):
         """The Estimate of n units, None where they do not fit."""
+        nonlocal trying
+        trying = n * unit
         got = tried(changed(cfg, block_size=n * unit), machine, world, arena)
         return got if got and got.fits else None
 
@@ -90,14 +100,21 @@ def longest(cfg, machine, world, arena=traced_arena):
             middle = (low + high) // 2
             low, high = (middle, high) if of(middle, arena) else (low, middle)
         return low
-    n = fitting(fast_arena)
-    if arena is not fast_arena and n:  # the bound is a little above the trace: scale it there, then make sure
-        at = changed(cfg, block_size=n * unit)
-        traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
-        n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
-        while n and not of(n, arena):
-            n -= max(1, n // 100)
-    return of(n, arena) if n else None
+    with progress(lambda: f"looking for the greatest block_size that fits: trying {trying:,}"):
+        n = fitting(fast_arena)
+        if arena is not fast_arena and n:  # the bound is a little above the trace: scale it there, then make sure
+            at = changed(cfg, block_size=n * unit)
+            traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
+            n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
+            while n and not of(n, arena):
+                n -= max(1, n // 100)
+        return of(n, arena) if n else None
+
+
+def at_its_end(got):
+    """Whether it was the search for the longest context that ended at this Estimate, not the memory."""
+    unit = MULTIPLE * got.cfg.cp * got.cfg.tp
+    return got.cfg.block_size + unit > max(LONGEST, unit)
 
 
 def remedies(got, most=3):

@@ -97,6 +97,11 @@ def load_tokenizer(path):
     return tokenizer
 
 
+def vocab_size_of(tokenizer):
+    """The ids of a tokenizer are below it."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def end_of_document(tokenizer):
     """The token that ends every document. Errors: the vocabulary has none of those known."""
     for token in ENDS:
@@ -188,7 +193,7 @@ def write_dataset(out_dir, documents, tokenizer, total_bytes=None):
     """
     began = time.monotonic()
     out_dir, partial = Path(out_dir), Path(out_dir) / ".partial"
-    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    vocab_size = vocab_size_of(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from memo.config import KEYS, Config, help_text, load_config
 from memo.errors import ConfigError
+from memo.keys import check_value
 from memo.manifest import FORMAT, METADATA, sealed
 from memo.metrics import parameters
 from model import GPT
@@ -51,7 +53,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["a.py", "b.py"], "'b.py': there is a config file already, 'a.py'; keys are given as --key=value"),
     (["none.py"], "config file 'none.py' does not exist; see config/"),
     (["--n_layer=0"], "n_layer=0 must be at least 1"),
-    (["--beta2=1.0"], "beta2=1.0 must be below 1.0"),
+    (["--beta2=1.0"], "beta2=1.0 must be below 1.0 (a moment of 1 never changes)"),
     (["--learning_rate=nan"], "learning_rate=nan must be at least 0.0"),
     (["--learning_rate=inf"], "learning_rate=inf must be finite"),
     (["--dtype=float16"], "dtype='float16' must be one of auto, float32, bfloat16"),
@@ -66,7 +68,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
     (["--init_from=resume", "--out_dir=nowhere"], "nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or "
                                                   "see memo.convert"),
-    (["--alpha=1.5"], "alpha=1.5 must be at most 1.0"),
+    (["--alpha=1.5"], "alpha=1.5 must be at most 1.0 (1 is all tokens)"),
     (["--alpha=half"], "alpha='half' must be float or auto"),
     (["--alpha=nan"], "alpha=nan must be at least 0.0"),
     (["--activation=swap", "--alpha=0.5"], "alpha=0.5 goes with activation=memo only, not activation=swap; leave one of "
@@ -74,9 +76,32 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--activation=none"], "activation='none' must be one of keep, recompute, swap, memo"),
     (["--host_memory_gb=-1"], "host_memory_gb=-1.0 must be at least 0.0"),
     (["--learning_rate=auto"], "learning_rate='auto' must be float"),
-    (["--seed=99999999999999999999"], "seed=99999999999999999999 must be below 9223372036854775808"),
-    (["--n_embd=10000000019", "--n_head=3"], "n_embd=10000000019 % n_head=3 != 0 (heads share the hidden size equally); try "
-                                             "n_head=1"),
+    (["--seed=99999999999999999999"], "seed=99999999999999999999 must be below 9223372036854775808 "
+                                      "(seeds have 63 bits)"),
+    (["--n_embd=1000003", "--n_head=3"], "n_embd=1000003 % n_head=3 != 0 (heads share the hidden size equally); try "
+                                         "n_head=1"),
+    (["--n_layer=1000000"], "n_layer=1000000 must be at most 10000 (each is planned and started by itself, which takes "
+                            "seconds by then)"),
+    (["--n_embd=1000000000000"], "n_embd=1000000000000 must be at most 1048576 (a single layer of that width has 13e12 "
+                                 "parameters)"),
+    (["--n_head=100000"], "n_head=100000 must be at most n_embd=256 (each head has columns of its own); lower n_head"),
+    (["--batch_size=1000000"], "batch_size*block_size/cp=4096000000 must be at most 2147483648 (rows of a rank are counted "
+                               "in 32 bits)"),
+    (["--batch_size=1000", "--gradient_accumulation_steps=1000000"],
+     "gradient_accumulation_steps*batch_size*block_size=4096000000000 must be at most 1099511627776 (the ids of a step's "
+     "tokens alone take 16 TiB)"),
+    (["--n_layer=1000", "--n_embd=262144"], "parameters=824633720832000 must be at most 100000000000000 (their states take "
+                                            "1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size)"),
+    (["--position=learned", "--n_embd=65536", "--block_size=2147483648"],
+     "parameters=140943646785536 must be at most 100000000000000 (their states take 1.6e15 bytes; lower n_layer, n_embd, "
+     "vocab_size or block_size)"),
+    (["--out_dir="], "out_dir='' must not be empty; leave it out, or give one"),
+    (["--dataset="], "dataset='' must not be empty; leave it out, or give one"),
+    (["--out_dir=a\nb"], "out_dir='a\\nb' must be one line of at most 1000 characters, all of them printable"),
+    (["--dataset=a\0b"], "dataset='a\\x00b' must be one line of at most 1000 characters, all of them printable"),
+    (["--wandb_run_name=" + "x" * 1001], f"wandb_run_name='{'x' * 96}... must be one line of at most 1000 characters, all "
+                                         "of them printable"),
+    (["--n_layer=1" + "0" * 5000], f"n_layer='1{'0' * 95}... must be int"),
 ])
 def test_mistakes_on_the_command_line(argv, message):
     with pytest.raises(ConfigError) as e:
@@ -193,17 +218,26 @@ def test_a_warmup_that_is_left_out_is_no_longer_than_the_decay(argv, warmup):
     assert load_config(argv).warmup_iters == warmup
 
 
-def test_a_warmup_of_the_file_or_of_the_saved_run_is_set(tmp_path):
+@pytest.mark.parametrize("argv,warmup", [
+    ([], 20), (["--max_iters=6"], 6), (["--lr_decay_iters=7"], 7), (["--max_iters=50"], 20),
+    (["--max_iters=6", "--lr_decay_iters=50"], 20)])
+def test_a_shorter_run_lowers_the_warmup_of_its_file(tmp_path, argv, warmup):
     (tmp_path / "c.py").write_text("warmup_iters = 20\n")
-    with pytest.raises(ConfigError, match="^warmup_iters=20 must be <= max_iters=6; lower warmup_iters, or raise"):
-        load_config([str(tmp_path / "c.py"), "--max_iters=6"])
+    assert load_config([str(tmp_path / "c.py"), *argv]).warmup_iters == warmup
+
+
+def test_a_warmup_is_lowered_only_by_what_comes_after_it(tmp_path):
+    assert load_config([str(ROOT / "config" / "stdlib.py"), "--max_iters=5"]).warmup_iters == 5
+    (tmp_path / "c.py").write_text("max_iters = 6\nwarmup_iters = 20\n")
+    for argv in ([str(tmp_path / "c.py")], ["--max_iters=6", "--warmup_iters=20"]):
+        with pytest.raises(ConfigError, match="^warmup_iters=20 must be <= max_iters=6; lower warmup_iters, or raise"):
+            load_config(argv)
     resume = ["--init_from=resume", f"--out_dir={tmp_path}"]
     save_header(tmp_path, load_config(["--vocab_size=99", "--max_iters=6"]))
     assert load_config([*resume, "--max_iters=100"]).warmup_iters == 6  # steps are done with it
     save_header(tmp_path, Config(vocab_size=99), 7)
     assert load_config(resume).warmup_iters == 20
-    with pytest.raises(ConfigError, match="^warmup_iters=20 must be <= max_iters=8"):
-        load_config([*resume, "--max_iters=8"])
+    assert load_config([*resume, "--max_iters=8"]).warmup_iters == 8
 
 
 def test_a_converted_checkpoint_brings_its_model_and_no_way_to_train(tmp_path):
@@ -240,8 +274,25 @@ def test_hf_brings_its_model_keys(tmp_path):
             load_config([f"--init_from=hf:{tmp_path}"])
 
 
-def test_help_names_every_key():
-    assert all(f"--{name}=" in help_text() for name in KEYS)
+def test_every_number_has_bounds_with_their_reason():
+    for f in KEYS.values():
+        m = f.metadata
+        if f.type in (int, float):
+            most = m["most"] if m["below"] is None else m["below"]
+            assert m["least"] is not None and most is not None and m["why"], f.name
+            with pytest.raises(ConfigError, match=f"^{f.name}=.* must be .*{re.escape(m['why'])}"):
+                check_value(f, 2 * most)
+
+
+@pytest.mark.parametrize("columns", [70, 80, 200])
+def test_help_has_every_key_in_its_section(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = help_text().splitlines()
+    assert max(map(len, lines)) <= min(columns, 110)
+    headings = [line.partition(":")[0] for line in lines[1:] if line and not line.startswith(" ")]
+    assert headings == ["model", "data", "ranks", "activations", "optimizer", "the run"]
+    assert [line.split("=")[0] for line in lines if line.startswith("  --")] == [f"  --{name}" for name in KEYS]
+    assert len({re.match(r"  (--\S+)? *", line).end() for line in lines if line.startswith(" ")}) == 1  # one column
 
 
 def test_every_preset_loads():
@@ -263,9 +314,9 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
     assert gpt.params.numel() == P + norms + padding
 
 
-TORCH_FREE = {"command", "config", "errors", "files", "literals", "manifest", "activations", "alpha", "backends", "dsa",
-              "dsa_solvers", "planner", "caching", "tokens", "hardware", "metrics", "flat", "roofline", "budget", "search",
-              "estimate", "plots"}  # DESIGN section 4
+TORCH_FREE = {"command", "config", "errors", "files", "keys", "literals", "manifest", "activations", "alpha", "backends",
+              "dsa", "dsa_solvers", "planner", "caching", "tokens", "hardware", "metrics", "flat", "roofline", "budget",
+              "search", "estimate", "plots"}  # DESIGN section 4
 
 
 def imports(path):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import model as memo_model
 from memo import checkpoint, convert
+from memo.command import run
 from memo.config import Config, gpt2_model_keys, load_config
 from memo.errors import ConfigError
 from memo.optim import Optimizer
@@ -103,7 +104,7 @@ def assert_same_tensors(a, b):
 def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):
     net = gpt2(activation, vocab_size)
     net.save_pretrained(tmp_path / "hf")
-    assert convert.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "out")]) == 0
+    assert run(convert.main, ["from-hf", str(tmp_path / "hf"), str(tmp_path / "out")]) == 0
     model = memo_gpt(tmp_path / "out")
     assert model.cfg.gelu == GELUS[activation]
     [tokens] = batches(1, vocab_size, S - 1)
@@ -272,9 +273,9 @@ def test_weights_that_do_not_fit(tmp_path, hf, capsys, change, message):
 
 def fails(capsys, message, *argv):
     """One line on stderr that matches, and exit code 2."""
-    assert convert.main([str(a) for a in argv]) == 2
+    assert run(convert.main, [str(a) for a in argv]) == 2
     captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
+    assert captured.err.count("\n") == 1 and captured.err.startswith("error: ")
     assert re.search(message, captured.err), captured.err
     assert captured.out == ""
 

@@ -6,13 +6,14 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from math import inf
 from pathlib import Path
 
 import pytest
 
 from bench.dsa_hard import FAMILIES, hard
-from memo import dsa, dsa_solvers
+from memo import command, dsa, dsa_solvers
 from memo.dsa import Buffer, DsaError, NoPlacement, Problem, Solution, lower_bound, read_csv, solve, validate, write_csv
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +51,7 @@ def least_peak(problem):
     return best
 
 
-def towers(part, stop):
+def towers(part, stop, deadline):
     """Instead of greedy: every buffer above all others."""
     return [sum(part.size[:i]) for i in range(len(part.size))]
 
@@ -143,6 +144,80 @@ def test_greedy_is_quick():
     assert solution.gap < 1
 
 
+def many(n, longest=100):
+    rng = random.Random(1)
+    rows = ((t, t + rng.randint(1, longest), rng.randint(1, 10**6)) for t in (rng.randrange(n) for _ in range(n)))
+    return problem_of(list(rows))
+
+
+def test_greedy_ends_with_its_time():
+    """What there is then is the placement of an allocator, made in order of time."""
+    problem = many(20_000)
+    solution, offsets, unit = solve(problem, "auto", time_limit=0), [0] * 20_000, dsa._unit(problem)
+    for part, members in dsa._parts(problem):
+        for i, offset in zip(members, dsa_solvers.in_order(part), strict=True):
+            offsets[i] = offset * unit
+    assert solution.offsets == tuple(offsets) and solution.gap < 0.2
+
+
+def test_a_large_problem_gets_a_quick_placement_first(monkeypatch):
+    problem, asked = problem_of([(i, 100 + i, 7) for i in range(200)]), []  # whose in_order is the best there is
+    monkeypatch.setattr(dsa_solvers, "_best_fit", lambda *args: asked.append(args))
+    monkeypatch.setattr(dsa_solvers, "LARGE", 199)
+    assert solve(problem).proven and not asked
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_placements_in_order_of_time_are_placements(seed):
+    """The validator, which is quick with many alive, finds what looking at all pairs finds."""
+    rng = random.Random(seed)
+    rows = [(lower, lower + rng.randint(1, 30), rng.choice([1, 2, 3, 64, 10**12])) for lower in (rng.randrange(60)
+                                                                                              for _ in range(150))]
+    part = dsa_solvers.part_of(*zip(*rows, strict=True))
+    offsets, problem = dsa_solvers.in_order(part), problem_of(rows)
+
+    def overlap(offsets):
+        return any(a[0] < b[1] and b[0] < a[1] and p < q + b[2] and q < p + a[2]
+                   for (a, p), (b, q) in combinations(zip(rows, offsets, strict=True), 2))
+
+    def refused(offsets):
+        try:
+            validate(problem, Solution(tuple(offsets), part.peak(offsets), 0, "", 0.0))
+        except ValueError as e:
+            return "overlap while both are alive" in str(e)
+        return False
+    assert not overlap(offsets) and not refused(offsets)
+    for _ in range(10):  # a few changed ones, some of which still are placements
+        i = rng.randrange(len(rows))
+        moved = [*offsets[:i], max(0, offsets[i] + rng.choice([-2, -1, 1, 2, 10**9])), *offsets[i + 1:]]
+        assert overlap(moved) == refused(moved)
+
+
+def test_the_validator_keeps_order_among_many():
+    row = dsa.InOrder(list(range(5000)))
+    rng, there = random.Random(0), set()
+    for _ in range(3000):
+        k = rng.randrange(5000)
+        assert row.beside(k) == sorted(j for j in there if j < k)[-1:] + sorted(j for j in there if j >= k)[:1]
+        (there.discard if k in there else there.add)(k)
+        (row.add if k in there else row.drop)(k)
+
+
+def test_sizes_beyond_the_solvers_are_refused_and_those_below_are_solved():
+    with pytest.raises(DsaError, match=f"size={2**63} of buffer 'b1': all sizes so far must add up to at most {2**60}"):
+        problem_of([(0, 1, 1), (0, 1, 2**63)])
+    with pytest.raises(DsaError, match="must add up to at most"):
+        problem_of([(0, 1, 1)] * 5, alignment=2**58)
+    most = [(i, 10**6 * (i + 2), 2**60 // 16 - i) for i in range(16)]
+    for solver in dsa.SOLVERS:
+        assert solve(problem_of(most), solver, 1.0).proven
+
+
+def test_conflicts_are_counted_before_they_are_listed():
+    part = dsa_solvers.part_of(*zip(*((b.lower, b.upper, b.size) for b in many(300, 40).buffers), strict=True))
+    assert part.n_pairs() == len(part.pairs()[0]) > 300
+
+
 def test_hard_instances_fit_where_greedy_does_not():
     for name in ("network_1", "network_4"):
         problem = hard(name, **FAMILIES[name])
@@ -197,7 +272,7 @@ def test_the_validator_names_what_is_broken(change, message):
 
 
 def test_no_placement_is_believed_that_breaks_a_rule(monkeypatch):
-    monkeypatch.setattr(dsa_solvers, "greedy", lambda part, stop: [0, 0, 1][-len(part.size):])
+    monkeypatch.setattr(dsa_solvers, "greedy", lambda part, stop, deadline: [0, 0, 1][-len(part.size):])
     with pytest.raises(ValueError, match="overlap"):
         solve(GOOD, "greedy")
 
@@ -210,6 +285,8 @@ def test_csv_there_and_back(tmp_path):
     assert read_csv(tmp_path / "plan.csv", capacity=12, alignment=4) == GOOD
     (tmp_path / "old.csv").write_text("buffer,start,end,size\r\na,0,2,4\r\n\r\nb,1,3,4\r\nc, 2, 4, 4\r\n")
     assert read_csv(tmp_path / "old.csv").buffers == GOOD.buffers
+    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())  # as a spreadsheet writes it
+    assert read_csv(tmp_path / "bom.csv").buffers == GOOD.buffers
 
 
 def run(tmp_path, text, *args):
@@ -236,13 +313,25 @@ HEAD = "id,lower,upper,size\n"
     (HEAD, [], "r.csv:2: there must be at least one buffer"),
     (None, [], "r.csv: cannot be read (No such file or directory)"),
     (b"\xff\xfe\x00", [], "r.csv: cannot be read"),
+    (HEAD + f"a,0,2,{2**63}\n", [], f"r.csv:2: size={2**63} of buffer 'a': all sizes so far must add up to at most"),
+    (HEAD + f"a,0,2,1{'0' * 4000}\n", [], "r.csv:2: size=<a number of 13288 bits> of buffer 'a': all sizes so far"),
+    (HEAD + f"a,0,2,1{'0' * 5000}\n", [], "r.csv:2: size='10000"),
+    (HEAD + f'"{"a" * 200_000}",0,2,1\n', [], "r.csv:2: field larger than field limit"),
     (HEAD + "a,0,2,4\n", ["--alignment=0"], "alignment=0 must be at least 1"),
+    (HEAD + "a,0,2,4\n", ["--alignment=1e9"], "alignment='1e9' must be int"),
+    (HEAD + "a,0,2,4\n", ["--alignment=10000000000"], "alignment=10000000000 must be at most 1073741824 (no page"),
+    (HEAD + "a,0,2,4\n", ["--capacity=0"], "capacity=0 must be at least 1"),
+    (HEAD + "a,0,2,4\n", ["--capacity=99999999999999999999"], "must be at most 1152921504606846976 (so much is all"),
     (HEAD + "a,0,2,4\n", ["--time_limit=nan"], "time_limit=nan must be"),
+    (HEAD + "a,0,2,4\n", ["--time_limit=inf"], "time_limit=inf must be finite"),
+    (HEAD + "a,0,2,4\n", ["--time_limit=1e9"], "time_limit=1000000000.0 must be at most 1000000.0 (that is eleven days"),
+    (HEAD + "a,0,2,4\n", ["--time=1"], "unrecognized arguments: --time=1; see --help"),
+    (HEAD + "a,0,2,4\n", ["--solver=best"], "solver='best' must be one of auto, greedy, mip, cpsat"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, text, args, message):
     if text is not None:
         (tmp_path / "r.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    code = dsa.main([str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"), *args])
+    code = command.run(dsa.main, [str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"), *args])
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err
     assert not (tmp_path / "plan.csv").exists()

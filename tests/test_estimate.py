@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 import train
 from bench.estimate import PAPER, of_that_width, paper_config, rows_of_table3
 from memo import budget, calibrate, estimate, expected, hardware, placement, planner, profiler, search
+from memo import command as commands
 from memo.activations import Placement, n_rows, tensors_of
 from memo.alpha import GROUPS
 from memo.budget import Arena, fast_arena, traced_arena
@@ -246,7 +248,7 @@ def test_remedies_fit():
 # --- the command ---
 
 def command(*argv, capsys):
-    code = estimate.main([*argv, "--fast"])
+    code = commands.run(estimate.main, [*argv, "--fast"])
     out = capsys.readouterr()
     return code, out.out, out.err
 
@@ -298,18 +300,23 @@ def test_search_takes_the_configs_number_of_ranks(capsys):
     (("--gpu=a800-80gb", "--gpus=12"), r"^error: dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(12\)"),
     (("--gpu=a800-80gb", "--gpus=7", "--search"), r"^error: --gpus=7: no layout divides them"),
     (("--gpu=a800-80gb", "--gpus=eight"), r"^error: --gpus=eight must be a number"),
-    (("--gpu=a800-80gb", "--gpus=-8"), r"^error: --gpus=-8 must be a whole number, 1 to 1048576"),
-    (("--gpu=a800-80gb", "--gpus=1e30"), r"^error: --gpus=.* must be a whole number, 1 to 1048576"),
+    (("--gpu=a800-80gb", "--gpus=-8"), r"^error: --gpus=-8 must be at least 1$"),
+    (("--gpu=a800-80gb", "--gpus=1.5"), r"^error: --gpus=1.5 must be a whole number$"),
+    (("--gpu=a800-80gb", "--gpus=1e30"), r"^error: --gpus=.* must be at most 1048576 \(no cluster has as many\)$"),
+    (("--gpu=a800-80gb", "--gpus=nan"), r"^error: --gpus=nan must be of type int"),
+    (("--gpu=a800-80gb", "--device_memory_bytes=1e300"), r"must be at most 1e\+18 \(no cluster has as much\)$"),
+    (("--gpu=a800-80gb", "--host_memory_bytes=inf"), r"^error: --host_memory_bytes=inf must be finite$"),
+    (("--gpu=a800-80gb", "--pcie_bytes_per_s=1e-300"), r"^error: --pcie_bytes_per_s=1e-300 must be at least 1.0$"),
+    (("--gpu=a800-80gb", "--plot="), r"^error: --plot='' must not be empty"),
     (("--gpu=a800-80gb", "--host_memory_gb=5000"), r"^error: host_memory_gb=5000 must be at most 1720, 90% of"),
     (("--gpu=a800-80gb", "--plot=/nowhere/at/all.png"), r"^error: --plot=/nowhere/at/all.png cannot be written"),
-    (("--gpu=a800-80gb", "--pcie_bytes_per_s=0"), r"^error: --pcie_bytes_per_s=0 must be above 0"),
+    (("--gpu=a800-80gb", "--pcie_bytes_per_s=0"), r"^error: --pcie_bytes_per_s=0.0 must be at least 1.0$"),
     (("--gpu=a800-80gb", "--json=yes"), r"^error: --json=yes: --json takes no value"),
     (("--gpu=a800-80gb", "--n_layr=3"), r"unknown key 'n_layr'; did you mean 'n_layer'\?"),
     (("--gpu=a800-80gb", "--vocab_size=0", "--dataset=nowhere"), r"^error: vocab_size=0 must be known without a dataset"),
     (("--gpu=here", "--gpus=8"), r"^error: --gpu=here: nothing was measured on this machine with ranks=8; try torchrun"),
 ])
 def test_bad_input_is_a_line(argv, says, capsys, monkeypatch, tmp_path):
-    import re
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, err = command("config/7b_1m.py", *argv, capsys=capsys)
     assert code == 2 and (not out or "--plot" in says) and re.search(says, err) and err.count("\n") == 1, err
@@ -327,6 +334,50 @@ def test_the_bound_needs_no_torch(tmp_path):
     done = subprocess.run([sys.executable, "-m", "memo.estimate", *SEVEN, "--fast", "--json"], capture_output=True,
                           text=True, env=os.environ | dict(PYTHONPATH=f"{tmp_path}:{ROOT}"))
     assert done.returncode == 0 and json.loads(done.stdout)["fits"], done.stderr
+
+
+@pytest.mark.parametrize("columns", [70, 200])
+def test_help_is_in_columns(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = estimate.help_text().splitlines()[6:]
+    assert max(map(len, lines)) <= min(110, columns)
+    given = [line.split("=")[0].split()[0] for line in lines if line.startswith("  --")]
+    assert set(given) == {f"--{name}" for name in (*estimate.FLAGS, *estimate.OPTIONS, *estimate.FIGURES)}
+    told = [re.match(r"  (--\S+)? *", line).end() for line in lines if re.match(r"  (--\S+)? +\S", line)]
+    assert len(set(told)) == 1
+
+
+def test_the_end_of_the_search_is_not_called_the_memorys(capsys):
+    code, out, _ = command(*SEVEN, "--max_context", "--device_memory_bytes=1e18", "--host_memory_bytes=1e18", capsys=capsys)
+    assert f"max_context {search.LONGEST:,} tokens" in out and "where this search ends; more would fit: device memory" in out
+    limits = {}
+    for memory in ("80e9", "1e18"):
+        out = command(*SEVEN, "--max_context", "--json", f"--device_memory_bytes={memory}", "--host_memory_bytes=1e18",
+                      capsys=capsys)[1]
+        limits[memory] = json.loads(out)["max_block_size_limit"]
+    assert limits == {"80e9": "device memory", "1e18": "search"}
+
+
+def test_what_cannot_fit_by_far_is_not_traced():
+    cfg = load_config(["config/7b_1m.py", "--batch_size=1000", "--gradient_accumulation_steps=1"])
+
+    def trace(cfg, machine):
+        raise AssertionError("it takes minutes")
+    got = budget.estimate(cfg, A800, 8, trace)
+    assert got.reason == "oom" and got.lines == budget.estimate(cfg, A800, 8, fast_arena).lines
+
+
+def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(commands, "FIRST_S", 0.001)
+    png = tmp_path / "a.png"
+    code, out, err = command("config/7b_1m.py", "--gpu=a800-80gb", "--gpus=16", "--search", "--max_context", f"--plot={png}",
+                             capsys=capsys)
+    assert code == 0 and png.exists() and out.splitlines()[-1] == f"plot        {png}"
+    for text in (r"--search: \d+ of \d+ layouts tried, \d+ of the fastest looked at closely",
+                 r"looking for the greatest block_size that fits: trying [\d,]+", f"drawing {png}"):
+        assert re.search(rf"^{text}, \d+ s so far$", err, re.MULTILINE), err
+    code, out, err = command(*SEVEN, "--json", f"--plot={png}", capsys=capsys)
+    assert json.loads(out)["fits"] and err.endswith(f"plot        {png}\n")
 
 
 # --- train.py ---
@@ -367,8 +418,11 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     monkeypatch.setattr(calibrate, "LEAST_S", 0.0)
-    assert profiler.main(["--calibrate", "--device=cpu"]) == 0
-    assert "matmul" in capsys.readouterr().out
+    monkeypatch.setattr(commands, "FIRST_S", 0.01)
+    profiler.main(["--calibrate", "--device=cpu"])
+    out, err = capsys.readouterr()
+    assert "matmul" in out
+    assert re.search(r"^measuring (matmul|attention|gelu|norm).*, [\d.e+]+ (FLOPs|bytes), 0 s so far$", err, re.MULTILINE)
     here = hardware.machine("here")
     assert here.cpu and here.threads == torch.get_num_threads() and here.speeds.itemsize == 4
     small = ["--n_layer=4", "--n_embd=256", "--n_head=4", "--block_size=4096", "--vocab_size=512", "--json"]

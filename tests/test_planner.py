@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memo import dsa, planner
+from memo.command import run
 from memo.files import readable_json
 from memo.planner import LogError, Trace, bilevel, cached, check, main, one_level, parse
 
@@ -200,7 +201,7 @@ def test_the_command_line(tmp_path, capsys):
     trace = step(random.Random(5), 3)
     (tmp_path / "requests.log").write_text(trace.text)
     for more in ([], ["--one_level", "--solver=greedy", "--alignment=1"]):
-        assert main([str(tmp_path / "requests.log"), "-o", str(tmp_path / "plan.json"), *more]) == 0
+        assert run(main, [str(tmp_path / "requests.log"), "-o", str(tmp_path / "plan.json"), *more]) == 0
         plan = planner.Plan.from_json((tmp_path / "plan.json").read_text())
         assert_it_replays(trace, plan)
         assert f"in an arena of {plan.arena_bytes:,} bytes" in capsys.readouterr().out
@@ -232,7 +233,7 @@ def test_the_command_line(tmp_path, capsys):
 def test_a_log_that_cannot_be(tmp_path, capsys, text, message):
     path = tmp_path / "requests.log"
     path.write_text(text)
-    assert main([str(path), "-o", str(tmp_path / "plan.json")]) == 2
+    assert run(main, [str(path), "-o", str(tmp_path / "plan.json")]) == 2
     assert capsys.readouterr().err == f"error: {path}:{message}\n"
     assert not (tmp_path / "plan.json").exists()
 
@@ -245,11 +246,11 @@ def test_files_that_cannot_be(tmp_path, capsys):
                              (b"begin a\nmalloc b 1\nfree b 1\n", "segment 'a' must end before the log does")):
         if content is not None:
             path.write_bytes(content)
-        assert main([str(path), "-o", out]) == 2
+        assert run(main, [str(path), "-o", out]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {path}") and message in error and error.count("\n") == 1
     path.write_text("malloc a 1\n")
-    assert main([str(path), "-o", str(tmp_path / "no" / "plan.json")]) == 2
+    assert run(main, [str(path), "-o", str(tmp_path / "no" / "plan.json")]) == 2
     assert "no/plan.json cannot be written (No such file or directory); choose another -o" in capsys.readouterr().err
 
 

@@ -6,8 +6,8 @@ import tokenize
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from memo.command import Arguments, run  # noqa: E402
-from memo.tokens import DATA, train_tokenizer, write_dataset  # noqa: E402
+from memo.command import Arguments, run
+from memo.tokens import DATA, train_tokenizer, write_dataset
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # what is not there with every Python
 
@@ -23,7 +23,7 @@ def documents(folder):
 
 
 def main(argv):
-    parser = Arguments(description=__doc__, allow_abbrev=False)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--vocab_size", type=int, default=512, help="of the byte-level BPE (default 512)")
     parser.add_argument("--out_dir", default=DATA / "stdlib", help="where to write (default data/stdlib)")
     args = parser.parse_args(argv)

@@ -4,7 +4,6 @@
     python data/text/prepare.py --source=Salesforce/wikitext --config=wikitext-2-raw-v1 --tokenizer=gpt2/tokenizer.json
 """
 
-import argparse
 import glob
 import itertools
 import json
@@ -14,15 +13,15 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from memo.command import Arguments, run  # noqa: E402
-from memo.errors import ConfigError  # noqa: E402
-from memo.tokens import DATA, load_tokenizer, train_tokenizer, write_dataset  # noqa: E402
+from memo.command import Arguments, run
+from memo.errors import ConfigError
+from memo.tokens import DATA, load_tokenizer, train_tokenizer, write_dataset
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 def read_argv(argv):
-    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Arguments(description=__doc__)
     parser.add_argument("--source", required=True, help="a file, a folder of files, or a Hugging Face dataset's name")
     parser.add_argument("--tokenizer", required=True,
                         help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, or train:<vocab>")

@@ -1,0 +1,94 @@
+"""What a key of the configuration is, or an option of a command: its default, its line of --help, the values that it may
+take, and why no others."""
+
+import re
+import shutil
+import textwrap
+from dataclasses import field
+
+from memo.errors import ConfigError
+
+MOST_CHARS = 1000  # of a text
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # what breaks a line, or cannot be printed
+MOST_COLUMNS = 110
+
+
+def key(default, help, *, section="", choices=(), least=None, below=None, most=None, why=""):
+    """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or `most`. `least`
+    counts the characters of a text. A float whose default is "auto" may be that instead of a number. `section`: the
+    heading of this key and of those that follow."""
+    return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least, below=below,
+                                                most=most, why=why))
+
+
+def option(name, kind, default=None, help="", **bounds):
+    """A key for itself, of `kind` int, float, bool or str."""
+    f = key(default, help, **bounds)
+    f.name, f.type = name, kind
+    return f
+
+
+def may_be_auto(f):
+    return f.type is float and f.default == "auto"
+
+
+def shown(value):
+    """repr() for a message: of bounded length."""
+    if type(value) is int and value.bit_length() > 300:
+        return f"<a number of {value.bit_length()} bits>"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def check_value(f, value):
+    """Raises ConfigError where `value` is not one that key `f` may take."""
+    if value == "auto" and may_be_auto(f):
+        return
+    m, given = f.metadata, f"{f.name}={shown(value)}"
+    if type(value) is not f.type:
+        raise ConfigError(f"{given} must be of type {f.type.__name__}{' or auto' * may_be_auto(f)}, not "
+                          f"{type(value).__name__}")
+    if m["choices"] and value not in m["choices"]:
+        raise ConfigError(f"{given} must be one of {', '.join(m['choices'])}")
+    if f.type is str:
+        if len(value) < (m["least"] or 0):
+            raise ConfigError(f"{given} must not be empty; leave it out, or give one")
+        if len(value) > MOST_CHARS or CONTROL.search(value):
+            raise ConfigError(f"{given} must be one line of at most {MOST_CHARS} characters, all of them printable")
+        return
+    if f.type is float and value in (float("inf"), float("-inf")):
+        raise ConfigError(f"{given} must be finite")
+    if m["least"] is not None and not value >= m["least"]:
+        raise ConfigError(f"{given} must be at least {m['least']}")
+    reason = f" ({m['why']})" * bool(m["why"])
+    if m["below"] is not None and not value < m["below"]:
+        raise ConfigError(f"{given} must be below {m['below']}{reason}")
+    if m["most"] is not None and not value <= m["most"]:
+        raise ConfigError(f"{given} must be at most {m['most']}{reason}")
+
+
+def typed(f, value, where):
+    """`value` as the key's type: a string from the command line is read, an int may stand for a float."""
+    if f.type is float and type(value) is int and abs(value) < 2**63:
+        return float(value)
+    if not where.startswith("--") or f.type is str or (value == "auto" and may_be_auto(f)):
+        return value
+    try:
+        return {"true": True, "false": False}[value.lower()] if f.type is bool else f.type(value)
+    except (ValueError, KeyError):
+        wanted = "true or false" if f.type is bool else f.type.__name__ + " or auto" * may_be_auto(f)
+        raise ConfigError(f"{f.name}={shown(value)} must be {wanted}") from None
+
+
+def columns(rows):
+    """The lines of [(left, right)] in two aligned columns, as wide as the terminal; right None makes a heading."""
+    width = max(60, min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 0)).columns))
+    start = 4 + max(len(left) for left, right in rows if right is not None)
+    lines = []
+    for left, right in rows:
+        if right is None:
+            lines += ["", *textwrap.wrap(left, width)]
+        else:
+            lines += textwrap.wrap(right, width, initial_indent=f"  {left}".ljust(start), subsequent_indent=" " * start,
+                                   break_on_hyphens=False) or [f"  {left}"]
+    return "\n".join(lines).removeprefix("\n")
