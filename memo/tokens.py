@@ -4,27 +4,32 @@ The one home of that format's writing; memo/batch.py reads it. meta.json comes l
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from memo.command import progress
 from memo.errors import ConfigError, reason
 from memo.files import parse_json, read_text
+from memo.keys import check_value, option
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")  # of a document; first one found
 VAL_EVERY = 20          # every 20th document goes to val.bin
-PIECE_CHARS = 2**16     # long documents are encoded in pieces of about this size, in parallel
+PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to twice it, in parallel
+LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")  # training takes a time that grows with the square of these
+VOCAB_SIZE = dict(least=257, most=2**20, why="the trainer takes memory for each before it starts")  # of what is trained here
 BATCH_CHARS = 2**22     # read ahead; bounds the memory (about 70 bytes a character while encoding)
 WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 
@@ -40,13 +45,21 @@ def byte_level(model):
 
 
 def train_tokenizer(documents, vocab_size):
-    """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: vocab_size below 257."""
-    if vocab_size < 257:
-        raise ConfigError(f"vocab_size={vocab_size} must be at least 257 (256 bytes and {ENDS[0]}); try 4096")
+    """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: vocab_size out of bounds."""
+    check_value(option("vocab_size", int, **VOCAB_SIZE), vocab_size)
     tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[ENDS[0]], show_progress=sys.stderr.isatty(),
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator((piece for d in documents for piece, _ in pieces(d)), trainer)
+    read = 0
+
+    def texts():
+        nonlocal read
+        for document in documents:
+            for piece, _ in pieces(document):
+                read += len(piece)
+                yield from short_words(piece)
+    with told(lambda: f"training a tokenizer of {vocab_size:,} tokens on {read:,} characters"):
+        tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer
 
 
@@ -69,6 +82,17 @@ def parsed_tokenizer(text):
     if isinstance(model, dict) and model.get("continuing_subword_prefix"):  # of merges without it the library aborts
         raise ValueError("continuing_subword_prefix must be empty")
     return Tokenizer.from_str(text)
+
+
+def short_words(text):
+    """The text in parts, none of which has a longer word than training bears."""
+    ends = [0, *(word.end() for word in LONG_WORD.finditer(text)), len(text)]
+    return (text[start:end] for start, end in itertools.pairwise(ends))
+
+
+def told(text):
+    """progress(text) where stderr is no terminal: there a bar moves."""
+    return nullcontext() if sys.stderr.isatty() else progress(text)
 
 
 def load_tokenizer(path):
@@ -114,12 +138,25 @@ def end_of_document(tokenizer):
 # --- documents to ids ---
 
 def pieces(document, chars=PIECE_CHARS):
-    """(piece, is it the document's last) in order, cut between words only: byte-level BPEs never merge across them."""
-    start = 0
-    while cut := WORD_END.search(document, start + chars):
-        yield document[start:cut.start()], False
-        start = cut.start()
-    yield document[start:], True
+    """(piece, is it the document's last) in order, of a document given as a str or as the strs that it consists of; none of
+    an empty one. Cut behind `chars` characters between words, since byte-level BPEs never merge across them. Where no
+    word ends in as many more, the word is cut: its ids may be others than those of the whole.
+    """
+    rest = ""
+    for part in [document] if isinstance(document, str) else document:
+        rest += part
+        start = 0
+        while len(rest) - start > 2 * chars:
+            cut = WORD_END.search(rest, start + chars, start + 2 * chars)
+            end = cut.start() if cut else start + 2 * chars
+            yield rest[start:end], False
+            start = end
+        rest = rest[start:]
+    while cut := WORD_END.search(rest, chars):
+        yield rest[:cut.start()], False
+        rest = rest[cut.start():]
+    if rest:
+        yield rest, True
 
 
 def encodes_by_word(tokenizer):
@@ -147,14 +184,18 @@ def encode(documents, tokenizer, total_bytes):
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True  # a document that merely mentions <|endoftext|> does not end there
     end = tokenizer.token_to_id(end_of_document(tokenizer))
-    chars = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 2
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar:
-        for batch in batches(filter(None, documents), chars):
+    chars, done = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 4, 0
+    of = f" of {total_bytes / 1e6:,.0f}" if total_bytes else ""
+    with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
+          told(lambda: f"encoding: {done / 1e6:,.0f}{of} MB")):
+        for batch in batches(documents, chars):
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for text, last, encoding in zip(texts, lasts, encodings, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
-                bar.update(len(text.encode(errors="replace")))
+                nbytes = len(text.encode(errors="replace"))
+                done += nbytes
+                bar.update(nbytes)
 
 
 # --- the folder ---
@@ -187,7 +228,8 @@ def write_splits(folder, encoded, dtype):
 
 
 def write_dataset(out_dir, documents, tokenizer, total_bytes=None):
-    """Writes the folder `out_dir` from an iterable of str and returns its meta. Empty documents are left out.
+    """Writes the folder `out_dir` from an iterable of documents, see pieces(), and returns its meta. Empty ones are left
+    out.
 
     Whatever stops it, `out_dir` holds the dataset it held before, or none. Errors: no documents, no end-of-document token.
     """

@@ -2,6 +2,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from memo import tokens
+from memo import command, tokens
 from memo.batch import SPLITS, open_dataset, to_device
 from memo.command import run
 from memo.errors import ConfigError
@@ -105,15 +106,54 @@ def test_pieces_do_not_change_the_ids(tmp_path, tokenizer, monkeypatch):
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     for t, by_word in ((tokenizer, True), (spaced, False)):
         whole = [t.encode(d).ids for d in TEXTS]
-        monkeypatch.setattr(tokens, "PIECE_CHARS", 7)
+        monkeypatch.setattr(tokens, "PIECE_CHARS", 20)
         monkeypatch.setattr(tokens, "BATCH_CHARS", 50)
         assert tokens.encodes_by_word(t) is by_word
-        assert len(list(tokens.pieces(TEXTS[6], 7))) > 10
+        assert len(list(tokens.pieces(TEXTS[6], 20))) > 10
         end, found = t.token_to_id("<|endoftext|>"), [[]]
         for ids, last in tokens.encode(TEXTS, t, None):
             found[-1] += ids
             found += [[]] if last else []
         assert found == [ids + [end] for ids in whole] + [[]]
+
+
+@pytest.mark.parametrize("document", [
+    "x " + "ab" * 5000 + " z", " " * 10_000, "word " * 2000, "\n" * 50 + "  a\n    b\n" * 900, "漢字" * 5000, "a", ""])
+def test_pieces_are_never_long(document):
+    """However long a word is, and whatever parts the document is read in."""
+    for chars in (64, 100):
+        whole = list(tokens.pieces(document, chars))
+        assert "".join(piece for piece, _ in whole) == document
+        assert all(0 < len(piece) <= 2 * chars for piece, _ in whole)
+        assert [last for _, last in whole] == [False] * (len(whole) - 1) + [True] * bool(document)
+        for size in (1, 63, 999):
+            parts = (document[i:i + size] for i in range(0, len(document), size))
+            assert list(tokens.pieces(parts, chars)) == whole
+
+
+def test_training_sees_no_long_word():
+    long = "ab" * 5000 + " c " + " \t" * 3000
+    parts = list(tokens.short_words(long))
+    assert "".join(parts) == long and max(len(word) for part in parts for word in re.findall(r"\S+|\s+", part)) <= 1024
+    usual = "\n".join(TEXTS) + "x" * 1024
+    assert list(tokens.short_words(usual)) == [usual]
+
+
+def test_text_is_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PART_CHARS", 10)
+    document = "".join(TEXTS)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + document.encode())
+    parts = list(next(text.file_documents(tmp_path / "a.txt", "text")))
+    assert "".join(parts) == document and max(map(len, parts)) == 10
+
+
+def test_what_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "FIRST_S", 0.001)
+    documents = ["".join(TEXTS)] * 200
+    write_dataset(tmp_path, documents, train_tokenizer(documents, 300), 10**7)
+    err = capsys.readouterr().err
+    assert re.search(r"^training a tokenizer of 300 tokens on [\d,]+ characters, 0 s so far$", err, re.MULTILINE)
+    assert re.search(r"^encoding: \d+ of 10 MB, 0 s so far$", err, re.MULTILINE)
 
 
 def test_text_cannot_forge_a_boundary(tmp_path, tokenizer):
@@ -241,8 +281,8 @@ def test_truncation_and_padding_of_a_tokenizer_are_left_out(tmp_path, tokenizer)
 
 BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "list.jsonl": b"[1]\n",
              "half.jsonl": b'{"text": "a\n', "key.jsonl": b'{"body": "a"}\n', "number.jsonl": b'{"text": 3}\n',
-             "deep.jsonl": b'{"text":' + b"[" * 99999 + b"\n", "long.jsonl": b'{"text":' + b"9" * 9999 + b"}\n",
-             "bad.parquet": b"nothing " * 9, "a.md": b"# a"}
+             "deep.jsonl": b'{"text":' + b"[" * 99999 + b"\n", "bad.parquet": b"nothing " * 9, "a.md": b"# a",
+             "digits.jsonl": b'{"text": ' + b"9" * 9999 + b"}\n", "long.jsonl": b'{"text": "' + b"a" * 500 + b'"}\n'}
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -255,8 +295,6 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=in/latin.txt", "in/latin.txt must be UTF-8 text (invalid continuation byte); convert"),
     ("--source=in/list.jsonl", "in/list.jsonl:1: text_key=text must be one of the columns (none); give"),
     ("--source=in/half.jsonl", "in/half.jsonl:1 must be one JSON object a line (Invalid control character"),
-    ("--source=in/deep.jsonl", "in/deep.jsonl:1 must be one JSON object a line (maximum recursion depth"),
-    ("--source=in/long.jsonl", "in/long.jsonl:1 must be one JSON object a line (Exceeds the limit"),
     ("--source=in/key.jsonl", "in/key.jsonl:1: text_key=text must be one of the columns (body); give"),
     ("--source=in/number.jsonl", "in/number.jsonl:1: text_key=text must hold text, not int; give"),
     ("--source=in/bad.parquet", "source=in/bad.parquet cannot be loaded (ArrowInvalid: Parquet magic bytes"),
@@ -265,12 +303,21 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=in --tokenizer=nowhere.json", "tokenizer=nowhere.json must be a tokenizer.json, a folder with one"),
     ("--source=in --tokenizer=in/one.txt", "tokenizer=in/one.txt cannot be read ("),
     ("--source=in/key.jsonl --text_key=body --tokenizer=no_end.json", "tokenizer's vocabulary must hold a token that ends"),
+    ("--source=in --tokenizer=train:1" + "0" * 30, "must be at most 1048576 (the trainer takes memory for each before"),
+    ("--source=in --tokenizer=train:1" + "0" * 5000, "tokenizer='train:10000"),
+    ("--source=in --out_dir=", "out_dir='' must not be empty"),
+    ("--source=", "source='' must not be empty"),
+    ("--source=in/deep.jsonl", "in/deep.jsonl:1 must be one JSON object a line (maximum recursion depth"),
+    ("--source=in/digits.jsonl", "in/digits.jsonl:1 must be one JSON object a line (Exceeds the limit"),
+    ("--source=in/long.jsonl", "in/long.jsonl:1 must be at most 400 characters long (a row is read as a whole); split"),
     ("--source=in --out=x", "unrecognized arguments: --out=x; see --help"),
     ("--text_key=x", "the following arguments are required: --source"),
     ("--source=in/key.jsonl --text_key=body --out_dir=in/a.md", "Not a directory"),
 ])
 def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
+    if "long" in argv:
+        monkeypatch.setattr(text, "MOST_CHARS", 400)
     (tmp_path / "in" / "empty").mkdir(parents=True)
     for name, content in BAD_FILES.items():
         (tmp_path / "in" / name).write_bytes(content)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from memo.command import Arguments, run
-from memo.tokens import DATA, train_tokenizer, write_dataset
+from memo.tokens import DATA, VOCAB_SIZE, train_tokenizer, write_dataset
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # what is not there with every Python
 
@@ -24,8 +24,8 @@ def documents(folder):
 
 def main(argv):
     parser = Arguments(description=__doc__)
-    parser.add_argument("--vocab_size", type=int, default=512, help="of the byte-level BPE (default 512)")
-    parser.add_argument("--out_dir", default=DATA / "stdlib", help="where to write (default data/stdlib)")
+    parser.option("--vocab_size", int, 512, "of the byte-level BPE", **VOCAB_SIZE)
+    parser.option("--out_dir", default=str(DATA / "stdlib"), help="where to write", least=1)
     args = parser.parse_args(argv)
     texts = list(documents(Path(sysconfig.get_paths()["stdlib"])))
     tokenizer = train_tokenizer(texts, args.vocab_size)

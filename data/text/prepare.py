@@ -10,26 +10,40 @@ import json
 import logging
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from memo.command import Arguments, run
 from memo.errors import ConfigError
-from memo.tokens import DATA, load_tokenizer, train_tokenizer, write_dataset
+from memo.keys import check_value, option, typed
+from memo.tokens import DATA, VOCAB_SIZE, load_tokenizer, train_tokenizer, write_dataset
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+PART_CHARS = 2**20  # of a text file, read at once
+MOST_CHARS = 2**28  # of a row of .jsonl
 
 
 def read_argv(argv):
+    """The arguments, with `vocab_size`: of a tokenizer to train, None where one is given."""
     parser = Arguments(description=__doc__)
-    parser.add_argument("--source", required=True, help="a file, a folder of files, or a Hugging Face dataset's name")
-    parser.add_argument("--tokenizer", required=True,
-                        help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, or train:<vocab>")
-    parser.add_argument("--out_dir", help="where to write (default: data/<name of the source>)")
-    parser.add_argument("--text_key", default="text", help="the column of the text in .jsonl, .parquet and Hugging Face")
-    parser.add_argument("--config", help="which configuration of the Hugging Face dataset, where it has several")
-    parser.add_argument("--split", default="train", help="which split of the Hugging Face dataset (default train)")
-    return parser.parse_args(argv)
+    parser.option("--source", required=True, help="a file, a folder of files, or a Hugging Face dataset's name", least=1)
+    parser.option("--tokenizer", required=True, least=1,
+                  help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, or train:<vocab>")
+    parser.option("--out_dir", help="where to write; by default data/<name of the source>", least=1)
+    parser.option("--text_key", default="text", help="the column of the text in .jsonl, .parquet and Hugging Face", least=1)
+    parser.option("--config", help="which configuration of the Hugging Face dataset, where it has several", least=1)
+    parser.option("--split", default="train", help="which split of the Hugging Face dataset", least=1)
+    args = parser.parse_args(argv)
+    kind, _, vocab = args.tokenizer.partition(":")
+    args.vocab_size = None
+    if kind == "train":
+        if not vocab.isdecimal():
+            raise ConfigError(f"tokenizer={args.tokenizer} must be train:<vocab>, a whole number; try train:4096")
+        f = option("vocab_size", int, **VOCAB_SIZE)
+        args.vocab_size = typed(f, vocab, "--")
+        check_value(f, args.vocab_size)
+    return args
 
 
 def source_files(source):
@@ -51,8 +65,13 @@ def load(source, remedy, *args, **kwargs):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         return datasets.load_dataset(*args, **kwargs)
     except Exception as e:
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise ConfigError(f"source={source} cannot be loaded ({reason}); {remedy}") from None
+        raise unreadable(source, e, remedy) from None
+
+
+def unreadable(source, e, remedy):
+    """The ConfigError of a source on which the library raised `e`, in one line."""
+    why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+    return ConfigError(f"source={source} cannot be loaded ({why}); {remedy}")
 
 
 def row_of(line, where):
@@ -74,23 +93,44 @@ def text_of(row, text_key, where):
     return (text or "").encode(errors="replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
 
 
+def text_parts(path):
+    """The parts of a text file, in order: no more of it is in memory."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            yield from iter(partial(file.read, PART_CHARS), "")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} must be UTF-8 text ({e.reason}); convert it with iconv") from None
+
+
 def file_documents(path, text_key):
     """The documents of one file, one row in memory at a time."""
     try:
         if path.suffix == ".txt":
-            yield path.read_text(encoding="utf-8-sig")
+            yield text_parts(path)
         elif path.suffix == ".jsonl":
             with open(path, encoding="utf-8-sig") as lines:
-                for number, line in enumerate(lines, 1):
+                for number, line in enumerate(iter(partial(lines.readline, MOST_CHARS + 1), ""), 1):
+                    if len(line) > MOST_CHARS:
+                        raise ConfigError(f"{path}:{number} must be at most {MOST_CHARS} characters long (a row is read "
+                                          "as a whole); split it into several rows")
                     if line.strip():
                         yield text_of(row_of(line, f"{path}:{number}"), text_key, f"{path}:{number}")
         else:
             with tempfile.TemporaryDirectory() as cache:  # streamed: it holds a lock and no data
-                for row in load(path, "give a whole Parquet file", "parquet", data_files=glob.escape(str(path)),
-                                split="train", streaming=True, cache_dir=cache):
+                for row in parquet_rows(path, cache):
                     yield text_of(row, text_key, path)
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} must be UTF-8 text ({e.reason}); convert it with iconv") from None
+
+
+def parquet_rows(path, cache):
+    """The rows of a Parquet file. Errors: ConfigError, also where the library fails in its midst."""
+    remedy = "give a whole Parquet file, with at least one row"
+    rows = load(path, remedy, "parquet", data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=cache)
+    try:
+        yield from rows
+    except Exception as e:
+        raise unreadable(path, e, remedy) from None
 
 
 def open_source(args):
@@ -110,15 +150,12 @@ def open_source(args):
 
 def main(argv):
     args = read_argv(argv)
-    kind, _, vocab = args.tokenizer.partition(":")
-    if kind == "train" and not vocab.isdecimal():
-        raise ConfigError(f"tokenizer={args.tokenizer} must be train:<vocab>, a whole number; try train:4096")
     out_dir = args.out_dir or DATA / Path(args.source).resolve().stem
     if not args.out_dir and (out_dir / "meta.json").exists():
         raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, the same one to replace it")
-    tokenizer = None if kind == "train" else load_tokenizer(args.tokenizer)
+    tokenizer = None if args.vocab_size else load_tokenizer(args.tokenizer)
     documents, total_bytes = open_source(args)
-    tokenizer = tokenizer or train_tokenizer(documents(), int(vocab))
+    tokenizer = tokenizer or train_tokenizer(documents(), args.vocab_size)
     write_dataset(out_dir, documents(), tokenizer, total_bytes)
 
 
