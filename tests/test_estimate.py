@@ -483,7 +483,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     path.parent.chmod(0o777)
     why = f"error: a calibration cannot be kept: {path.parent} can be written by others; chmod 700 {path.parent}\n"
     assert command(*preset, capsys=capsys)[2] == why
-    assert profiler.main(["--calibrate"]) == 2 and capsys.readouterr().err == why
+    assert commands.run(profiler.main, ["--calibrate"]) == 2 and capsys.readouterr().err == why
 
 
 ARENA = dict(transient=10**6, head=10**5)
