@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from memo.errors import ConfigError
-from memo.keys import check_value, option, typed
+from memo.keys import check_value, help_width, option, typed
 
 FIRST_S = 3  # after so long something is said
 
@@ -23,7 +24,8 @@ class Arguments(argparse.ArgumentParser):
     """argparse, whose errors are one line, and whose options are never abbreviated and have bounds."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
         self.options = []
 
     def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
