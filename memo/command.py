@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -90,7 +90,8 @@ def progress(text):
         pause = FIRST_S
         while not over.wait(pause):
             passed = time.monotonic() - start
-            print(f"{text()}, {passed:.0f} s so far", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a console that fails
+                print(f"{text()}, {passed:.0f} s so far", file=sys.stderr, flush=True)
             pause = min(60, passed)
     teller = threading.Thread(target=tell, name="memo progress", daemon=True)
     teller.start()

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import trace_step
 from memo import convert, planner, profiler, sample
 from memo.command import run
+from memo.device import device_name
 
 ROOT = Path(__file__).parents[1]
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
@@ -77,6 +79,12 @@ def test_options_have_bounds(capsys, main, argv, message):
     assert run(main, argv) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("n,says", [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
+def test_threads_are_counted_in_english(monkeypatch, n, says):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n)
+    assert device_name(torch.device("cpu")) == says
 
 
 def test_an_error_of_a_file_names_it(capsys):
