@@ -10,11 +10,12 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from memo.errors import ConfigError, reason
-from memo.keys import check_value, option, typed
+from memo.keys import check_value, help_width, option, typed
 
 FIRST_S = 3  # after so long something is said
 
@@ -23,7 +24,8 @@ class Arguments(argparse.ArgumentParser):
     """argparse, whose errors are one line, and whose options are never abbreviated and have bounds."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
         self.options = []
 
     def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
@@ -99,7 +101,8 @@ def progress(text):
         pause = FIRST_S
         while not over.wait(pause):
             passed = time.monotonic() - start
-            print(f"{text()}, {passed:.0f} s so far", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a console that fails
+                print(f"{text()}, {passed:.0f} s so far", file=sys.stderr, flush=True)
             pause = min(60, passed)
     teller = threading.Thread(target=tell, name="memo progress", daemon=True)
     teller.start()

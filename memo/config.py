@@ -25,7 +25,7 @@ MOST_TOGETHER = {  # what is within bounds by itself may be too much together
 @dataclass(frozen=True)
 class Config:
     n_layer: int = key(4, "L, transformer layers", section="model: these belong to a checkpoint and cannot change under it",
-                       least=1, most=10_000, why="each is planned and started by itself, which takes seconds by then")
+                       least=1, most=2000, why="the deepest models known have 1,000, and each layer is planned by itself")
     n_head: int = key(4, "H, attention heads", **WIDTH)
     n_embd: int = key(256, "C, hidden size", **WIDTH)
     block_size: int = key(4096, "S, tokens in a sequence", least=1, most=2**31, why="rows are counted in 32 bits")

@@ -23,7 +23,8 @@ import numpy as np
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
 FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more joining them takes longer than it gains
 WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-LARGE = 20_000  # buffers: with more a placement comes first that takes little time, with still more nothing else may end
+LARGE = 10_000  # buffers: with more, a placement that takes little time comes first, and CP-SAT is left out, which would
+# find nothing and overrun its time
 MOST_PAIRS = 200_000  # of conflicting buffers that are handed to a MIP solver: two rows of the matrix for each
 TOLERANCE = 1e-9  # of the MIP solvers, the least they take: a binary this far from 0 lets two buffers overlap by M times it
 
@@ -180,6 +181,8 @@ class Gaps:
 
 def cpsat(part, best, stop, highest, seconds):
     """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
+    if len(part.size) > LARGE:
+        return None, 0
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()

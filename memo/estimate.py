@@ -237,7 +237,8 @@ def main(argv):
     if got.fits:
         lines.append(f"fits        bound by {got.binds}")
     else:
-        lines += advice(got)
+        with progress(lambda: "it does not fit: looking for what would"):
+            lines += advice(got)
     out = as_dict(got)
     if options.get("search"):
         out["candidates"] = [as_dict(other) for other in found[1:]]

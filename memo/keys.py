@@ -80,9 +80,14 @@ def typed(f, value, where):
         raise ConfigError(f"{f.name}={shown(value)} must be {wanted}") from None
 
 
+def help_width():
+    """Columns of --help: the terminal's, within bounds."""
+    return max(60, min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 0)).columns))
+
+
 def columns(rows):
-    """The lines of [(left, right)] in two aligned columns, as wide as the terminal; right None makes a heading."""
-    width = max(60, min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 0)).columns))
+    """The lines of [(left, right)] in two aligned columns, as wide as help_width(); right None makes a heading."""
+    width = help_width()
     start = 4 + max(len(left) for left, right in rows if right is not None)
     lines = []
     for left, right in rows:

@@ -1,12 +1,19 @@
 """What the commands have in common."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import trace_step
+from memo import convert, planner, profiler, sample
+from memo.command import run
+from memo.device import device_name
 
 ROOT = Path(__file__).parents[1]
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
@@ -22,6 +29,67 @@ def test_a_command_ends_quietly_with_its_reader(command):
     done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"),
+            ("trace_step.py", "--vocab_size=9"), ("memo.estimate",), ("memo.dsa", "a.csv", "-o", "b"),
+            ("memo.planner", "a.log", "-o", "b"), ("data/stdlib/prepare.py",),
+            ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
+    for name in ("torch", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('too early')")
+    program, *args = command
+    start = [sys.executable, *(["-m"] if program.startswith("memo.") else []), program]
+    for argv, code, says in ((["--help"], 0, "--"), ([*args, "--qqqq=1"], 2, "error: .*--qqqq=1"),
+                             ([*args, "--qqqq"], 2, "error: .*--qqqq")):
+        done = subprocess.run([*start, *argv], capture_output=True, text=True, cwd=ROOT,
+                              env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+        told, silent = (done.stderr, done.stdout) if code else (done.stdout, done.stderr)
+        assert done.returncode == code and re.search(says, told) and not silent, done.stderr
+        assert not code or told.count("\n") == 1
+        assert max(map(len, told.splitlines())) <= 125
+
+
+@pytest.mark.parametrize("main,argv,message", [
+    (sample.main, ["o", "--prompt=a", "--temperature=inf"], "temperature=inf must be finite"),
+    (sample.main, ["o", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be at least 0.0"),
+    (sample.main, ["o", "--prompt=a", "--temperature=1e9"], "temperature=1000000000.0 must be at most 1000000.0 (all"),
+    (sample.main, ["o", "--prompt=a", f"--seed={2**70}"], "(seeds have 63 bits)"),
+    (sample.main, ["o", "--prompt=a", "--seed=-1"], "seed=-1 must be at least 0"),
+    (sample.main, ["o", "--prompt=a", "--top_k=99999999999"], "top_k=99999999999 must be at most 4294967296 (no vocabulary"),
+    (sample.main, ["o", "--prompt=a", "--max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
+    (sample.main, ["o", "--prompt=a", "--max_new_tokens=9999999999"], "must be at most 2147483648 (rows are counted in 32"),
+    (sample.main, ["o", "--prompt=a", "--max_new=1"], "unrecognized arguments: --max_new=1"),
+    (sample.main, ["", "--prompt=a"], "out_dir='' must not be empty"),
+    (planner.main, ["a.log", "-o", "b", "--alignment=0"], "alignment=0 must be at least 1"),
+    (planner.main, ["a.log", "-o", "b", "--time_limit=nan"], "time_limit=nan must be at least 0.0"),
+    (planner.main, ["a.log", "-o", "b", "--time_limit=1e99"], "(that is eleven days; what is found by then is used)"),
+    (planner.main, ["a.log", "-o", ""], "output='' must not be empty"),
+    (convert.main, ["to-hf", "", "hf"], "out_dir='' must not be empty"),
+    (convert.main, ["from-hf", "a\nb", "hf"], "hf_folder='a\\nb' must be one line"),
+    (profiler.main, ["--calibrate", "--dtype=float16"], "dtype='float16' must be one of auto, float32, bfloat16"),
+    (trace_step.main, ["--vocab_size=9", "--multiprocessors=1e3"], "multiprocessors='1e3' must be int"),
+    (trace_step.main, ["--vocab_size=9", "--multiprocessors=-1"], "multiprocessors=-1 must be at least 0"),
+    (trace_step.main, [], "vocab_size=0 must be known without a dataset"),
+])
+def test_options_have_bounds(capsys, main, argv, message):
+    assert run(main, argv) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("n,says", [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
+def test_threads_are_counted_in_english(monkeypatch, n, says):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n)
+    assert device_name(torch.device("cpu")) == says
+
+
+def test_an_error_of_a_file_names_it(capsys):
+    assert run(lambda argv: Path("/no/such/file").read_text(), []) == 2
+    assert capsys.readouterr().err == "error: /no/such/file: No such file or directory\n"
 
 
 def test_a_start_imports_nothing_that_can_wait():

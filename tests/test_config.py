@@ -80,8 +80,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
                                       "(seeds have 63 bits)"),
     (["--n_embd=1000003", "--n_head=3"], "n_embd=1000003 % n_head=3 != 0 (heads share the hidden size equally); try "
                                          "n_head=1"),
-    (["--n_layer=1000000"], "n_layer=1000000 must be at most 10000 (each is planned and started by itself, which takes "
-                            "seconds by then)"),
+    (["--n_layer=1000000"], "n_layer=1000000 must be at most 2000 (the deepest models known have 1,000, and each layer "
+                            "is planned by itself)"),
     (["--n_embd=1000000000000"], "n_embd=1000000000000 must be at most 1048576 (a single layer of that width has 13e12 "
                                  "parameters)"),
     (["--n_head=100000"], "n_head=100000 must be at most n_embd=256 (each head has columns of its own); lower n_head"),

@@ -253,7 +253,7 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     with pytest.raises(OutOfHostMemory, match=wanted):
         placement.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
     with pytest.raises(OutOfHostMemory, match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
-        placement.host_limit(replace(on_host, n_layer=5000), Launch(0, 1, 0, 1, 0, ""))
+        placement.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
     assert placement.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 
 import train
 from memo import checkpoint, dcp, sample
+from memo.command import run
 from memo.errors import ConfigError
 from memo.metrics import read_metrics
 from memo.out_dir import lock
@@ -258,7 +259,7 @@ def test_learning_rate_schedule(dataset, tmp_path):
     assert learning_rate(cfg, 100) == pytest.approx(1e-3) == learning_rate(cfg, 1000)
 
 
-def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path):
+def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path, capsys):
     train.main(argv(dataset, tmp_path, max_iters=40))
     model = sample.load_model(tmp_path, device="cpu")
     prompt = [3, 1, 4]
@@ -273,3 +274,15 @@ def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path):
     assert again[0] == again[1] != again[2]
     with pytest.raises(ConfigError, match="at most block_size=64 together"):
         list(sample.generate(model, prompt, 62))
+    for temperature in (1e-300, 5e-324):  # all but as 0
+        assert list(sample.generate(model, prompt, 20, temperature=temperature)) == got
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB + 1)}, unk_token="0"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    capsys.readouterr()
+    assert run(sample.main, [str(tmp_path), "--prompt=3", "--device=cpu"]) == 2
+    told = capsys.readouterr()
+    says = f"tokenizer.json has {VOCAB + 1} tokens, which must be at most the model's vocab_size={VOCAB}; copy"
+    assert not told.out and says in told.err and told.err.count("\n") == 1
+    assert run(sample.main, [str(tmp_path), "--prompt=@nowhere.txt"]) == 2
+    assert capsys.readouterr().err == "error: prompt=@nowhere.txt cannot be read (No such file or directory); give a text " \
+                                      "file in UTF-8\n"
