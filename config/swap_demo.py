@@ -10,14 +10,15 @@ out_dir = "out/swap_demo"
 n_layer = 8
 n_head = 4
 n_embd = 128
-block_size = 4096
+block_size = 2048
+batch_size = 2
 
 host_memory_gb = 0.112
 
-max_iters = 100
+max_iters = 160
 learning_rate = 2e-3
 min_lr = 1e-4
 warmup_iters = 10
-eval_interval = 50
+eval_interval = 40
 eval_iters = 4
 save_interval = 50
