@@ -2,6 +2,11 @@
 on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value ...]
 --force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save: no traceback
+
 import contextlib
 import sys
 
@@ -56,7 +61,7 @@ from memo.mesh import Agreed, connected, launched, open_mesh, place, same_everyw
 from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, mfu, tgs
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
-from memo.out_dir import lock, see
+from memo.out_dir import holds, lock, see
 from memo.report import describe, draw_loss, draw_step, finish, furnish, go_on_with, save_plan
 from memo.streams import stall_s
 from memo.tokens import load_tokenizer
@@ -174,7 +179,8 @@ def setup(argv, launch, host):
         argv = [*argv, "--init_from=resume"]
     run = checked(argv, launch, host)
     cfg, device, dtype, ckpt = run.cfg, run.device, run.dtype, run.ckpt
-    here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(dtype)}
+    here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(dtype),
+            "checkpoint": ckpt and ckpt.iter}
     same_everywhere(host, asdict(cfg) | here, "start all ranks with the same command, on hosts that are alike")
     if host.size > 1:  # it reads much of the data
         same_everywhere(host, {f"hash of dataset {cfg.dataset}": run.data.fingerprint()}, "give all hosts the same data")
@@ -279,7 +285,8 @@ def save_last(run):
         run.saver.wait()
     try:
         run.saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
-        together(host, run.saver.wait)
+        with command.progress(lambda: f"saving in {run.out}") if speaks else contextlib.nullcontext():
+            together(host, run.saver.wait)
         return
     except ConfigError as e:
         error = f"{e}"
@@ -298,12 +305,12 @@ def save_last(run):
         raise TrainingError(f"{error}; nor could it be saved elsewhere: {e}") from None
     if speaks:
         run.beside("config.json", furnish, run, folder)
-    raise TrainingError(f"{error}; {run.done} steps are saved in {folder} instead; go on with: {go_on_with(folder)}")
+    raise TrainingError(f"{error}; {run.done} steps are saved in {folder} instead; go on with: {go_on_with(run, folder)}")
 
 
 def keep_folder(run):
     """Makes out_dir again where somebody removed it in mid-run. The next checkpoint is written there."""
-    if not (run.out / ".lock").exists():
+    if not holds(run.lock, run.out):
         run.lock = lock(run.out, run.who)
         furnish(run, run.out)
         print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held", file=sys.stderr)
@@ -344,7 +351,6 @@ def train(run, stop):
         run.done = it + 1
         step_s = time.perf_counter() - start
         step_s, stalled_s, stopped = mesh.host.max(step_s, stall_s(spans), stop.number)  # of the slowest rank
-        stop.number = int(stopped)  # all stop at once
         rate = tgs(tokens, mesh.host.size, step_s)
         stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak), alpha=run.decision.alpha,
                           offload_bytes=swap.host_bytes * (cfg.gradient_accumulation_steps // mesh.dp.size),
@@ -352,7 +358,8 @@ def train(run, stop):
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
         tell(run, stats, spans, arena.settle())
-        if stop.number:
+        if stopped:  # what all agreed on: a signal that came meanwhile is another step's
+            stop.number = int(stopped)
             return
         if cfg.save_interval and run.done % cfg.save_interval == 0 and not last:
             save(run)
@@ -454,7 +461,7 @@ def save_after(run, e):
         return
     try:
         save_last(run)
-        line = f"{run.done} steps are saved in {run.out}; go on with: {go_on_with(run.out)}"
+        line = f"{run.done} steps are saved in {run.out}; go on with: {go_on_with(run, run.out)}"
     except Exception as again:  # a device that is lost, say
         line = f"after {run.done} steps: {reason(again)}"
     if run.speaks:

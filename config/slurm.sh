@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Four nodes of eight GPUs: sbatch config/slurm.sh config/30b_1m.py [--key=value ...]
 # One torchrun on each node; they find each other on the first one. out_dir and the dataset must lie on a file system that all
-# nodes see. A rank that dies is started again, with the others, from the last checkpoint. When the time is up Slurm ends the
-# job: a step that takes longer than torchrun's --shutdown-timeout (30 s) is lost, so choose save_interval for that; the next
-# job goes on with --init_from=resume.
+# nodes see. A rank that dies is started again, with the others, from the last checkpoint. Two minutes before the
+# time is up Slurm sends SIGTERM, which torchrun passes on (SIGUSR1 it does not): the ranks finish their step and save. A step
+# that takes longer than torchrun's --shutdown-timeout (30 s) is lost. The next job goes on with --init_from=resume.
 #SBATCH --job-name=memo
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -11,6 +11,7 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 #SBATCH --mem=0
+#SBATCH --signal=TERM@120
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from memo import planner
+from memo.command import progress
 from memo.errors import warn
 from memo.files import cache_folder, cache_place, opened, ours_alone
 
@@ -47,7 +48,8 @@ def compiled(folder, *flags):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two runs may start at once
             made = Path(scratch) / library.name
             try:
-                done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+                with progress(lambda: "building the memory plan's library with g++, once"):
+                    done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
             except OSError as e:
                 raise Unavailable(f"there is no C++ compiler, g++ ({e.strerror})") from None
             if done.returncode or not made.exists():

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from memo.command import progress
 from memo.config import MODEL_KEYS
 from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
@@ -38,6 +39,7 @@ from memo.manifest import (
     latest,
     newest,
     sealed,
+    unreadable,
 )
 from memo.snapshot import Copier
 
@@ -132,7 +134,7 @@ class Saver:
         temporary = path.with_name(f"{iter}.tmp")
         try:
             self.together(self.take, pieces, reached)
-            if iter != self.whole:
+            if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:  # as rank 0 sees it
                 try:
                     self.write_folder(path, temporary, config, iter)
                 except CheckpointError as e:
@@ -142,11 +144,13 @@ class Saver:
                     self.write_folder(path, temporary, config, iter)
                 self.whole = iter
         except Exception as e:
+            failed, remedy = f"{path} cannot be written ({reason(e)})", "free some space there or choose another folder"
+            self.error = CheckpointError(f"{failed}; {remedy}")
+            with contextlib.suppress(OSError):  # of a folder that cannot even be listed
+                if latest(self.folder.parent):
+                    self.error = CheckpointError(f"{failed}; the previous one is whole; {remedy}")
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            previous = "; the previous one is whole" if latest(self.folder.parent) else ""
-            self.error = CheckpointError(f"{path} cannot be written ({reason(e)}){previous}; "
-                                         "free some space there or choose another folder")
         finally:
             self.pieces = None  # as large as the optimizer's states
 
@@ -177,7 +181,7 @@ class Saver:
         self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         for leftover in self.folder.glob("*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)  # what stays is overwritten
-        if path.exists():
+        if os.path.lexists(path):
             pass_over(path)
 
     def write_files(self, folder, pieces):
@@ -211,12 +215,8 @@ class Saver:
 
 def pass_over(folder):
     """Renames the folder of a damaged checkpoint, so that nobody takes it for a whole one."""
-    for n in count():
-        with contextlib.suppress(FileExistsError):
-            new = folder.with_suffix(f".damaged{n or ''}")
-            new.mkdir()  # rename() replaces an empty folder
-            folder.rename(new)
-            return
+    names = (folder.with_suffix(f".damaged{n or ''}") for n in count())
+    folder.rename(next(new for new in names if not os.path.lexists(new)))
 
 
 # --- reading ---
@@ -259,7 +259,18 @@ def load(out_dir, rank=0, world=1, passed_over=()):
     Damaged: a file of it is missing, truncated or corrupt."""
     from memo import dcp  # takes a second: a run starts without it
     path, stored = newest(out_dir, passed_over)
-    for i, (name, (size, crc)) in enumerate(stored["files"].items()):
+    with progress(lambda: f"checking {path}") if rank == 0 else contextlib.nullcontext():
+        check_files(path, stored["files"], rank, world)
+    try:
+        reader = dcp.Reader(path, METADATA, stored["files"])
+    except Exception as e:  # a pickle has many ways to be wrong
+        raise Damaged(path, f"{path / METADATA} cannot be read ({reason(e)})") from None
+    return Checkpoint(path, stored["config"], stored["iter"], reader)
+
+
+def check_files(path, files, rank, world):
+    """Reads this rank's part of the `files` of a manifest. Errors: Damaged."""
+    for i, (name, (size, crc)) in enumerate(files.items()):
         file = path / name
         try:
             found = regular(os.stat(file)).st_size
@@ -270,12 +281,7 @@ def load(out_dir, rank=0, world=1, passed_over=()):
         except FileNotFoundError:
             raise Damaged(path, f"{file} is missing") from None
         except OSError as e:
-            raise Damaged(path, f"{file} cannot be read ({reason(e)})") from None
-    try:
-        reader = dcp.Reader(path, METADATA, stored["files"])
-    except Exception as e:  # a pickle has many ways to be wrong
-        raise Damaged(path, f"{path / METADATA} cannot be read ({reason(e)})") from None
-    return Checkpoint(path, stored["config"], stored["iter"], reader)
+            raise unreadable(path, file, e) from None
 
 
 def read_newest(out_dir, work):
@@ -287,7 +293,7 @@ def read_newest(out_dir, work):
         try:
             return work(load(out_dir, passed_over=passed_over))
         except Damaged as e:
-            if e.folder.exists():
+            if os.path.lexists(e.folder):
                 passed_over[e.folder.name] = str(e)
                 if latest(out_dir):
                     warn(f"checkpoint passed over: {e}")

@@ -48,11 +48,17 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
+def handle(number, handler):
+    """signal.signal(), but for a signal that this process shall ignore, as under nohup."""
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, handler)
+
+
 def run(main, argv=None):
     """The exit code of a command, main(argv) -> exit code or None for 0. A user's mistake is told in one line."""
     argv = sys.argv[1:] if argv is None else argv
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
+    handle(signal.SIGTERM, signal.SIG_DFL)
     sys.excepthook = sys.__excepthook__
     try:
         return main(argv) or 0
@@ -72,7 +78,7 @@ def answer_early(read):
     if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+        handle(number, lambda number, frame: os._exit(128 + number))
     sys.excepthook = import_failed
 
 

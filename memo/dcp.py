@@ -2,7 +2,9 @@
 second to import: memo/checkpoint.py does that when there is a checkpoint to write or to read.
 """
 
+import io
 import pickle
+import pickletools
 import warnings
 from contextlib import contextmanager
 from math import prod
@@ -94,11 +96,25 @@ def write(folder, pieces, group):
 
 # --- reading ---
 
+MOST_METADATA_BYTES = 2**28
 ADMITTED = {("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_get_layout"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             *(("torch.distributed.checkpoint.metadata", name) for name in (
                 "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
                 "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"))}
+
+
+def bounded_pickle(path):
+    """The bytes of a pickle. Errors: pickle.UnpicklingError: it is large, or would make the unpickler's memo larger than
+    itself: a few bytes can ask for all memory there is."""
+    with open(path, "rb") as file:
+        data = file.read(MOST_METADATA_BYTES + 1)
+    if len(data) > MOST_METADATA_BYTES:
+        raise pickle.UnpicklingError(f"it must be at most {MOST_METADATA_BYTES} bytes long")
+    for operation, argument, _ in pickletools.genops(data):
+        if "PUT" in operation.name and argument > len(data):
+            raise pickle.UnpicklingError(f"its memo has no place {argument}")
+    return data
 
 
 class Unpickler(pickle.Unpickler):
@@ -114,13 +130,16 @@ class Reader(dcp.FileSystemReader):
     def __init__(self, path, metadata, files):
         """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and any other."""
         super().__init__(path)
-        with open(path / metadata, "rb") as file:
-            self.metadata = Unpickler(file).load()
+        self.metadata = Unpickler(io.BytesIO(bounded_pickle(path / metadata))).load()
         if not isinstance(self.metadata, Metadata):
             raise pickle.UnpicklingError(f"a {type(self.metadata).__name__} is not of a checkpoint")
         if others := {s.relative_path for s in self.metadata.storage_data.values()} - set(files):
             raise pickle.UnpicklingError(f"{min(others)!r} is no file of this checkpoint")
-        elements = sum(prod(t.size) for t in self.metadata.state_dict_metadata.values())
+        sizes = {name: tuple(t.size) for name, t in self.metadata.state_dict_metadata.items()}
+        for name, size in sizes.items():
+            if not isinstance(name, str) or any(type(n) is not int or n < 0 for n in size):
+                raise pickle.UnpicklingError(f"{name!r:.100} of size {size!r:.100} is no tensor")
+        elements = sum(map(prod, sizes.values()))
         if 4 * elements > sum(size for size, *_ in files.values()):
             raise pickle.UnpicklingError(f"{elements} elements do not fit into its files")
 

@@ -43,7 +43,7 @@ def interrupt(number, frame):
 class StopSignal:
     """The handler of signals while a run trains. The first one only takes a note in `number`, so that the step is finished
     and saved. A second one raises StepGivenUp in a with-block of interruptible(): the state before the step is saved. A
-    third one ends the process. Where several ranks have to agree only the first one counts. `quiet`: says nothing."""
+    third one ends the process. Where several ranks have to agree the second one is not heard. `quiet`: says nothing."""
 
     def __init__(self, quiet, alone):
         self.quiet, self.alone, self.may_give_up = quiet, alone, False
@@ -60,9 +60,9 @@ class StopSignal:
 
     def __call__(self, number, frame):
         now = time.monotonic()
-        again, self.last_s = now - self.last_s < SAME_S, now
-        if again:
+        if now - self.last_s < SAME_S:
             return
+        self.last_s = now
         self.number, self.requests = self.number or number, self.requests + 1
         if not self.quiet:
             more = ["again to save without this step", "again to stop at once, unsaved"][min(1, self.requests - 1)]
@@ -70,7 +70,7 @@ class StopSignal:
             print(f"\n{signal.Signals(number).name}: {doing}" + f" ({more})" * self.alone, file=sys.stderr)
         if self.alone and self.requests == 2 and self.may_give_up:
             raise StepGivenUp
-        if self.alone and self.requests > 2:
+        if self.requests > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -87,7 +87,7 @@ class Console:
     def write(self, text):
         try:
             return self.stream.write(text)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal's handler writes while the loop does
             return len(text)
 
     def flush(self):

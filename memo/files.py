@@ -140,8 +140,8 @@ def cache_place():
             folder.mkdir(mode=0o700, exist_ok=True)
         for parent in folder.resolve().parents:  # whoever can write it could put another folder in its place
             mode = parent.stat().st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                return None, f"{parent} can be written by others; chmod o-w {parent}, or {other}"
+            if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+                return None, f"{parent} can be written by others; chmod go-w {parent}, or {other}"
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return None, f"{folder} is no folder of this user; remove it, or {other}"

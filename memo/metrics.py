@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from tqdm import tqdm
 
 from memo.errors import reason
 from memo.files import opened, parse_json
 
+MOST_LINE = 2**16  # characters
 WANDB_S = 10  # to reach its server
 
 
@@ -86,7 +88,7 @@ def read_metrics(path):
     """The lines of a metrics.jsonl; what a kill or a full disk cut short, and what is no step's, is left out."""
     rows = []
     with open(opened(path), errors="replace") as f:
-        for line in f:
+        for line in iter(partial(f.readline, MOST_LINE), ""):
             with contextlib.suppress(ValueError):
                 if usable(row := parse_json(line)):
                     rows.append(row)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import sys
 import time
 
@@ -22,10 +23,23 @@ def lock(out, text):
         raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
     except OSError as e:  # some network file systems know no locks
         print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it", file=sys.stderr)
-    file.truncate(0)
-    file.write(text)
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(text)
+        file.flush()
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); free some space there or choose another "
+                          "--out_dir") from None
     return file
+
+
+def holds(file, out):
+    """Whether the open lock `file` is still the one in `out`: somebody may have removed the folder."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock"))
+    return False
 
 
 def see(out, text):

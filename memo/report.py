@@ -15,6 +15,7 @@ from memo.metrics import flops_per_sample, parameters, read_metrics, say
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.tokens import load_tokenizer
 
+SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
 FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
 
 
@@ -77,25 +78,32 @@ def draw_step(run, spans, it):
 
 # --- the end ---
 
-def go_on_with(folder):
+def go_on_with(run, folder):
     """The command that resumes from `folder`."""
-    return f"{python()} train.py --init_from=resume --out_dir={shlex.quote(str(folder))}"
+    world, here = run.mesh.host.size, run.one_host
+    start = python() if world == 1 else f"torchrun --nproc_per_node={world}" if here else "the same torchrun ..."
+    return f"{start} train.py --init_from=resume --out_dir={shlex.quote(str(folder))}"
 
 
 def sample_with(run):
-    """The command that generates from the run's checkpoint, with a prompt from its own data; None without a tokenizer."""
+    """The command that generates from the run's checkpoint, with a prompt from its own data; None where that has no words,
+    or no tokenizer."""
     if not (run.out / "tokenizer.json").exists():
         return None
-    tokens = run.data.tokens["val"][:64].tolist()
-    words = load_tokenizer(run.out / "tokenizer.json").decode(tokens).split()
-    return f"{python()} -m memo.sample {shlex.quote(str(run.out))} --prompt={shlex.quote(' '.join(words[:3]))}"
+    tokenizer, S = load_tokenizer(run.out / "tokenizer.json"), run.cfg.block_size
+    words = tokenizer.decode(run.data.tokens["val"][:64].tolist()).lstrip("@").split()[:3]
+    room = S - len(tokenizer.encode(" ".join(words)).ids)
+    if not words or room < 1:
+        return None
+    shorter = f" --max_new_tokens={room}" * (room < SAMPLE_TOKENS)
+    return f"{python()} -m memo.sample {shlex.quote(str(run.out))} --prompt={shlex.quote(' '.join(words))}{shorter}"
 
 
 def finish(run, number):
     """Prints the last lines. `number`: of the signal that stopped the run, or 0."""
     cfg = run.cfg
     if number:
-        where = f"saved in {run.out}; go on with: {go_on_with(run.out)}" if run.done else "nothing to save"
+        where = f"saved in {run.out}; go on with: {go_on_with(run, run.out)}" if run.done else "nothing to save"
         print(f"stopped by {signal.Signals(number).name} after {run.done} of {cfg.max_iters} steps, {where}")
         return
     rows = read_metrics(run.out / "metrics.jsonl") if (run.out / "metrics.jsonl").exists() else []

@@ -112,7 +112,7 @@ def load_tokenizer(path):
             if tokenizer:
                 tokenizer.decode(tokenizer.encode("a b\n").ids)
     except BaseException as e:  # tokenizers raises bare Exceptions, and panics of a class of their own
-        if isinstance(e, KeyboardInterrupt | SystemExit):
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # a signal, say
             raise
         raise ConfigError(f"tokenizer={path} cannot be read ({reason(e)}); give a tokenizer.json of `tokenizers`") from None
     if tokenizer is None:

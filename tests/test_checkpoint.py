@@ -517,6 +517,38 @@ def test_a_resealed_manifest_is_checked(intact, changes, message):
     refused(intact, message)
 
 
+def test_a_save_whose_folder_cannot_be_listed_has_failed(tmp_path, monkeypatch):
+    _, optimizer = saved(tmp_path)
+
+    def fails(*args):
+        raise OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(checkpoint, "latest", fails)
+    monkeypatch.setattr(dcp, "write", fails)
+    with pytest.raises(CheckpointError, match=r"ckpt/5 cannot be written \(Input/output error\); free"):
+        write(tmp_path, optimizer.pieces(saved=True), 5)
+
+
+def test_a_checkpoint_that_somebody_removed_is_written_again(tmp_path):
+    _, optimizer = saved(tmp_path)
+    shutil.rmtree(tmp_path / "ckpt")
+    write(tmp_path, optimizer.pieces(saved=True), 3, whole=3)
+    assert checkpoint.load(tmp_path).iter == 3
+
+
+def test_a_disk_at_fault_is_no_damage(intact, monkeypatch):
+    def fails(*args):
+        raise OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(checkpoint, "crc32", fails)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\); try again, or rename") as e:
+        checkpoint.load(intact.parents[1])
+    assert not isinstance(e.value, checkpoint.Damaged)
+
+
+def test_a_link_to_nowhere_is_no_checkpoint(intact):
+    (intact.parent / "9").symlink_to("/nonexistent")
+    assert checkpoint.read_newest(intact.parents[1], lambda ckpt: ckpt.iter) == 3
+
+
 def test_files_without_end_are_refused(intact):
     os.rename(intact / ".metadata", intact / "aside")
     os.mkfifo(intact / ".metadata")
@@ -577,7 +609,8 @@ def test_foreign_metadata_executes_nothing(tmp_path, intact):
     made.unlink()  # it would work
     good = (intact / ".metadata").read_bytes()
     for data, message in ((evil, ".*is not of a"), (pickle.dumps(torch.Size([3])), "a Size is not of a checkpoint"),
-                          (b"", "Ran out of input"), (b"no pickle", ""),
+                          (b"", "pickle exhausted"), (b"no pickle", ""),
+                          (b"\x80\x04]r\xff\xff\xff\x1f.", "its memo has no place 536870911"),
                           (good.replace(b"__0_0.distcp", b"../../secret"), "'../../secret' is no file of this checkpoint")):
         put_metadata(intact, data)
         refused(intact, rf"\.metadata cannot be read \({message}")

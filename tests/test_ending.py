@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,8 +237,36 @@ def test_smoothing_does_not_lag():
     assert plots.smooth([4.0]).tolist() == [4.0]
 
 
-def test_hints_can_be_typed(dataset, tmp_path, monkeypatch):
-    done = subprocess.run([*shlex.split(report.go_on_with(Path("a b"))), "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--out_dir" in done.stdout
+def test_hints_can_be_typed(dataset, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "a b"
+    real = train.forward_backward
+    monkeypatch.setattr(train, "forward_backward", lambda run, it: 1 / 0 if it == 7 else real(run, it))
+    with pytest.raises(ZeroDivisionError):
+        train.main(argv(dataset, out))
+    go_on = shlex.split(capsys.readouterr().err.partition("go on with: ")[2])
+    assert subprocess.run(go_on, cwd=ROOT, capture_output=True).returncode == 0
+    assert checkpoint.load(out).iter == 12
     monkeypatch.setenv("PATH", "")
     assert Path(command.python()).absolute() == Path(sys.executable)
+
+
+def test_the_prompt_is_the_datas_and_leaves_room(dataset, tmp_path):
+    for words, room in (("one two three four", 61), ("@ one two", 62), ("one", 63)):
+        ids = SimpleNamespace(val=words.split())
+        tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(tokens), encode=lambda t: SimpleNamespace(ids=t.split()))
+        run = SimpleNamespace(out=tmp_path, cfg=SimpleNamespace(block_size=64),
+                              data=SimpleNamespace(tokens=dict(val=np.array(ids.val))))
+        (tmp_path / "tokenizer.json").touch()
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(report, "load_tokenizer", lambda path, tokenizer=tokenizer: tokenizer)
+            hint = shlex.split(report.sample_with(run))
+        assert hint[-1] == f"--max_new_tokens={room}" and not hint[-2].startswith("--prompt=@")
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as sh does for `train.py &`
+    try:
+        command.run(lambda argv: None, [])
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -99,6 +99,20 @@ def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone,
     assert last["host_bytes"] * ranks == first["host_bytes"] * max(1, ranks // (axes["tp"] * axes["cp"]))
 
 
+def here_stopped(host, argv):
+    """here(), where a signal comes to rank 0 alone, after all ranks have agreed to go on with the next step."""
+    with pytest.MonkeyPatch.context() as m:
+        real = train.tell
+        m.setattr(train, "tell", lambda run, stats, *args: (real(run, stats, *args), host.rank == 0 and stats.iter == 2
+                                                            and os.kill(os.getpid(), signal.SIGTERM)))
+        return here(host, argv)
+
+
+def test_a_signal_at_any_moment_stops_all_ranks_at_the_same_step(dataset, tmp_path):
+    assert pool(2).run(here_stopped, argv(dataset, tmp_path)) == [128 + signal.SIGTERM] * 2
+    assert checkpoint.load(tmp_path).iter == 4 and len(losses(tmp_path)) == 4
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path, dtype):
     for name in ("auto", "cpu"):
