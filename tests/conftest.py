@@ -1,6 +1,7 @@
 """What several tests begin with."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -31,3 +32,11 @@ def dataset(tmp_path_factory):
         counts[split] = dict(tokens=n)
     (folder / "meta.json").write_text(json.dumps(dict(dtype="uint16", vocab_size=VOCAB, counts=counts)))
     return folder
+
+
+@pytest.fixture
+def hangup_is_heard():
+    """SIGHUP is not ignored, as it is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

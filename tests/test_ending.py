@@ -36,6 +36,7 @@ def undisturbed(dataset, tmp_path_factory):
 
 # --- signals ---
 
+@pytest.mark.usefixtures("hangup_is_heard")
 def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(ending, "SAME_S", 0.0)
     real, calls = Block.backward, []
@@ -55,6 +56,7 @@ def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, mon
     assert losses(tmp_path) == undisturbed
 
 
+@pytest.mark.usefixtures("hangup_is_heard")
 def test_signals_that_come_together_are_one_request(monkeypatch):
     stop = StopSignal(quiet=True, alone=True)
     with ending.handling(stop), stop.interruptible():
