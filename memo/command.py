@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from memo.errors import ConfigError, reason
-from memo.keys import check_value, help_width, option, typed
+from memo.keys import CONTROL, check_value, help_width, option, typed
 
 FIRST_S = 3  # after so long something is said
 
@@ -64,7 +64,8 @@ def run(main, argv=None):
         return main(argv) or 0
     except (ConfigError, OSError) as e:
         told = isinstance(e, ConfigError) or not (e.filename and e.strerror)
-        print(f"error: {e if told else f'{e.filename}: {e.strerror}'}", file=sys.stderr)
+        text = str(e) if told else f"{e.filename}: {e.strerror}"
+        print(f"error: {'?'.join(CONTROL.split(text))}", file=sys.stderr)  # an argument may hold line breaks
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

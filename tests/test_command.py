@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import trace_step
+from memo import command as commands
 from memo import convert, planner, profiler, sample
 from memo.command import run
 from memo.device import device_name
+from memo.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
@@ -97,3 +99,10 @@ def test_a_start_imports_nothing_that_can_wait():
     code = f"import sys, train, memo.estimate; print(*(name for name in {late.split()} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("\n", "")
+
+
+def test_an_error_is_one_line_whatever_was_typed(capsys):
+    def main(argv):
+        raise ConfigError(f"--search={argv[0]} takes no value")
+    assert commands.run(main, ["a\nb\u2028\x1b[2J\udcff"]) == 2
+    assert capsys.readouterr().err == "error: --search=a?b??[2J? takes no value\n"

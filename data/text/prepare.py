@@ -8,13 +8,15 @@ import glob
 import itertools
 import json
 import logging
+import socket
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlparse
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from memo.command import Arguments, run
+from memo.command import Arguments, progress, run
 from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
 from memo.tokens import DATA, VOCAB_SIZE, load_tokenizer, train_tokenizer, write_dataset
@@ -57,13 +59,23 @@ def source_files(source):
     return files
 
 
+def look_in_the_cache_without_network():
+    """Where the hub's name is not known the library would retry for half a minute: it is told that it is offline."""
+    from huggingface_hub import constants
+    try:
+        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True  # read when datasets is imported
+
+
 def load(source, remedy, *args, **kwargs):
     """The rows of datasets.load_dataset. Errors: whatever stops it, in one line."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         import datasets  # takes seconds: only where it is needed
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        return datasets.load_dataset(*args, **kwargs)
+        with progress(lambda: f"loading source={source}"):
+            return datasets.load_dataset(*args, **kwargs)
     except Exception as e:
         raise unreadable(source, e, remedy) from None
 
@@ -141,6 +153,7 @@ def open_source(args):
         return lambda: itertools.chain.from_iterable(file_documents(p, args.text_key) for p in files), total
     if Path(args.source).suffix in SUFFIXES or args.source.count("/") > 1:
         raise ConfigError(f"source={args.source} does not exist; give a file, a folder or a Hugging Face dataset's name")
+    look_in_the_cache_without_network()
     rows = load(args.source, "give a file, a folder or a Hugging Face dataset's name; check --config, --split, the network",
                 args.source, args.config, split=args.split)
     if args.text_key in rows.column_names:
