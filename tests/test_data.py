@@ -308,6 +308,7 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=in --out_dir=", "out_dir='' must not be empty"),
     ("--source=", "source='' must not be empty"),
     ("--source=in/deep.jsonl", "in/deep.jsonl:1 must be one JSON object a line (maximum recursion depth"),
+    ("--source=in/endless.txt", "source=in/endless.txt is no regular file and no folder; give one"),
     ("--source=in/digits.jsonl", "in/digits.jsonl:1 must be one JSON object a line (Exceeds the limit"),
     ("--source=in/long.jsonl", "in/long.jsonl:1 must be at most 400 characters long (a row is read as a whole); split"),
     ("--source=in --out=x", "unrecognized arguments: --out=x; see --help"),
@@ -321,6 +322,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv,
     (tmp_path / "in" / "empty").mkdir(parents=True)
     for name, content in BAD_FILES.items():
         (tmp_path / "in" / name).write_bytes(content)
+    (tmp_path / "in" / "endless.txt").symlink_to("/dev/zero")
     save(Tokenizer(models.BPE({"a": 0}, [])), tmp_path / "no_end.json")
     assert run(text.main, ["--tokenizer=train:300", "--out_dir=out", *argv.split()]) == 2
     err = capsys.readouterr().err

@@ -51,6 +51,8 @@ def read_argv(argv):
 def source_files(source):
     """The files of a file or folder, in order. Errors: none that can be read."""
     path, suffixes = Path(source), ", ".join(SUFFIXES)
+    if not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"source={source} is no regular file and no folder; give one")
     if path.is_file() and path.suffix not in SUFFIXES:
         raise ConfigError(f"source={source} must have one of the suffixes {suffixes}, not {path.suffix!r}; convert it")
     files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
