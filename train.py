@@ -38,6 +38,7 @@ if __name__ == "__main__":
 
 import math
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -302,6 +303,8 @@ def save_last(run):
         other.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
         together(host, other.wait)
     except ConfigError as e:
+        if speaks:
+            shutil.rmtree(folder, ignore_errors=True)
         raise TrainingError(f"{error}; nor could it be saved elsewhere: {e}") from None
     if speaks:
         run.beside("config.json", furnish, run, folder)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import train
 from memo import checkpoint, convert, profiler
 from memo.allocator import Arena
-from memo.mesh import Agreed, Launch
+from memo.mesh import Launch
 from memo.metrics import read_metrics
 from tests.ranks import Ranks, children, pool
 
@@ -230,7 +230,7 @@ def small_files(host, argv, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         return here(host, argv)
-    except Agreed as e:
+    except train.TrainingError as e:
         return str(e)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -242,11 +242,11 @@ def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_pat
     assert pool(2).run(here, [*keys, "--max_iters=3", "--lr_decay_iters=10"]) == [0, 0]
     resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=10", "--save_interval=2"]
     for said in pool(2).run(small_files, resume, 20_000):  # tried at 4, 6 and 8 too: training went on
-        assert said == (f"{tmp_path}/ckpt/10 cannot be written (File too large); the previous one is whole; free some space "
-                        "there or choose another folder")
+        assert said.startswith(f"{tmp_path}/ckpt/10 cannot be written (File too large); the previous one is whole; free "
+                               "some space there or choose another folder; nor could it be saved elsewhere: ")
     assert len(losses(tmp_path)) == 10 and os.listdir(tmp_path / "ckpt") == ["3"]
     assert pool(2).run(here, resume) == [0, 0]
-    assert os.listdir(tmp_path / "ckpt") == ["10"]
+    assert sorted(os.listdir(tmp_path / "ckpt")) == ["10", "8"]
 
 
 def without_room(host, argv):
