@@ -62,7 +62,7 @@ def interrupted(out, iters, log, rng, times):
     ends = []
     while len(ends) < times:
         run, names = start(out, iters, log), rng.choice(ENDS)
-        time.sleep(rng.uniform(0.1, 8))
+        time.sleep(rng.uniform(0.1, 5))
         for i, name in enumerate(names):
             time.sleep(TWICE_S * (i > 0))
             if run.poll() is None:
@@ -79,8 +79,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a run under nohup would ignore
     with tempfile.TemporaryDirectory() as folder:
         folder, alone = Path(folder), Path(folder) / "alone"
         if start(alone, args.steps, subprocess.DEVNULL).wait():
