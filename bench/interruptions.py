@@ -81,7 +81,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a run under nohup would ignore
+    for number in (signal.SIGHUP, signal.SIGINT):  # a shell makes what runs behind it ignore them
+        signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory() as folder:
         folder, alone = Path(folder), Path(folder) / "alone"
         if start(alone, args.steps, subprocess.DEVNULL).wait():
