@@ -151,14 +151,15 @@ def check(argv, launch, passed_over=()):
 
 def checked(argv, launch, host):
     """What check() found. A checkpoint that is damaged, whichever rank saw it, is passed over for the one before it."""
-    def found(passed_over):
+    passed_over = {}
+
+    def found():
         try:
             return check(argv, launch, passed_over), None
         except Damaged as e:
             return None, (e.folder, str(e))
-    passed_over = {}
     while True:
-        run, damaged = together(host, found, {folder.name: why for folder, why in passed_over.items()})
+        run, damaged = together(host, found)
         damaged = [d for d in host.objects(damaged) if d]
         if not damaged:
             run.passed_over = passed_over
@@ -282,15 +283,18 @@ def save_last(run):
     """Saves the steps done, in another folder where out_dir cannot take them, and waits. Errors: TrainingError, on all
     ranks: it says where they are saved, if they are."""
     host, speaks = run.mesh.host, run.speaks
+
+    def write(saver):
+        saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
+        with command.progress(lambda: f"writing {saver.folder}") if speaks else contextlib.nullcontext():
+            together(host, saver.wait)
     with contextlib.suppress(CheckpointError):  # of the save before
         run.saver.wait()
     try:
-        run.saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
-        with command.progress(lambda: f"saving in {run.out}") if speaks else contextlib.nullcontext():
-            together(host, run.saver.wait)
+        write(run.saver)
         return
     except ConfigError as e:
-        error = f"{e}"
+        error = str(e)
     folder = None
     with contextlib.suppress(OSError):
         if speaks and run.one_host:
@@ -298,10 +302,8 @@ def save_last(run):
     folder = host.objects(folder)[0]
     if folder is None:
         raise TrainingError(error)
-    other = checkpoint.Saver(folder, run.saver.group, run.cfg.pin_memory)
     try:
-        other.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
-        together(host, other.wait)
+        write(checkpoint.Saver(folder, run.saver.group, run.cfg.pin_memory))
     except ConfigError as e:
         if speaks:
             shutil.rmtree(folder, ignore_errors=True)
@@ -326,8 +328,8 @@ def not_finite(run, it, loss, grad_norm):
     offsets = [o for micro in range(cfg.gradient_accumulation_steps)
                for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
     return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train "
-                         f"split) must be finite; nothing was saved over: {good}; "
-                         "try a lower --learning_rate or more --warmup_iters")
+                     f"split) must be finite; nothing was saved over: {good}; "
+                     "try a lower --learning_rate or more --warmup_iters")
 
 
 def train(run, stop):

@@ -294,7 +294,7 @@ def read_newest(out_dir, work):
             return work(load(out_dir, passed_over=passed_over))
         except Damaged as e:
             if os.path.lexists(e.folder):
-                passed_over[e.folder.name] = str(e)
+                passed_over[e.folder] = str(e)
                 if latest(out_dir):
                     warn(f"checkpoint passed over: {e}")
 

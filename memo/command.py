@@ -36,6 +36,11 @@ class Arguments(argparse.ArgumentParser):
         more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
         self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
 
+    def device_options(self):
+        """--device and --dtype, as the configuration has them."""
+        self.option("--device", default="auto", help="auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
+        self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+
     def parse_known_args(self, args=None, namespace=None):
         found, rest = super().parse_known_args(args, namespace)
         for f in self.options:

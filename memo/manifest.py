@@ -53,9 +53,9 @@ def sealed(stored):
 
 
 def newest(out_dir, passed_over=()):
-    """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {name of a folder: why it is not to be
+    """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not to be
     used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
-    folder = next((f for f in checkpoints(out_dir) if f.name not in passed_over), None)
+    folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
     if folder is None and passed_over:
         raise CheckpointError(next(iter(passed_over.values())))
     if folder is None:

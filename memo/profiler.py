@@ -19,8 +19,7 @@ def read_argv(argv):
     parser = Arguments(prog="python -m memo.profiler", description="Measures this machine for memo.estimate --gpu=here; "
                        "under torchrun with all its ranks at once.")
     parser.add_argument("--calibrate", action="store_true", required=True, help="takes a minute or less, and stores it")
-    parser.option("--device", default="auto", help="auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
-    parser.option("--dtype", default="auto", help="auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+    parser.device_options()
     return parser.parse_args(argv)
 
 

@@ -17,8 +17,7 @@ def read_argv(argv):
     parser.option("--top_k", int, 200, "draw among the k likeliest; 0 among all", least=0, most=2**32,
                   why="no vocabulary is larger")
     parser.option("--seed", int, 1337, "of what is drawn", least=0, below=2**63, why="seeds have 63 bits")
-    parser.option("--device", default="auto", help="auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
-    parser.option("--dtype", default="auto", help="auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+    parser.device_options()
     return parser.parse_args(argv)
 
 

@@ -150,6 +150,7 @@ def test_a_console_that_fails_loses_text_only(capfd):
         console.close()
         console.stream.close()  # as Python does in the end
     Console(None).write("no stdout at all")
+    assert capfd.readouterr() == ("", "")
 
 
 def broken_pipe():
