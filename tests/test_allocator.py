@@ -270,7 +270,7 @@ PLANTS = {  # what the adversary does: to the cache folder, to the library in it
     "a folder in the library's place": (lambda folder, path: (path.unlink(), path.mkdir()), ""),
     "another user's folder": (lambda folder, path: another_users(folder), "is no folder of this user; remove it, or set"),
     "a folder that all can write": (lambda folder, path: folder.chmod(0o777), "memo can be written by others; chmod 700 "),
-    "a folder above that all can write": (lambda folder, path: folder.parent.chmod(0o777), "by others; chmod o-w"),
+    "a folder above that all can write": (lambda folder, path: folder.parent.chmod(0o777), "by others; chmod go-w"),
     "a link": (lambda folder, path: (folder.rename(folder.parent / "x"), folder.symlink_to(folder.parent / "x")),
                "memo is no folder of this user"),
     "no home": (None, "no cache folder can be made (Could not determine home directory.); set XDG_CACHE_HOME to a")}
