@@ -5,13 +5,13 @@
     n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N rows, in order
     C, H, D   hidden size, heads, head dimension C/H
     V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
-    s         the skeletal activations of one layer: named views of one buffer, see memo/activations.py
+    s         the skeletal activations of one layer: named views of one buffer, see memo/layer.py
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
 
 Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
 skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer; what is
-token-wise goes piece by piece of rows (memo/tp.py, memo/ops.py), attention group by group of heads (memo/attention.py).
-With one rank tp = cp = 1, and gather and scatter_sum (memo/tp.py) are views.
+token-wise goes piece by piece of rows (memo/parallel/tp.py), attention group by group of heads (memo/attention.py).
+With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are views.
 Source: the layer of MEMO section 3.1 (pre-norm GPT).
 """
 
@@ -22,23 +22,13 @@ from types import SimpleNamespace
 
 import torch
 
-from memo.activations import TABLE, Placement, head_rows
-from memo.allocator import NoArena
 from memo.attention import attend, attend_backward, resolve_attention
-from memo.cp import across, held
-from memo.flat import (
-    LAYER_BIASES,
-    bucket_views,
-    gradient_places,
-    gradient_slots,
-    local_layout,
-    parameter_shapes,
-    views,
-)
-from memo.mesh import ALONE
+from memo.flat import LAYER_BIASES, bucket_views, gradient_places, gradient_slots, local_layout, parameter_shapes, views
+from memo.layer import TABLE, head_rows
 from memo.ops import gelu_backward, gelu_forward, resolve_ops, rotations
-from memo.swap import Swap
-from memo.tp import (
+from memo.parallel.cp import across, held
+from memo.parallel.mesh import ALONE
+from memo.parallel.tp import (
     accumulate_product,
     bias_backward,
     chunks,
@@ -53,6 +43,9 @@ from memo.tp import (
     row_linear_forward,
     softmax,
 )
+from memo.planner.allocator import NoArena
+from memo.swap.buffers import Swap
+from memo.swap.placement import Placement
 
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 EVERY_ROW = {t.name: slice(None) for t in TABLE}
@@ -231,7 +224,7 @@ class GPT:
             self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.tp))
         self.shape = self.swap = None
         self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
-        self.arena = NoArena()  # where the transient tensors live: memo/allocator.py
+        self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     @staticmethod
     def named(tensors, prefix):

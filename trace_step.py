@@ -37,8 +37,8 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 
-from memo import profiler
-from memo.mesh import Axis, Mesh
+from memo.parallel.mesh import Axis, Mesh
+from memo.planner.rehearsal import kernel_requests, traced_requests
 from model import GPT
 
 
@@ -55,10 +55,10 @@ def trace_step(cfg, device, threads=1, multiprocessors=0):
     threads; nothing is recomputed in it, which requests no more than the forward does. cfg.dtype auto: as there."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     cfg = replace(cfg, n_layer=1, activation="keep", alpha="auto")
-    requests = partial(profiler.kernel_requests, threads=threads, deterministic=cfg.deterministic,
+    requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(tp=Axis("tp", cfg.tp), cp=Axis("cp", cfg.cp))
-    return profiler.traced(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
+    return traced_requests(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
                            cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", requests)
 
 

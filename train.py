@@ -49,22 +49,22 @@ from uuid import uuid4
 
 import torch
 
-from memo import checkpoint, convert, placement
+from memo import checkpoint, convert, decide
 from memo.attention import resolve_attention
 from memo.batch import open_dataset, to_device
-from memo.budget import traced_arena
-from memo.cp import held
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
 from memo.ending import Beside, Interrupted, StepGivenUp, StopSignal, handling, interrupt
-from memo.expected import OutOfMemory, expect, growing
-from memo.hardware import peak_flops_per_s
-from memo.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
+from memo.estimate.budget import traced_arena
+from memo.estimate.expected import OutOfMemory, expect, growing
+from memo.estimate.hardware import peak_flops_per_s
 from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, mfu, tgs
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.out_dir import holds, lock, see
+from memo.parallel.cp import held
+from memo.parallel.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
 from memo.report import describe, draw_loss, draw_step, finish, furnish, go_on_with, save_plan
-from memo.streams import stall_s
+from memo.swap.streams import stall_s
 from memo.tokens import load_tokenizer
 from model import GPT, initial_weights
 from trace_step import trace_step
@@ -140,8 +140,8 @@ def check(argv, launch, passed_over=()):
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
-    limit = placement.host_limit(cfg, launch)
-    placement.check(cfg, device, dtype, limit)
+    limit = decide.host_limit(cfg, launch)
+    decide.check(cfg, device, dtype, limit)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
     resolved = replace(cfg, attention=attention.name, ops=ops.name)  # so that the estimate has the kernels of the run
     expected = expect(resolved, device, launch, arena_here, force) if launch.rank == 0 else None
@@ -212,10 +212,10 @@ def setup(argv, launch, host):
             run.optimizer.load(initial_weights(cfg, cfg.seed, device))
     run.first = run.done = ckpt.iter if ckpt is not None else 0
     with growing(run.expected, device, "rounding_buffers"):
-        run.decision = placement.decide(cfg, model, run.limit)
+        run.decision = decide.decide(cfg, model, run.limit)
     with growing(run.expected, device, "transient"):
-        placement.plan_memory(cfg, model)
-    run.lines = placement.where_it_lives(cfg, run.decision, model, run.optimizer)
+        decide.plan_memory(cfg, model)
+    run.lines = decide.where_it_lives(cfg, run.decision, model, run.optimizer)
     run.saver = checkpoint.Saver(run.out, host.another(), cfg.pin_memory, cfg.keep_checkpoints, ckpt and ckpt.iter)
     run.failed_saves, run.beside, run.drawn = 0, Beside(), set()
     run.peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None

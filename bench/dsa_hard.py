@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo.dsa import SOLVERS, Buffer, NoPlacement, Problem, lower_bound, read_csv, solve
+from memo.dsa.__main__ import read_csv
+from memo.dsa.problem import SOLVERS, Buffer, NoPlacement, Problem, lower_bound, solve
 
 KIB = 1024
 FAMILIES = {  # buffers, live blocks, P(a successor is as large as what it follows), P(a block is several buffers), ...

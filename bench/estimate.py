@@ -22,11 +22,11 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.machine import machine as machine_at_hand
-from memo import hardware
-from memo.budget import ROOT, Arena, estimate, fast_arena, granting, traced_arena
 from memo.config import load_config
+from memo.estimate import hardware
+from memo.estimate.budget import ROOT, Arena, estimate, fast_arena, granting, traced_arena
+from memo.estimate.search import changed, degrees_of, longest, search
 from memo.files import save_json
-from memo.search import changed, degrees_of, longest, search
 
 RESULTS = Path(__file__).parent / "results"
 PAPER = json.loads((ROOT / "tests/facts/memo_paper.json").read_text())

@@ -31,19 +31,20 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
-from memo import placement
-from memo.activations import Placement, head_rows
-from memo.alpha import OTHERS, OutOfHostMemory, place
+from memo import decide
 from memo.config import Config
 from memo.device import device_name, synchronize
 from memo.errors import ConfigError
-from memo.hardware import peak_flops_per_s
-from memo.mesh import launched
+from memo.estimate.hardware import peak_flops_per_s
+from memo.layer import head_rows
 from memo.metrics import mfu, percent, tgs
 from memo.optim import Optimizer
+from memo.parallel.mesh import launched
 from memo.plots import timeline
-from memo.slab import host_bytes
-from memo.streams import stall_s
+from memo.swap.alpha import OTHERS, OutOfHostMemory, place
+from memo.swap.placement import Placement
+from memo.swap.slab import host_bytes
+from memo.swap.streams import stall_s
 from model import GPT, initial_weights
 from tests.twin import Twin
 
@@ -71,7 +72,7 @@ def most_layers(base, S, device):
     """The layers, up to 32, whose states leave room for the buffers at alpha = 0."""
     if device.type != "cuda":
         return 4
-    p = placement.problem(replace(base, block_size=S), torch.bfloat16, 0)
+    p = decide.problem(replace(base, block_size=S), torch.bfloat16, 0)
     activations = p.least_device_bytes + TRANSIENT_UNITS * p.nbytes["x"]
     room = torch.cuda.mem_get_info(device)[1] * 0.97 - 2**31 - activations
     layers = (room - STATE_BYTES * base.vocab_size * base.n_embd) / (STATE_BYTES * 12 * base.n_embd**2)
@@ -86,7 +87,7 @@ class Ours:
         self.optimizer = Optimizer(self.model, cfg)
         self.optimizer.load(initial_weights(cfg, 0, device))
         self.batch = tokens, targets
-        self.decision = placement.decide(cfg, self.model, placement.host_limit(cfg, launched()))
+        self.decision = decide.decide(cfg, self.model, decide.host_limit(cfg, launched()))
 
     def step(self):
         self.model.swap.streams.timeline.clear()
@@ -213,7 +214,7 @@ def build(case, cfg, device, S):
 def placements(cfg):
     """{name: Placement}, of every kind: the modes, alphas, layers that keep only their input, more than two buffers."""
     L, N = cfg.n_layer, cfg.block_size
-    problem = placement.problem(cfg, torch.bfloat16, 2**60)
+    problem = decide.problem(cfg, torch.bfloat16, 2**60)
     made = {a: place(replace(cfg, activation=a), problem, N)[0] for a in ("keep", "recompute", "swap")}
     made |= {f"alpha {a}": place(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
     half = made["alpha 0.5"].kept

@@ -15,17 +15,18 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
+from memo.layer import n_rows, tensors_of
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo import placement
-from memo.activations import Placement
-from memo.alpha import OTHERS
 from memo.attention import BACKENDS
 from memo.config import Config
-from memo.cp import across, held, parts
-from memo.mesh import Axis, open_mesh
 from memo.ops import TORCH
 from memo.optim import Optimizer
+from memo.parallel.cp import across, held, parts
+from memo.parallel.mesh import Axis, open_mesh
+from memo.swap.alpha import OTHERS
+from memo.swap.placement import Placement
 from model import GPT, initial_weights
 from tests.ranks import pool
 
@@ -58,7 +59,7 @@ def count(host, cfg):
     model = GPT(cfg, CPU, torch.float32, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
-    B, T, N = cfg.batch_size, cfg.block_size // cfg.cp, placement.n_rows(cfg)
+    B, T, N = cfg.batch_size, cfg.block_size // cfg.cp, n_rows(cfg)
     model.reserve(B, T, Placement(cfg.n_layer, 2, N, dict.fromkeys(OTHERS, N // 2)))  # alpha = 1/2
     model.arena = meter = Meter(mesh)
     tokens = torch.zeros(B, T, dtype=torch.int64)
@@ -68,7 +69,7 @@ def count(host, cfg):
     optimizer.clip(1.0)
     shared = mesh.tp.sent_bytes - before
     optimizer.step(1e-3)
-    activations = sum(t.nbytes for t in placement.tensors_of(cfg, 4).values())
+    activations = sum(t.nbytes for t in tensors_of(cfg, 4).values())
     model.close()
     return dict(sent=meter.sent, data=mesh.data.sent_bytes, parameters=model.params.numel(), activations=activations,
                 tp_gradients=shared)

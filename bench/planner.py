@@ -4,7 +4,7 @@ and on the whole step, and the plan beside what torch's caching allocator would 
     python bench/planner.py [--lengths=65536,...,1048576] [--solve=131072,1048576] [--time_limit=60]
 
 Writes bench/results/planner.json, planner.png (reserved bytes against the length) and memory_plan.png (one step, address
-against time). The allocator is simulated (memo/caching.py), from the rules that torch publishes.
+against time). The allocator is simulated (memo/planner/caching.py), from the rules that torch publishes.
 """
 
 import argparse
@@ -19,14 +19,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo import dsa
-from memo.activations import TABLE, Placement
-from memo.allocator import ALIGNMENT
-from memo.caching import OutOfMemory, simulate
 from memo.config import load_config
-from memo.planner import Levels, bilevel, one_level, requests_of
+from memo.layer import TABLE
+from memo.planner.allocator import ALIGNMENT
+from memo.planner.caching import OutOfMemory, simulate
+from memo.planner.plan import Levels, bilevel, one_level, requests_of
+from memo.planner.rehearsal import traced_requests
 from memo.plots import BLUE, GREY, ORANGE, memory_plan
-from memo.profiler import traced
+from memo.swap.placement import Placement
 from model import GPT
 
 matplotlib.use("Agg")
@@ -42,7 +42,7 @@ def trace_of(S, L, alpha=0.5):
     """The Trace of the 7B model's step at S tokens with L layers, bf16."""
     cfg = load_config(["config/7b_1m.py", "--tp=1", "--cp=1", f"--block_size={S}", f"--n_layer={L}"])
     placement = Placement(L, 2, S, {t.name: int(alpha * S) if t.other else S for t in TABLE})
-    return traced(lambda device: GPT(cfg, device, torch.bfloat16), 1, S, [placement.missing(i) for i in range(L)])
+    return traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, S, [placement.missing(i) for i in range(L)])
 
 
 def pairs(buffers):
@@ -63,7 +63,7 @@ def solve_pieces(S, time_limit):
         mine = [(r.lower, r.upper, r.bytes) for r in requests if r.segment.endswith(f"/{kind} 0")]
         problem = Levels(ALIGNMENT["cuda"], None, None).problem(mine)
         for solver in SOLVERS:
-            s = dsa.solve(problem, solver, time_limit)
+            s = problem.solve(problem, solver, time_limit)
             rows.append(dict(S=S, piece=f"a layer's {kind}", n=len(mine), pairs=pairs(problem.buffers), solver=solver,
                              lower_bound=s.lower_bound, peak=s.peak, proven=s.proven, seconds=s.seconds))
             show(rows[-1])

@@ -20,13 +20,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
+from memo.layer import tensors_of
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo import placement
-from memo.alpha import place
+from memo import decide
 from memo.config import Config
 from memo.plots import BLUE, GREEN, GREY, ORANGE
-from memo.streams import CpuStream, Streams, Timeline
+from memo.swap.alpha import place
+from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
 CFG = Config(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")
@@ -66,9 +68,9 @@ class Bench:
 
     def chosen(self, mode):
         """What alpha=auto comes to at the present rate."""
-        layer = sum(placement.problem(CFG, torch.float32, 0).nbytes.values())
+        layer = sum(decide.problem(CFG, torch.float32, 0).nbytes.values())
         enough = (CFG.n_layer - 1) * layer  # for what is swapped, but not for all layers, which would stay on a CPU
-        return placement.decide(replace(CFG, alpha_mode=mode), self.model, enough, streams=self.streams)
+        return decide.decide(replace(CFG, alpha_mode=mode), self.model, enough, streams=self.streams)
 
     def run(self, p):
         """[(seconds, spans)] of the steps with placement `p`, after one that warms up."""
@@ -104,13 +106,13 @@ def expected(spans, copy_s, layers):
 def measure(bench, bytes_per_s, rounds):
     """Rows of one rate: every alpha on the grid and both choices, taking turns."""
     bench.rate(bytes_per_s)
-    nothing = placement.problem(CFG, torch.float32, 2**50)
+    nothing = decide.problem(CFG, torch.float32, 2**50)
     cases = {f"{a:.3f}": (a, place(replace(CFG, alpha=a), nothing, CFG.block_size)[0]) for a in GRID}
     limits = {}
     for mode in ("paper", "per_tensor"):
         d = bench.chosen(mode)
         cases[mode], limits[mode] = (d.alpha, d.placement), d.swap_plan.limits
-    tensors = placement.tensors_of(CFG, 4)
+    tensors = tensors_of(CFG, 4)
     seen = {name: dict(step_s=[], hidden_s=[], sum_s=[]) for name in cases}
     for _ in range(rounds):
         for name, (_, p) in cases.items():
@@ -154,7 +156,7 @@ def main():
     args = parser.parse_args()
     bench = Bench(args.steps)
     forward_s = bench.chosen("paper").rates.forward_s
-    whole = sum(t.nbytes for t in placement.tensors_of(CFG, 4).values())
+    whole = sum(t.nbytes for t in tensors_of(CFG, 4).values())
     results = []
     for ratio in COPY_OVER_FORWARD:
         bytes_per_s = whole / (ratio * forward_s)

@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from memo.activations import heads_at_once
 from memo.backends import PACKAGES, Facts, choose, cudnn_version, missing
+from memo.layer import heads_at_once
 
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
 # forward has out=, where it writes; `label`: its name and version, and why it was chosen

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from memo.errors import ConfigError
-from memo.hardware import CONTEXT_BYTES
+from memo.estimate.hardware import CONTEXT_BYTES
 
 
 def pick_device(cfg, local_rank=0):

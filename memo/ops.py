@@ -18,7 +18,7 @@ from collections import namedtuple
 import torch
 
 from memo.errors import ConfigError
-from memo.tp import chunks
+from memo.parallel.tp import chunks
 
 aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5

@@ -19,8 +19,8 @@ import torch
 from torch.optim.adamw import adamw
 
 from memo.flat import Piece, boxes, is_shared, joined, shared_numel, split_dim, views
+from memo.parallel.tp import local
 from memo.staging import Staging
-from memo.tp import local
 
 EPS = 1e-8
 SUMMED = 2**10  # squares that are added up in fp32

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from memo.caching import Rectangle, kind, pieces, planned, simulate
 from memo.metrics import read_metrics
+from memo.planner.caching import Rectangle, kind, pieces, planned, simulate
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN,
@@ -81,7 +81,7 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
 
 
 def timeline(spans, json_path, png_path, title):
-    """One step's spans (memo/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three rows, compute,
+    """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three rows, compute,
     offload and prefetch, layer by layer; what the compute stream waited for is red."""
     shown = [s for s in spans if s.kind == "launch" or s.stream == "compute"]
     events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row)) for i, row in enumerate(ROWS)]
@@ -130,7 +130,7 @@ def printed(nbytes):
 
 
 def fill(ax, rectangles, colour, unit, linewidth, edge):
-    """Rectangles (memo/caching.py) as one collection: a step has thousands."""
+    """Rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
     from matplotlib.collections import PolyCollection
     corners = [[(r.start, low), (r.stop, low), (r.stop, high), (r.start, high)] for r, low, high in
                ((r, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles)]

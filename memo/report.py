@@ -6,11 +6,12 @@ import shlex
 import signal
 from statistics import median
 
-from memo import placement
+from memo import decide
 from memo.command import python
 from memo.config import save_config
 from memo.device import device_name
 from memo.files import save_bytes, save_json
+from memo.layer import n_rows
 from memo.metrics import flops_per_sample, parameters, read_metrics, say
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.tokens import load_tokenizer
@@ -29,11 +30,11 @@ def describe(run):
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
           f"ranks       {mesh.host.size}: dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; "
-          f"{m.params.numel() / 1e6:.1f}M weights, {placement.n_rows(cfg):,} tokens each\n"
+          f"{m.params.numel() / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}, attention={m.attention.label}, "
           f"ops={m.ops.name}{f': {m.why_ops}' if m.why_ops and run.device.type == 'cuda' else ''}\n"
-          f"{placement.describe(cfg, run.decision, run.lines, run.expected)}\n"
+          f"{decide.describe(cfg, run.decision, run.lines, run.expected)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}", flush=True)
 
 
@@ -54,7 +55,7 @@ def furnish(run, folder):
 
 
 def save_plan(run, folder):
-    save_json(placement.as_dict(run.cfg, run.decision, run.model, run.lines, run.expected), folder / "plan.json")
+    save_json(decide.as_dict(run.cfg, run.decision, run.model, run.lines, run.expected), folder / "plan.json")
 
 
 def draw(run, name, work):

@@ -33,8 +33,8 @@ from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
+from memo.parallel.tp import row_linear_forward
 from memo.tokens import load_tokenizer, vocab_size_of
-from memo.tp import row_linear_forward
 from model import EVERY_ROW, GPT
 
 

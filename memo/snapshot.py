@@ -3,7 +3,7 @@ small blocks of page-locked host memory, since a GPU's copies to other memory ar
 
 import torch
 
-from memo.slab import HostSlab
+from memo.swap.slab import HostSlab
 
 STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, nothing beside the copy itself
 

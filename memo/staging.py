@@ -14,9 +14,9 @@ from collections import namedtuple
 
 import torch
 
-from memo.slab import HostSlab
-from memo.streams import Event
-from memo.swap import copy_bytes
+from memo.swap.buffers import copy_bytes
+from memo.swap.slab import HostSlab
+from memo.swap.streams import Event
 
 
 class Arrival(namedtuple("Arrival", "compute uploaded works")):

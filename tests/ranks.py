@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from memo.mesh import Launch, connected
+from memo.parallel.mesh import Launch, connected
 
 TIMEOUT_S = 300
 

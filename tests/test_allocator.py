@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import train
-from memo import allocator, planner, profiler
-from memo.activations import Placement
-from memo.allocator import Arena, Unavailable
 from memo.config import Config
 from memo.files import ours_alone
+from memo.planner import allocator
+from memo.planner.allocator import Arena, Unavailable
+from memo.planner.plan import Plan
+from memo.planner.rehearsal import rehearsed_requests, traced_requests
+from memo.swap.placement import Placement
 from model import GPT
 
 CPU = torch.device("cpu")
@@ -175,7 +177,7 @@ def test_every_live_block_keeps_its_bytes_whatever_is_requested():
 
 def test_the_guard_finds_blocks_that_overlap():
     """Built to trust its plan, the allocator would hand out overlapping blocks: the guard must not."""
-    overlapping = planner.Plan(8192, 8192, 64, "greedy", 0.0, {"piece": ((1000, 0), (5000, 512))}, ())
+    overlapping = Plan(8192, 8192, 64, "greedy", 0.0, {"piece": ((1000, 0), (5000, 512))}, ())
     for flags in ((), ("-DMEMO_TRUST_THE_PLAN",)):
         arena = Arena(CPU, guard=True, flags=flags)
         arena.lib.memo_reserve(arena.handle, 8192)
@@ -353,7 +355,7 @@ def test_the_arena_grows_while_planned_blocks_are_in_use(arena):
 
 
 def test_no_memory_for_the_arena_is_a_warning(arena, capsys):
-    plan = planner.Plan(2**60, 2**60, 64, "greedy", 0.0, {"piece": ((1000, 0),)}, ())
+    plan = Plan(2**60, 2**60, 64, "greedy", 0.0, {"piece": ((1000, 0),)}, ())
     with pytest.raises(Unavailable, match="no memory for an arena of 1.074e\\+09 GiB"):
         arena.install(plan)
     arena.run("piece", three)
@@ -450,7 +452,7 @@ def model_and_arena(dtype=torch.float32, T=2048, L=4, kept=1024, **kw):
 @pytest.mark.parametrize("kw", [dict(), dict(bias=True, position="learned"), dict(dtype=torch.bfloat16)])
 def test_the_rehearsal_makes_the_requests_of_a_real_step(kw):
     model, arena = model_and_arena(**kw)
-    rehearsed = profiler.rehearse(model, arena).segments
+    rehearsed = rehearsed_requests(model, arena).segments
     assert not model.grads.any()
     real = Arena(CPU)
     model.arena = real
@@ -469,8 +471,8 @@ def test_the_rehearsal_makes_the_requests_of_a_real_step(kw):
 def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
     dtype = kw.get("dtype", torch.float32)
     model, arena = model_and_arena(**kw)
-    recorded = profiler.rehearse(model, arena).segments
-    traced = profiler.traced(lambda device: GPT(model.cfg, device, dtype), 1, 2048, model.swap.missing, "cpu").segments
+    recorded = rehearsed_requests(model, arena).segments
+    traced = traced_requests(lambda device: GPT(model.cfg, device, dtype), 1, 2048, model.swap.missing, "cpu").segments
     assert list(traced) == list(recorded)
     for label in traced:
         rest = [n for verb, _, n in recorded[label] if verb == "malloc"]
@@ -514,9 +516,8 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_pa
         if isinstance(arena, Arena):
             arena.run("half", empty, 100)
             raise torch.OutOfMemoryError("no room")
-        return rehearse(model, arena)
-    rehearse = profiler.rehearse
-    monkeypatch.setattr(profiler, "rehearse", no_room)
+        return rehearsed_requests(model, arena)
+    monkeypatch.setattr("memo.decide.rehearsed_requests", no_room)
     assert main(dataset, tmp_path / "traced", "--max_iters=3") == 0
     err = capsys.readouterr().err
     assert "its requests are traced, not recorded" in err and "1x1024/forward 0:" in err  # attention's workspace
@@ -545,7 +546,7 @@ def test_shapes_in_turns_evaluations_and_another_alpha_change_nothing(capsys):
     model, arena = model_and_arena()
     twin, _ = model_and_arena()
     twin.params.copy_(model.params)
-    arena.replay(profiler.rehearse(model, arena))
+    arena.replay(rehearsed_requests(model, arena))
     model.arena = arena
     generator = torch.Generator().manual_seed(0)
     for step, (B, T, kept) in enumerate([(1, 2048, 1024), (2, 512, 512), (1, 512, 256), (1, 2048, 1024), (2, 512, 512),

@@ -8,8 +8,19 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from memo.activations import layout
-from memo.alpha import GROUPS, OTHERS, OutOfHostMemory, Problem, given, largest_block_size, paper, per_tensor, plan, rows
+from memo.layer import layout
+from memo.swap.alpha import (
+    GROUPS,
+    OTHERS,
+    OutOfHostMemory,
+    Problem,
+    given,
+    largest_block_size,
+    paper,
+    per_tensor,
+    plan,
+    rows,
+)
 
 PAPER = json.loads((Path(__file__).parent / "facts" / "memo_paper.json").read_text())
 HOST_BYTES = 1.035e12 / PAPER["setup"]["gpus_per_node"]  # half of the 2 TB is lost to blocks rounded up to powers of two

@@ -1,18 +1,21 @@
 """Attention: each kernel against the mathematics, the packages' interfaces of several versions, which kernel is taken."""
 
+
+
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from memo import activations, backends, budget, hardware, search
 from memo import attention as attention_module
+from memo import backends
 from memo.attention import BACKENDS, Unusable, attend, attend_backward, facts_of, installed, resolve_attention
 from memo.backends import Facts, choose, missing, workspaces
 from memo.config import Config, load_config
 from memo.errors import ConfigError
-from memo.profiler import FakeArena, kernel_requests
+from memo.estimate import budget, hardware, search
+from memo.planner.rehearsal import FakeArena, kernel_requests
 from tests import fakes
 from tests.test_model import error
 
@@ -65,7 +68,7 @@ def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, det
     fakes.install(monkeypatch, version)
     kernel = installed(fakes.KERNEL[version[0]])
     assert kernel.takes_out == takes_out and kernel.name == fakes.KERNEL[version[0]]
-    monkeypatch.setattr(activations, "GROUP_ELEMENTS", 2 * 24 * 16 * 2)  # groups of two heads of four
+    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 2 * 24 * 16 * 2)  # groups of two heads of four
     packed = torch.cat(tensors((2, 24, 4, 16)), 3)
     q, k, v, dout = packed.split(16, 3)  # strides of a projection's columns
     want, want_lse, *gradients = exact(q, k, v, dout, True, 0.25)

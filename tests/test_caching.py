@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memo.caching import (
+from memo.planner.caching import (
     CachingAllocator,
     OutOfMemory,
     Rectangle,
@@ -27,7 +27,7 @@ TIES = ("address", "block", "segment")
 
 
 def trace(*lines):
-    """A Trace of `verb name bytes` lines, as memo/planner.py has it."""
+    """A Trace of `verb name bytes` lines, as memo/planner/plan.py has it."""
     words = [[*line.split(), "0"] for line in lines]
     return SimpleNamespace(events=tuple((w[0], w[1].replace("_", " "), int(w[2])) for w in words))
 

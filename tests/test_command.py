@@ -12,10 +12,11 @@ import torch
 
 import trace_step
 from memo import command as commands
-from memo import convert, planner, profiler, sample
+from memo import convert, profiler, sample
 from memo.command import run
 from memo.device import device_name
 from memo.errors import ConfigError
+from memo.planner import __main__ as planner_main
 
 ROOT = Path(__file__).parents[1]
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
@@ -66,10 +67,10 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
     (sample.main, ["o", "--prompt=a", "--max_new_tokens=9999999999"], "must be at most 2147483648 (rows are counted in 32"),
     (sample.main, ["o", "--prompt=a", "--max_new=1"], "unrecognized arguments: --max_new=1"),
     (sample.main, ["", "--prompt=a"], "out_dir='' must not be empty"),
-    (planner.main, ["a.log", "-o", "b", "--alignment=0"], "alignment=0 must be at least 1"),
-    (planner.main, ["a.log", "-o", "b", "--time_limit=nan"], "time_limit=nan must be at least 0.0"),
-    (planner.main, ["a.log", "-o", "b", "--time_limit=1e99"], "(that is eleven days; what is found by then is used)"),
-    (planner.main, ["a.log", "-o", ""], "output='' must not be empty"),
+    (planner_main.main, ["a.log", "-o", "b", "--alignment=0"], "alignment=0 must be at least 1"),
+    (planner_main.main, ["a.log", "-o", "b", "--time_limit=nan"], "time_limit=nan must be at least 0.0"),
+    (planner_main.main, ["a.log", "-o", "b", "--time_limit=1e99"], "(that is eleven days; what is found by then is used)"),
+    (planner_main.main, ["a.log", "-o", ""], "output='' must not be empty"),
     (convert.main, ["to-hf", "", "hf"], "out_dir='' must not be empty"),
     (convert.main, ["from-hf", "a\nb", "hf"], "hf_folder='a\\nb' must be one line"),
     (profiler.main, ["--calibrate", "--dtype=float16"], "dtype='float16' must be one of auto, float32, bfloat16"),

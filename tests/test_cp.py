@@ -5,9 +5,9 @@ import torch
 
 from bench.parallel import scores
 from memo.attention import BACKENDS
-from memo.cp import across, held, parts
-from memo.mesh import Axis
 from memo.ops import TORCH
+from memo.parallel.cp import across, held, parts
+from memo.parallel.mesh import Axis
 from tests.ranks import pool
 
 

@@ -13,8 +13,24 @@ from pathlib import Path
 import pytest
 
 from bench.dsa_hard import FAMILIES, hard
-from memo import command, dsa, dsa_solvers
-from memo.dsa import Buffer, DsaError, NoPlacement, Problem, Solution, lower_bound, read_csv, solve, validate, write_csv
+from memo import command
+from memo.dsa import __main__ as dsa_main
+from memo.dsa import solvers
+from memo.dsa.__main__ import read_csv, write_csv
+from memo.dsa.problem import (
+    SOLVERS,
+    Buffer,
+    DsaError,
+    InOrder,
+    NoPlacement,
+    Problem,
+    Solution,
+    _parts,
+    _unit,
+    lower_bound,
+    solve,
+    validate,
+)
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -66,9 +82,9 @@ GAPS = [
 
 @pytest.mark.parametrize("solver,instances,helped", [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 1000, False)])
 def test_the_proven_optimum_is_that_of_brute_force(solver, instances, helped, monkeypatch):
-    monkeypatch.setattr(dsa_solvers, "_gurobi", lambda *args, **kwargs: None)
+    monkeypatch.setattr(solvers, "_gurobi", lambda *args, **kwargs: None)
     if not helped:
-        monkeypatch.setattr(dsa_solvers, "greedy", towers)  # greedy would leave the solver little to do
+        monkeypatch.setattr(solvers, "greedy", towers)  # greedy would leave the solver little to do
     rng, found_by = random.Random(0), []
     for _ in range(instances):
         problem = random_problem(rng)
@@ -98,13 +114,13 @@ def test_a_least_peak_above_the_load_is_proven(rows, solver):
 def test_80_gib_in_bytes(solver, gurobi, monkeypatch):
     """A binary that is 1e-6 away from 0 lets two buffers overlap by 1e-6 * M, here 80 KiB."""
     if not gurobi:
-        monkeypatch.setattr(dsa_solvers, "_gurobi", lambda *args, **kwargs: None)
+        monkeypatch.setattr(solvers, "_gurobi", lambda *args, **kwargs: None)
     for unit in (8 * GIB, 512 * 1024, 8 * GIB - 513):
         problem = problem_of([(lower, upper, size * unit) for lower, upper, size in GAPS[0]])
         solution = solve(problem, solver)
         assert (solution.peak, solution.lower_bound) == (7 * unit, 7 * unit)
     odd = [(lower, upper, size * 8 * GIB + i) for i, (lower, upper, size) in enumerate(GAPS[0])]  # no common unit
-    assert dsa._unit(problem_of(odd)) == 1
+    assert _unit(problem_of(odd)) == 1
     solution, least = solve(problem_of(odd), solver), solve(problem_of(odd), "cpsat")
     assert least.proven and least.peak <= solution.peak <= least.peak * 1.001
     assert solution.proven or (solver == "mip" and solution.lower_bound == lower_bound(problem_of(odd)))  # claims no proof
@@ -112,7 +128,7 @@ def test_80_gib_in_bytes(solver, gurobi, monkeypatch):
 
 @pytest.mark.parametrize("answer", [(None, -inf), (None, inf), ([0.0] * 10, 3.0), ([1e-7, -1e-7] * 5, 6.0)])
 def test_what_a_mip_solver_says_is_not_believed(answer, monkeypatch):
-    monkeypatch.setattr(dsa_solvers, "_gurobi", lambda *args, **kwargs: answer)
+    monkeypatch.setattr(solvers, "_gurobi", lambda *args, **kwargs: answer)
     solution = solve(problem_of(GAPS[0]), "mip")
     assert solution.lower_bound == 6 and solution.peak >= 7
 
@@ -153,17 +169,17 @@ def many(n, longest=100):
 def test_greedy_ends_with_its_time():
     """What there is then is the placement of an allocator, made in order of time."""
     problem = many(20_000)
-    solution, offsets, unit = solve(problem, "auto", time_limit=0), [0] * 20_000, dsa._unit(problem)
-    for part, members in dsa._parts(problem):
-        for i, offset in zip(members, dsa_solvers.in_order(part), strict=True):
+    solution, offsets, unit = solve(problem, "auto", time_limit=0), [0] * 20_000, _unit(problem)
+    for part, members in _parts(problem):
+        for i, offset in zip(members, solvers.in_order(part), strict=True):
             offsets[i] = offset * unit
     assert solution.offsets == tuple(offsets) and solution.gap < 0.2
 
 
 def test_a_large_problem_gets_a_quick_placement_first(monkeypatch):
     problem, asked = problem_of([(i, 100 + i, 7) for i in range(200)]), []  # whose in_order is the best there is
-    monkeypatch.setattr(dsa_solvers, "_best_fit", lambda *args: asked.append(args))
-    monkeypatch.setattr(dsa_solvers, "LARGE", 199)
+    monkeypatch.setattr(solvers, "_best_fit", lambda *args: asked.append(args))
+    monkeypatch.setattr(solvers, "LARGE", 199)
     assert solve(problem).proven and not asked
 
 
@@ -173,8 +189,8 @@ def test_placements_in_order_of_time_are_placements(seed):
     rng = random.Random(seed)
     rows = [(lower, lower + rng.randint(1, 30), rng.choice([1, 2, 3, 64, 10**12])) for lower in (rng.randrange(60)
                                                                                               for _ in range(150))]
-    part = dsa_solvers.part_of(*zip(*rows, strict=True))
-    offsets, problem = dsa_solvers.in_order(part), problem_of(rows)
+    part = solvers.part_of(*zip(*rows, strict=True))
+    offsets, problem = solvers.in_order(part), problem_of(rows)
 
     def overlap(offsets):
         return any(a[0] < b[1] and b[0] < a[1] and p < q + b[2] and q < p + a[2]
@@ -194,7 +210,7 @@ def test_placements_in_order_of_time_are_placements(seed):
 
 
 def test_the_validator_keeps_order_among_many():
-    row = dsa.InOrder(list(range(5000)))
+    row = InOrder(list(range(5000)))
     rng, there = random.Random(0), set()
     for _ in range(3000):
         k = rng.randrange(5000)
@@ -209,12 +225,12 @@ def test_sizes_beyond_the_solvers_are_refused_and_those_below_are_solved():
     with pytest.raises(DsaError, match="must add up to at most"):
         problem_of([(0, 1, 1)] * 5, alignment=2**58)
     most = [(i, 10**6 * (i + 2), 2**60 // 16 - i) for i in range(16)]
-    for solver in dsa.SOLVERS:
+    for solver in SOLVERS:
         assert solve(problem_of(most), solver, 1.0).proven
 
 
 def test_conflicts_are_counted_before_they_are_listed():
-    part = dsa_solvers.part_of(*zip(*((b.lower, b.upper, b.size) for b in many(300, 40).buffers), strict=True))
+    part = solvers.part_of(*zip(*((b.lower, b.upper, b.size) for b in many(300, 40).buffers), strict=True))
     assert part.n_pairs() == len(part.pairs()[0]) > 300
 
 
@@ -240,7 +256,7 @@ def test_the_time_limit_returns_the_best_so_far_with_its_gap():
 
 def test_gurobi_says_once_that_its_licence_is_too_small(capfd):
     pytest.importorskip("gurobipy")
-    dsa_solvers._say.cache_clear()
+    solvers._say.cache_clear()
     problem = replace(hard("network_1", **FAMILIES["network_1"]), capacity=None)
     for _ in range(2):
         solve(problem, "mip", time_limit=0.5)
@@ -272,7 +288,7 @@ def test_the_validator_names_what_is_broken(change, message):
 
 
 def test_no_placement_is_believed_that_breaks_a_rule(monkeypatch):
-    monkeypatch.setattr(dsa_solvers, "greedy", lambda part, stop, deadline: [0, 0, 1][-len(part.size):])
+    monkeypatch.setattr(solvers, "greedy", lambda part, stop, deadline: [0, 0, 1][-len(part.size):])
     with pytest.raises(ValueError, match="overlap"):
         solve(GOOD, "greedy")
 
@@ -331,7 +347,7 @@ HEAD = "id,lower,upper,size\n"
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, text, args, message):
     if text is not None:
         (tmp_path / "r.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    code = command.run(dsa.main, [str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"), *args])
+    code = command.run(dsa_main.main, [str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"), *args])
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err
     assert not (tmp_path / "plan.csv").exists()

@@ -14,16 +14,20 @@ import torch
 
 import train
 from bench.estimate import PAPER, of_that_width, paper_config, rows_of_table3
-from memo import budget, calibrate, estimate, expected, hardware, placement, planner, profiler, search
 from memo import command as commands
-from memo.activations import Placement, n_rows, tensors_of
-from memo.alpha import GROUPS
-from memo.budget import Arena, fast_arena, traced_arena
+from memo import decide, profiler
 from memo.config import Config, load_config
 from memo.errors import ConfigError
-from memo.mesh import Axis, Launch, Mesh
+from memo.estimate import __main__ as estimate_main
+from memo.estimate import budget, calibrate, expected, hardware, report, search
+from memo.estimate.budget import Arena, fast_arena, traced_arena
+from memo.estimate.roofline import swap_s
+from memo.layer import n_rows, tensors_of
 from memo.optim import Optimizer
-from memo.roofline import swap_s
+from memo.parallel.mesh import Axis, Launch, Mesh
+from memo.planner.trace import parse_trace
+from memo.swap.alpha import GROUPS
+from memo.swap.placement import Placement
 from model import GPT
 from tests.test_train import argv as arguments
 
@@ -94,13 +98,13 @@ def test_every_byte_is_in_a_line_and_a_region():
     for argv in (["--activation=keep"], ["--optimizer_device=cpu"], ["--alpha=0.5"], []):
         cfg = load_config(["config/7b_1m.py", *argv])
         got = budget.estimate(cfg, A800, 8, lambda *_: Arena(10**9, 10**6))
-        out = estimate.as_dict(got)
+        out = report.as_dict(got)
         regions = {k: v for k, v in out["device_bytes"].items() if k not in ("total", "capacity")}
         assert sum(regions.values()) == out["device_bytes"]["total"] == sum(line.device_bytes for line in got.lines)
         assert out["host_bytes"]["total"] == 8 * sum(line.host_bytes for line in got.lines)
         assert all(isinstance(n, int) for line in got.lines for n in line[2:])
         assert sum(out["seconds"]["parts"].values()) == pytest.approx(out["seconds"]["step"])
-        text = "\n".join(estimate.table(got))
+        text = "\n".join(report.table(got))
         assert all(line.what in text for line in got.lines)
 
 
@@ -120,8 +124,8 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
     optimizer = Optimizer(model, cfg)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, got.placement)
-    decision = placement.Decision(got.placement, got.plan, None, 0)
-    for line in placement.where_it_lives(cfg, decision, model, optimizer):
+    decision = decide.Decision(got.placement, got.plan, None, 0)
+    for line in decide.where_it_lives(cfg, decision, model, optimizer):
         if line.region != "transient":
             assert line in got.lines
     assert model.swap.device_bytes == got.bytes_of("rounding_buffers")[0]
@@ -130,7 +134,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
 
 
 @cache
-def traced(*argv, device="cuda"):
+def traced_arenas(*argv, device="cuda"):
     cfg = load_config(["config/7b_1m.py", *argv])
     machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
     return traced_arena(cfg, machine), fast_arena(cfg, machine)
@@ -140,7 +144,7 @@ def traced(*argv, device="cuda"):
                                   "--block_size=2097152", "--tp=1 --cp=1 --block_size=8192", "--tp=1 --cp=1 --n_head=8",
                                   "--tp=2 --cp=4 --context_parallel=ulysses --block_size=262144"])
 def test_the_fast_bound_is_one_and_is_near(text):
-    exact, bound = (sum(arena) for arena in traced(*text.split()))
+    exact, bound = (sum(arena) for arena in traced_arenas(*text.split()))
     assert exact <= bound <= 2 * exact
 
 
@@ -248,7 +252,7 @@ def test_remedies_fit():
 # --- the command ---
 
 def command(*argv, capsys):
-    code = commands.run(estimate.main, [*argv, "--fast"])
+    code = commands.run(estimate_main.main, [*argv, "--fast"])
     out = capsys.readouterr()
     return code, out.out, out.err
 
@@ -339,10 +343,10 @@ def test_the_bound_needs_no_torch(tmp_path):
 @pytest.mark.parametrize("columns", [70, 200])
 def test_help_is_in_columns(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = estimate.help_text().splitlines()[6:]
+    lines = estimate_main.help_text().splitlines()[6:]
     assert max(map(len, lines)) <= min(110, columns)
     given = [line.split("=")[0].split()[0] for line in lines if line.startswith("  --")]
-    assert set(given) == {f"--{name}" for name in (*estimate.FLAGS, *estimate.OPTIONS, *estimate.FIGURES)}
+    assert set(given) == {f"--{name}" for name in (*estimate_main.FLAGS, *estimate_main.OPTIONS, *estimate_main.FIGURES)}
     told = [re.match(r"  (--\S+)? *", line).end() for line in lines if re.match(r"  (--\S+)? +\S", line)]
     assert len(set(told)) == 1
 
@@ -500,7 +504,7 @@ def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
 
     def trace(keys):
         traces.append(keys)
-        return planner.parse("begin a\nmalloc 1 1000\nfree 1 1000\nend a\n")
+        return parse_trace("begin a\nmalloc 1 1000\nfree 1 1000\nend a\n")
     first = [traced_arena(cfg, machine, trace) for _ in range(2)]
     file, = (tmp_path / "memo").glob("arena-*.json")
     stored = json.loads(file.read_text())

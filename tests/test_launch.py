@@ -21,10 +21,11 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from memo import checkpoint, convert, profiler
-from memo.allocator import Arena
-from memo.mesh import Launch
+from memo import checkpoint, convert
 from memo.metrics import read_metrics
+from memo.parallel.mesh import Launch
+from memo.planner.allocator import Arena
+from memo.planner.rehearsal import Rehearsal
 from tests.ranks import Ranks, children, pool
 
 ROOT = Path(__file__).parents[1]
@@ -251,14 +252,14 @@ def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_pat
 
 def without_room(host, argv):
     """here(), but rank 1's rehearsal runs out of memory in its first backward -> (exit code, lines on stderr)."""
-    run, said = profiler.Rehearsal.run, io.StringIO()
+    run, said = Rehearsal.run, io.StringIO()
 
     def out_of_memory(self, label, *args):
         if host.rank == 1 and isinstance(self.arena, Arena) and "backward" in label:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run(self, label, *args)
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stderr(said):
-        m.setattr(profiler.Rehearsal, "run", out_of_memory)
+        m.setattr(Rehearsal, "run", out_of_memory)
         return here(host, argv), said.getvalue().splitlines()
 
 

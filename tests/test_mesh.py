@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from memo import command
-from memo import mesh as mesh_module
-from memo.allocator import Arena
 from memo.config import Config, communicators, degrees
 from memo.errors import ConfigError
-from memo.mesh import (
+from memo.parallel import mesh as mesh_module
+from memo.parallel.mesh import (
     ALL_GATHER,
     ALONE,
     REDUCE_SCATTER,
@@ -33,6 +32,7 @@ from memo.mesh import (
     same_everywhere,
     together,
 )
+from memo.planner.allocator import Arena
 from tests.ranks import Ranks, pool
 
 CPU = torch.device("cpu")

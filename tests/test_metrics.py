@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from memo.config import Config
-from memo.hardware import peak_flops_per_s
+from memo.estimate.hardware import peak_flops_per_s
 from memo.metrics import JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, percent, read_metrics, tgs
 
 PAPER = json.loads((Path(__file__).parent / "facts" / "memo_paper.json").read_text())

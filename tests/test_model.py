@@ -5,14 +5,15 @@ import itertools
 import pytest
 import torch
 
-from memo import planner, profiler
-from memo.activations import HEAD_ROWS, TABLE
-from memo.alpha import ROWS
 from memo.config import Config
 from memo.flat import views
+from memo.layer import HEAD_ROWS, TABLE
 from memo.ops import rotary, rotations
 from memo.optim import Optimizer
-from memo.tp import CHUNK_ROWS, cut
+from memo.parallel.tp import CHUNK_ROWS, cut
+from memo.planner.plan import bilevel
+from memo.planner.rehearsal import traced_requests
+from memo.swap.alpha import ROWS
 from model import EVERY_ROW, GPT, initial_weights
 from tests.twin import Twin
 
@@ -73,7 +74,7 @@ def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_over_several_head_chunks(device, monkeypatch):
-    monkeypatch.setattr("memo.activations.HEAD_ROWS", 50)
+    monkeypatch.setattr("memo.layer.HEAD_ROWS", 50)
     cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=130, block_size=77)
     compare(cfg, 2, 77, device, torch.float32, 1e-5)
 
@@ -125,7 +126,7 @@ def test_recompute_gives_the_same_bits(position):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("most", [2**16, 300])
 def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most, monkeypatch):
-    monkeypatch.setattr("memo.tp.CHUNK_ROWS", most)
+    monkeypatch.setattr("memo.parallel.tp.CHUNK_ROWS", most)
     cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=1700, bias=True)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
@@ -237,8 +238,8 @@ def gpu_step(cfg):
             names.add(func.name())
             return func(*args, **(kwargs or {}))
     with Names():
-        trace = profiler.traced(lambda device: GPT(cfg, device, torch.bfloat16), 1, cfg.block_size, [{}])
-    return names, planner.bilevel(trace).arena_bytes
+        trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, cfg.block_size, [{}])
+    return names, bilevel(trace).arena_bytes
 
 
 def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):

@@ -7,8 +7,8 @@ import torch
 
 from memo import checkpoint, flat
 from memo.config import Config
-from memo.mesh import ALONE
 from memo.optim import Optimizer, square_sum
+from memo.parallel.mesh import ALONE
 from model import GPT
 from tests.ranks import pool
 from tests.test_model import perturbed_weights
@@ -87,7 +87,7 @@ def both(host, cfg, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_optimizer_on_the_host_changes_no_bit(micro_batches, dtype, monkeypatch):
-    monkeypatch.setattr("memo.slab.PIECE_BYTES", 2**12)  # many edges, at which copies are cut
+    monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 2**12)  # many edges, at which copies are cut
     cfg = replace(SMALL, gradient_accumulation_steps=micro_batches, grad_clip=0.1)
     device, host = (trained(ALONE, replace(cfg, optimizer_device=where), dtype) for where in ("auto", "cpu"))
     assert device == host

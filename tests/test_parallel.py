@@ -5,15 +5,18 @@ import re
 import pytest
 import torch
 
-from memo import placement, planner, profiler
-from memo.activations import Placement
-from memo.allocator import Arena
-from memo.alpha import OTHERS
+from memo import decide
 from memo.config import Config, load_config
 from memo.flat import views
-from memo.mesh import ALONE, Axis, Mesh, open_mesh
+from memo.layer import n_rows, tensors_of
 from memo.optim import Optimizer
-from memo.streams import open_streams
+from memo.parallel.mesh import ALONE, Axis, Mesh, open_mesh
+from memo.planner.allocator import Arena
+from memo.planner.plan import bilevel
+from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
+from memo.swap.alpha import OTHERS, Problem, place
+from memo.swap.placement import Placement
+from memo.swap.streams import open_streams
 from model import GPT
 from tests.ranks import pool
 from tests.test_model import perturbed_weights, random_batch
@@ -49,10 +52,10 @@ def build(cfg, mesh, dtype=torch.float32):
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
-    nbytes = {name: t.nbytes for name, t in placement.tensors_of(cfg, dtype.itemsize).items()}
+    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype.itemsize).items()}
     hidden = 0.6 if cfg.finds_alpha else 1.0
-    p = placement.Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0, 10**12)
-    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement.place(cfg, p, placement.n_rows(cfg), COSTS)[0])
+    p = Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0, 10**12)
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place(cfg, p, n_rows(cfg), COSTS)[0])
     return model, optimizer
 
 
@@ -97,7 +100,7 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
         model, optimizer = build(cfg, mesh, dtype)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
-            arena.replay(placement.requests_of_a_step(model, arena))
+            arena.replay(decide.requests_of_a_step(model, arena))
             model.arena = arena
         loss = step(model, optimizer, cfg)
         norm = optimizer.clip(0.0)
@@ -110,9 +113,9 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
 def make_small(m):
     """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU; so are groups of
     heads."""
-    m.setattr("memo.tp.CHUNK_ROWS", 256)
-    m.setattr("memo.tp.pieces_at_once", lambda axis, device: 2)
-    m.setattr("memo.activations.GROUP_ELEMENTS", 1)
+    m.setattr("memo.parallel.tp.CHUNK_ROWS", 256)
+    m.setattr("memo.parallel.tp.pieces_at_once", lambda axis, device: 2)
+    m.setattr("memo.layer.GROUP_ELEMENTS", 1)
 
 
 def gradients_in_pieces(*args):
@@ -222,8 +225,8 @@ def both_traces(host, cfg):
     arena = Arena(CPU, "greedy")
     made, silent = [], mesh.silent()
     mesh.take_sent_bytes()
-    for trace, m in ((profiler.rehearse(model, arena), mesh),
-                     (profiler.traced(lambda device: GPT(cfg, device, torch.float32, mesh=silent), *model.shape,
+    for trace, m in ((rehearsed_requests(model, arena), mesh),
+                     (traced_requests(lambda device: GPT(cfg, device, torch.float32, mesh=silent), *model.shape,
                                       model.swap.missing, "cpu"), silent)):
         sizes = {label: [n for verb, _, n in events if verb == "malloc"] for label, events in trace.segments.items()}
         made.append((sizes, m.take_sent_bytes()))
@@ -246,7 +249,7 @@ def test_a_rank_can_be_traced_without_the_others(keys):
 def test_no_rank_ever_has_full_logits():
     cfg = Config(n_layer=1, n_head=4, n_embd=16, vocab_size=50257, block_size=4096, tp=4)
     model = GPT(cfg, "meta", torch.bfloat16, mesh=Mesh(tp=Axis("tp", 4, 1)))
-    arena = profiler.FakeArena()
+    arena = FakeArena()
     model.arena = arena
     tokens = torch.zeros(1, 4096, dtype=torch.int64, device="meta")
     model.reserve(1, 4096, streams=open_streams(CPU))
@@ -264,10 +267,10 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}", f"--context_parallel={kind}",
                        "--n_layer=3"])
     mesh = Mesh(tp=Axis("tp", tp), cp=Axis("cp", cp))
-    N = placement.n_rows(cfg)
+    N = n_rows(cfg)
     missing = [Placement(3, 1, N, dict.fromkeys(OTHERS, 0)).missing(0)] * 3
-    trace = profiler.traced(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
-    assert planner.bilevel(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
+    trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
+    assert bilevel(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
 
 
 def memory_of(S, **keys):

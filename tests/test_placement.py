@@ -7,17 +7,19 @@ from math import ceil, inf
 import pytest
 import torch
 
-from memo import placement, slab
-from memo.activations import TABLE, Placement, layout
-from memo.alpha import OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
-from memo.budget import estimate, fast_arena
+from memo import decide
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.expected import machine_of
-from memo.mesh import Launch
+from memo.estimate.budget import estimate, fast_arena, head_bytes
+from memo.estimate.expected import machine_of
+from memo.layer import TABLE, layout, tensors_of
 from memo.metrics import parameters
 from memo.optim import Optimizer
+from memo.parallel.mesh import Launch
 from memo.profiler import Rates
+from memo.swap import slab
+from memo.swap.alpha import GROUPS, OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
+from memo.swap.placement import Placement
 from model import GPT
 
 CPU = torch.device("cpu")
@@ -27,7 +29,7 @@ RATES = Rates(1.0, 2.0, {}, 1e9, 1e9, transient_bytes=0)
 
 
 def tensors(cfg=CFG, dtype=torch.float32):
-    return placement.tensors_of(cfg, dtype.itemsize)
+    return tensors_of(cfg, dtype.itemsize)
 
 
 def whole(cfg=CFG):
@@ -71,13 +73,13 @@ def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(
 def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_inverse():
     t = tensors()
     for alpha in (0.0, 0.25, 0.5, 1.0):
-        p, _ = place(fixed(alpha), placement.problem(CFG, torch.float32, 2**40), 512)
+        p, _ = place(fixed(alpha), decide.problem(CFG, torch.float32, 2**40), 512)
         taken = sum(p.buffer_bytes(t).values())
-        problem = placement.problem(CFG, torch.float32, 2**40, RATES, 2, taken)
+        problem = decide.problem(CFG, torch.float32, 2**40, RATES, 2, taken)
         assert problem.limits["device"] == pytest.approx(alpha)
         got = paper(problem)
         assert got.alpha == pytest.approx(alpha) and got.binds == ("device" if alpha < 1 else None)
-    assert "device" not in placement.problem(CFG, torch.float32, 2**40, RATES).limits
+    assert "device" not in decide.problem(CFG, torch.float32, 2**40, RATES).limits
 
 
 def stalls(L, n, f, c):
@@ -109,7 +111,7 @@ def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
 
 def decided(cfg, limit=PLENTY):
     model = GPT(cfg, "cpu", torch.float32)
-    return model, placement.decide(cfg, model, limit)
+    return model, decide.decide(cfg, model, limit)
 
 
 @pytest.mark.parametrize("activation,n_buffers,host", [("keep", 5, 0), ("recompute", 1, 0), ("swap", 2, 3)])
@@ -139,17 +141,17 @@ def test_what_is_said_is_what_was_taken(alpha):
     cfg = fixed(alpha)
     model, d = decided(cfg, ENOUGH)
     optimizer = Optimizer(model, cfg)
-    rows = placement.where_it_lives(cfg, d, model, optimizer)
+    rows = decide.where_it_lives(cfg, d, model, optimizer)
     device = sum(line.device_bytes for line in rows)
     positions = model.positions.nbytes + model.turn.nbytes
     assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions  # fp32: own masters
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
     assert sum(line.host_bytes for line in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
-    text = placement.describe(cfg, d, rows, None)
+    text = decide.describe(cfg, d, rows, None)
     assert "2 buffers for 5 layers" in text and "others of 3 swapped layers" in text and "in all" in text
     assert f"alpha       {d.alpha:.3f}, " in text and (", given: overlap allows" in text) == (alpha != "auto")
     assert "overlap allows" in text and "host allows 1.00" in text
-    plan = json.loads(json.dumps(placement.as_dict(cfg, d, model, rows, None)))
+    plan = json.loads(json.dumps(decide.as_dict(cfg, d, model, rows, None)))
     assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
     assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
     model.close()
@@ -159,9 +161,9 @@ def test_what_is_said_is_what_was_taken(alpha):
 def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_the_estimate(keys, monkeypatch):
     cfg, launch = replace(CFG, **keys), Launch(0, 1, 0, 1, 0, "")
     model = GPT(cfg, "cpu", torch.bfloat16 if "dtype" in keys else torch.float32)
-    keep = placement.decide(replace(cfg, activation="keep"), model, 0)
+    keep = decide.decide(replace(cfg, activation="keep"), model, 0)
     kept = model.swap.device_bytes
-    lines = placement.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
+    lines = decide.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
     cpu = machine_of(CPU, launch)
     needs = sum(line.device_bytes for line in lines) + sum(fast_arena(cfg, cpu))
     least = ceil((needs + 12 * parameters(cfg)) / 0.9)  # beside a checkpoint's copy
@@ -169,18 +171,18 @@ def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_th
         monkeypatch.setattr(slab, "available", lambda there=there: there)
         node = replace(cpu.node, host_memory_bytes=there)
         assert estimate(cfg, replace(cpu, node=node), 1, fast_arena).placement.n_buffers == n
-        d = placement.decide(cfg, model, placement.host_limit(cfg, launch))
+        d = decide.decide(cfg, model, decide.host_limit(cfg, launch))
         assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
         if n == 5:
             assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
-            assert "alpha       none: all layers stay on the device" in placement.describe(cfg, d, lines, None)
+            assert "alpha       none: all layers stay on the device" in decide.describe(cfg, d, lines, None)
     model.close()
 
 
 def gpu_with(monkeypatch, free):
     """Makes the CPU pass for a GPU with so many free bytes beside the head's."""
-    monkeypatch.setattr(placement, "free_bytes", lambda device: (int(free) + placement.head_bytes(CFG, 4), 0))
-    monkeypatch.setattr(placement, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
+    monkeypatch.setattr(decide, "free_bytes", lambda device: (int(free) + head_bytes(CFG, 4), 0))
+    monkeypatch.setattr(decide, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
 
 
 def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(monkeypatch):
@@ -188,29 +190,29 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     x = tensors()["x"].nbytes
     for free, want in ((100 * whole(), 5), (5 * whole() + x, 5), (4 * whole() + x, 4), (3 * whole() + x, 3)):
         gpu_with(monkeypatch, free)
-        assert placement.room(CFG, model, RATES) == (want, inf)
+        assert decide.room(CFG, model, RATES) == (want, inf)
         as_in_the_paper = (5, inf) if want == 5 else (2, free)  # every layer has a buffer, or there are two
-        assert placement.room(replace(CFG, alpha_mode="paper"), model, RATES) == as_in_the_paper
+        assert decide.room(replace(CFG, alpha_mode="paper"), model, RATES) == as_in_the_paper
     gpu_with(monkeypatch, 3 * whole() + x - 1)
-    assert placement.room(CFG, model, RATES) == (2, 3 * whole() + x - 1)
-    assert placement.room(fixed(0.5), model, RATES) == (2, inf)
-    assert placement.room(replace(CFG, activation="swap"), model, RATES) == (2, inf)
+    assert decide.room(CFG, model, RATES) == (2, 3 * whole() + x - 1)
+    assert decide.room(fixed(0.5), model, RATES) == (2, inf)
+    assert decide.room(replace(CFG, activation="swap"), model, RATES) == (2, inf)
     gpu_with(monkeypatch, 1.5 * whole())
-    rates = replace(RATES, recompute_s=dict.fromkeys(placement.GROUPS, 1))
-    monkeypatch.setattr(placement.profiler, "measure", lambda *a: rates)
-    d = placement.decide(CFG, model, PLENTY)
+    rates = replace(RATES, recompute_s=dict.fromkeys(GROUPS, 1))
+    monkeypatch.setattr("memo.profiler.measure", lambda *a: rates)
+    d = decide.decide(CFG, model, PLENTY)
     assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"
     assert model.swap.device_bytes <= 1.5 * whole() < model.swap.device_bytes + whole() / 4
     least = 2 * whole() + x - (whole() - 2 * x - tensors()["lse"].nbytes)
     gpu_with(monkeypatch, least)
-    assert placement.decide(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
+    assert decide.decide(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
     gpu_with(monkeypatch, least - 1)
     wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; try --block_size=511, or "
               r"--alpha=0 to try all the same$")
     with pytest.raises(ConfigError, match=wanted):
-        placement.decide(CFG, model, PLENTY)
+        decide.decide(CFG, model, PLENTY)
     gpu_with(monkeypatch, 100 * whole())
-    d = placement.decide(CFG, model, PLENTY)
+    d = decide.decide(CFG, model, PLENTY)
     assert d.alpha is None and d.placement.n_buffers == 5 and model.swap.host_bytes == 0
     model.close()
 
@@ -218,7 +220,7 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
 # --- too little host memory ---
 
 def check(cfg, device=CPU, limit=PLENTY):
-    placement.check(cfg, device, torch.float32, int(limit))
+    decide.check(cfg, device, torch.float32, int(limit))
 
 
 def test_too_little_host_memory_is_told_before_the_device_is_touched():
@@ -245,16 +247,16 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     for world, local_world in ((1, 1), (4, 2)):
         launch = Launch(0, world, 0, local_world, 0, "")
         share = 9 * 10**8 // local_world - states // world  # beside a checkpoint's copy of them
-        assert placement.host_limit(replace(CFG, vocab_size=1000), launch) == share
-        assert placement.host_limit(on_host, launch) == share - states * 16 // 12 // world  # and gradients
+        assert decide.host_limit(replace(CFG, vocab_size=1000), launch) == share
+        assert decide.host_limit(on_host, launch) == share - states * 16 // 12 // world  # and gradients
         granted = replace(CFG, vocab_size=1000, host_memory_gb=0.4)  # the copy comes on top
-        assert placement.host_limit(granted, launch) == 4 * 10**8 // local_world
+        assert decide.host_limit(granted, launch) == 4 * 10**8 // local_world
     wanted = r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; try host_memory"
     with pytest.raises(OutOfHostMemory, match=wanted):
-        placement.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
+        decide.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
     with pytest.raises(OutOfHostMemory, match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
-        placement.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
-    assert placement.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
+        decide.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
+    assert decide.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
@@ -270,9 +272,9 @@ def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
 def test_copies_to_pageable_memory_of_a_gpu_hide_behind_nothing():
     on_gpu, on_cpu = RATES, replace(RATES, transient_bytes=None)
     cfg = replace(CFG, pin_memory=False)
-    assert placement.problem(cfg, torch.float32, 2**40, on_gpu).limits["overlap"] < 0
-    assert placement.problem(cfg, torch.float32, 2**40, on_cpu).limits["overlap"] == 1
-    assert placement.problem(CFG, torch.float32, 2**40, on_gpu).limits["overlap"] == 1
+    assert decide.problem(cfg, torch.float32, 2**40, on_gpu).limits["overlap"] < 0
+    assert decide.problem(cfg, torch.float32, 2**40, on_cpu).limits["overlap"] == 1
+    assert decide.problem(CFG, torch.float32, 2**40, on_gpu).limits["overlap"] == 1
 
 
 def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
@@ -281,8 +283,8 @@ def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
     model, d = decided(CFG, 3 * always - 1)
     assert d.placement.input_only == 1 and d.alpha == 0
     assert model.swap.host_bytes == 2 * always + t["x"].nbytes
-    lines = placement.where_it_lives(CFG, d, model, Optimizer(model, CFG))
-    assert "1 of 3 swapped layers keep only their input" in placement.describe(CFG, d, lines, None)
+    lines = decide.where_it_lives(CFG, d, model, Optimizer(model, CFG))
+    assert "1 of 3 swapped layers keep only their input" in decide.describe(CFG, d, lines, None)
     model.close()
 
 

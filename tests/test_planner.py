@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from memo import dsa, planner
 from memo.command import run
+from memo.dsa.problem import solve
 from memo.files import readable_json
-from memo.planner import LogError, Trace, bilevel, cached, check, main, one_level, parse
+from memo.planner.__main__ import main
+from memo.planner.plan import Plan, bilevel, cached_plan, one_level
+from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
 
 
 def step(rng, layers, crossing=True):
@@ -33,7 +35,7 @@ def step(rng, layers, crossing=True):
         if crossing and kind != "head":
             log.append(("free" if kind == "backward" else "malloc", f"saved.{layer}", 700))
         log.append(("end", label, 0))
-    return check(log)
+    return checked_trace(log)
 
 
 def assert_it_replays(trace, plan):
@@ -68,8 +70,9 @@ def test_plans_of_one_and_two_levels_replay():
 
 
 def test_equal_layers_are_solved_once_and_without_crossings_level_2_costs_nothing(monkeypatch):
-    calls, solve = [], dsa.solve
-    monkeypatch.setattr(dsa, "solve", lambda problem, *how: calls.append(len(problem.buffers)) or solve(problem, *how))
+    calls = []
+    monkeypatch.setattr("memo.planner.plan.solve",
+                        lambda problem, *how: calls.append(len(problem.buffers)) or solve(problem, *how))
     trace = step(random.Random(1), 20, crossing=False)
     plan = bilevel(trace)
     assert len(calls) == len(plan.levels) < 20  # not 41 segments
@@ -79,50 +82,50 @@ def test_equal_layers_are_solved_once_and_without_crossings_level_2_costs_nothin
 
 
 def test_a_log_without_marks_is_one_segment():
-    plan = bilevel(parse("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\nfree c 100\nfree b 50\n"))
+    plan = bilevel(parse_trace("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\nfree c 100\nfree b 50\n"))
     assert list(plan.segments) == ["step"] and plan.arena_bytes == plan.lower_bound == 150 and plan.proven
     assert [n for n, _ in plan.segments["step"]] == [100, 50, 100]
 
 
 def test_what_is_never_freed_lives_to_the_end_and_what_is_kept_is_not_planned():
-    trace = parse("begin a\nmalloc x 10\nmalloc y 20\nend a\nbegin b\nmalloc z 5\nfree z 5\nfree y 20\nend b\n")
+    trace = parse_trace("begin a\nmalloc x 10\nmalloc y 20\nend a\nbegin b\nmalloc z 5\nfree z 5\nfree y 20\nend b\n")
     assert bilevel(trace).arena_bytes == one_level(trace).arena_bytes == 35
     settled = trace.settled()
     assert settled.events[1] == ("keep", "x", 10) and bilevel(settled).segments["a"][0] == (10, None)
     assert bilevel(settled).arena_bytes == 25
     assert settled.settled() == settled
-    nothing = parse("begin a\nend a\nmalloc x 5\nfree x 5\n")  # outside: not planned
+    nothing = parse_trace("begin a\nend a\nmalloc x 5\nfree x 5\n")  # outside: not planned
     assert bilevel(nothing).arena_bytes == 0 and bilevel(nothing).segments == {"a": ()}
 
 
 def test_the_text_of_a_trace_reads_back():
     trace = step(random.Random(2), 3).settled()
-    assert parse(trace.text) == trace and "begin forward 0\n" in trace.text
+    assert parse_trace(trace.text) == trace and "begin forward 0\n" in trace.text
 
 
 def test_repeated_segments():
-    trace = parse("begin a 0\nmalloc 1 8\nfree 1 8\nend a 0\nbegin b\nmalloc 1 9\nfree 1 9\nend b\n")
+    trace = parse_trace("begin a 0\nmalloc 1 8\nfree 1 8\nend a 0\nbegin b\nmalloc 1 9\nfree 1 9\nend b\n")
     order = [("a 0", "a 0"), ("a 1", "a 0"), ("b", "b")]
     assert {k: len(events) for k, events in trace.repeated(order).segments.items()} == {"a 0": 4, "a 1": 4, "b": 4}
-    leaves = parse("begin a\nmalloc 1 8\nend a\nfree 1 8\n").repeated([("a", "a"), ("b", "a")])
+    leaves = parse_trace("begin a\nmalloc 1 8\nend a\nfree 1 8\n").repeated([("a", "a"), ("b", "a")])
     assert [verb for verb, *_ in leaves.events] == ["begin", "keep", "end"] * 2
     with pytest.raises(LogError):  # what goes from one segment to another cannot be repeated
-        parse("begin a\nmalloc 1 8\nend a\nbegin b\nfree 1 8\nend b\n").repeated([("b", "b"), ("a", "a")])
+        parse_trace("begin a\nmalloc 1 8\nend a\nbegin b\nfree 1 8\nend b\n").repeated([("b", "b"), ("a", "a")])
 
 
 def test_a_plan_is_made_once_and_cached(tmp_path, monkeypatch):
     trace = step(random.Random(3), 2)
     (tmp_path / "cache").mkdir()
-    plan = cached(trace, tmp_path / "cache")
+    plan = cached_plan(trace, tmp_path / "cache")
     with monkeypatch.context() as m:
-        m.setattr(dsa, "solve", None)
-        assert cached(trace, tmp_path / "cache") == plan
+        m.setattr("memo.planner.plan.solve", None)
+        assert cached_plan(trace, tmp_path / "cache") == plan
         with pytest.raises(TypeError):
-            cached(trace, tmp_path / "cache", solver="greedy")
+            cached_plan(trace, tmp_path / "cache", solver="greedy")
         with pytest.raises(TypeError):
-            cached(Trace(trace.events[:-1]), tmp_path / "cache")
+            cached_plan(Trace(trace.events[:-1]), tmp_path / "cache")
     for folder in (tmp_path / "none", None):
-        assert cached(trace, folder).segments == plan.segments  # no folder: no cache
+        assert cached_plan(trace, folder).segments == plan.segments  # no folder: no cache
 
 
 def moved(plan, by, first=False):
@@ -164,33 +167,31 @@ def test_a_poisoned_plan_is_made_again(tmp_path, poison):
     trace = step(random.Random(3), 2)
     first = next(name for verb, name, _ in trace.events if verb == "malloc" and name.startswith("0."))
     trace = Trace(tuple(event for event in trace.events if event[:2] != ("free", first))).settled()
-    plan = cached(trace, tmp_path, alignment=64)
+    plan = cached_plan(trace, tmp_path, alignment=64)
     file, = tmp_path.iterdir()
     poisoned = json.loads(file.read_text())
     poison(poisoned)
     file.write_text(json.dumps(poisoned))
-    again = cached(trace, tmp_path, alignment=64)
+    again = cached_plan(trace, tmp_path, alignment=64)
     assert repr(replace(again, seconds=0, levels=())) == repr(replace(plan, seconds=0, levels=()))
-    assert planner.Plan.from_json(file.read_text()) == again  # in the place of the poisoned one
+    assert Plan.from_json(file.read_text()) == again  # in the place of the poisoned one
 
 
 @pytest.mark.parametrize("text", ["{", "", "[]", "null", "[" * 99999, "[" * 99 + "]" * 99, '{"arena_bytes": NaN}'])
 def test_a_damaged_plan_is_made_again(tmp_path, text):
     trace = step(random.Random(3), 2)
-    plan = cached(trace, tmp_path)
+    plan = cached_plan(trace, tmp_path)
     file, = tmp_path.iterdir()
     file.write_text(text)
-    again = cached(trace, tmp_path)
-    assert again.segments == plan.segments and hash(again) == hash(cached(trace, tmp_path))
+    again = cached_plan(trace, tmp_path)
+    assert again.segments == plan.segments and hash(again) == hash(cached_plan(trace, tmp_path))
 
 
 def test_a_wrong_placement_is_not_believed(monkeypatch):
-    solve = dsa.solve
-
     def wrong(problem, *how):
         s = solve(problem, *how)
         return replace(s, offsets=tuple(max(0, offset - 1) for offset in s.offsets))
-    monkeypatch.setattr(dsa, "solve", wrong)
+    monkeypatch.setattr("memo.planner.plan.solve", wrong)
     with pytest.raises(ValueError, match="buffer|peak"):
         bilevel(step(random.Random(4), 1))
 
@@ -202,7 +203,7 @@ def test_the_command_line(tmp_path, capsys):
     (tmp_path / "requests.log").write_text(trace.text)
     for more in ([], ["--one_level", "--solver=greedy", "--alignment=1"]):
         assert run(main, [str(tmp_path / "requests.log"), "-o", str(tmp_path / "plan.json"), *more]) == 0
-        plan = planner.Plan.from_json((tmp_path / "plan.json").read_text())
+        plan = Plan.from_json((tmp_path / "plan.json").read_text())
         assert_it_replays(trace, plan)
         assert f"in an arena of {plan.arena_bytes:,} bytes" in capsys.readouterr().out
     assert plan.alignment == 1 and len((tmp_path / "plan.json").read_text().splitlines()) < 1000

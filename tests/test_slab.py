@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memo import slab
-from memo.alpha import OutOfHostMemory
-from memo.slab import HostSlab, cgroup_available, host_bytes, meminfo_available, prefer_node
+from memo.swap import slab
+from memo.swap.alpha import OutOfHostMemory
+from memo.swap.slab import HostSlab, cgroup_available, host_bytes, meminfo_available, prefer_node
 
 CPU = torch.device("cpu")
 MIB = 2**20

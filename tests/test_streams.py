@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from memo.streams import CpuStream, Event, Timeline, close_streams, open_streams, stall_s
+from memo.swap.streams import CpuStream, Event, Timeline, close_streams, open_streams, stall_s
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memo.activations import TABLE, Placement, layout
-from memo.alpha import GROUPS, Problem, place
 from memo.config import Config
+from memo.layer import TABLE, layout
 from memo.optim import Optimizer
-from memo.slab import HostSlab
-from memo.streams import CpuStream, Streams, Timeline, stall_s
-from memo.swap import Swap
+from memo.swap.alpha import GROUPS, Problem, place
+from memo.swap.buffers import Swap
+from memo.swap.placement import Placement
+from memo.swap.slab import HostSlab
+from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
 from model import EVERY_ROW, GPT
 from tests.test_model import error, perturbed_weights, random_batch
 from tests.test_slab import resident_bytes
@@ -88,8 +89,8 @@ def test_every_mode_and_alpha_is_bitwise_equal(B, dtype):
 def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     keys = dict(n_layer=4, n_head=4, bias=True)
     whole = trained(2, S, dtype, 1, activation="keep", **keys)
-    monkeypatch.setattr("memo.tp.CHUNK_ROWS", 600)
-    monkeypatch.setattr("memo.activations.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
+    monkeypatch.setattr("memo.parallel.tp.CHUNK_ROWS", 600)
+    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
     assert torch.equal(keep[0], whole[0]) and error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
     for mode in MODES:
@@ -257,7 +258,7 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
 
 def test_no_copy_goes_over_the_edge_of_a_locked_piece(monkeypatch):
     keep = trained(2, 512, torch.float32, 2, activation="keep")
-    monkeypatch.setattr("memo.slab.PIECE_BYTES", 3 * 2**12)
+    monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 3 * 2**12)
     made, swap = [], Swap.swapped_pairs
     monkeypatch.setattr(Swap, "swapped_pairs", lambda self, tensors: made.append((self, swap(self, tensors))) or made[-1][1])
     assert same(trained(2, 512, torch.float32, 2, activation="memo", alpha=0.5), keep)

@@ -22,7 +22,7 @@ from memo.command import run
 from memo.errors import ConfigError
 from memo.metrics import read_metrics
 from memo.out_dir import lock
-from memo.slab import HostSlab
+from memo.swap.slab import HostSlab
 from model import Block
 from tests.conftest import VOCAB
 from train import TrainingError, learning_rate

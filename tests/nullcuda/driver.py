@@ -25,8 +25,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from memo import hardware, slab
+from memo.estimate import hardware
 from memo.optim import Optimizer
+from memo.swap import slab
 from tests.nullcuda.watch import NULL, watching
 
 GPU = "h100-80gb"
@@ -110,7 +111,7 @@ def as_modelled(job):
         enter = stack.enter_context
         enter(patch.object(hardware, "machine", with_figures))
         enter(patch.object(slab, "available", lambda: free))
-        enter(patch("memo.expected.available", lambda: free))
+        enter(patch("memo.estimate.expected.available", lambda: free))
         if job.get("sparse"):
             enter(patch.object(slab, "mmap", SimpleNamespace(**vars(mmap) | dict(mmap=sparse_mmap))))
             enter(SparseZeros())

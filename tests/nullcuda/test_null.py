@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from memo.planner.rehearsal import rehearsed_requests
 from tests.nullcuda.runs import in_process
 
 
@@ -221,9 +222,9 @@ def requests():
     """A step's memory requests, recorded without Watch and with it."""
     import torch
 
-    from memo import hardware, profiler
-    from memo.allocator import Arena
     from memo.config import Config
+    from memo.estimate import hardware
+    from memo.planner.allocator import Arena
     from model import GPT
     from tests.nullcuda.watch import watching
     cfg = Config(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash", activation="keep")
@@ -235,9 +236,9 @@ def requests():
         arena = Arena(device)
         if watch:
             with watching(hardware.machine("h100-80gb").speeds):
-                traces.append(profiler.rehearse(model, arena).text)
+                traces.append(rehearsed_requests(model, arena).text)
         else:
-            traces.append(profiler.rehearse(model, arena).text)
+            traces.append(rehearsed_requests(model, arena).text)
         arena.close()
         model.close()
     return traces[1:]

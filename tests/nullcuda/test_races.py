@@ -22,7 +22,7 @@ def step_races(layouts):
     import torch
     import torch.distributed as dist
 
-    from memo import hardware
+    from memo.estimate import hardware
     from tests.nullcuda.watch import NULL, watching
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2)
     group, found = dist.group.WORLD, {}
@@ -44,10 +44,11 @@ def step_races(layouts):
 def two_steps(layout, group):
     import torch
 
-    from memo.activations import TABLE, Placement
     from memo.config import Config
-    from memo.mesh import Axis, Mesh
+    from memo.layer import TABLE
     from memo.optim import Optimizer
+    from memo.parallel.mesh import Axis, Mesh
+    from memo.swap.placement import Placement
     from model import GPT
     keys = LAYOUTS[layout]
     cfg = Config(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512, attention="flash", alpha=0.5,
@@ -75,8 +76,8 @@ def without(what):
     from contextlib import ExitStack, nullcontext
     from unittest.mock import patch
 
-    from memo.mesh import Axis, Works
-    from memo.streams import CudaStream
+    from memo.parallel.mesh import Axis, Works
+    from memo.swap.streams import CudaStream
     if what is None:
         return nullcontext()
     if isinstance(what, str):

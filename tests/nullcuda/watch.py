@@ -211,7 +211,7 @@ def kernels_that_tell(speeds):
 @contextmanager
 def watching(speeds):
     """memo as null CUDA shall see it."""
-    from memo.streams import CudaStream
+    from memo.swap.streams import CudaStream
 
     def init(self, name, timeline, stream, real=CudaStream.__init__):
         real(self, name, timeline, stream)

@@ -1,4 +1,4 @@
-"""How long a step takes: the sum of its operations, each at the speed that it gets (memo/hardware.py), and what of its
+"""How long a step takes: the sum of its operations, each at the speed that it gets (hardware.py), and what of its
 messages and copies does not hide behind them.
 
 A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose amounts are
@@ -9,11 +9,11 @@ Source: MEMO 4.1 for what hides behind what; DESIGN section 2.
 
 from math import sqrt
 
-from memo.activations import CHUNK_ROWS, group_heads, head_rows
-from memo.alpha import ROWS
 from memo.backends import kernel_of
+from memo.layer import CHUNK_ROWS, group_heads, head_rows
+from memo.swap.alpha import ROWS
 
-# units that a pass reads and writes. What was measured on a machine (memo/calibrate.py) counts as one pass, whatever it took
+# units that a pass reads and writes. What was measured on a machine (calibrate.py) counts as one pass, whatever it took
 PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2, "merge": 5}
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}  # with ops=torch on a GPU: memo/ops.py
 
@@ -149,7 +149,7 @@ class Layer:
 
 
 def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
-    """(forward, backward, stall) seconds of all layers: the schedule of memo/swap.py, event by event. recompute_s(i): of
+    """(forward, backward, stall) seconds of all layers: the schedule of swap/buffers.py, event by event. recompute_s(i): of
     layer i."""
     L, n = placement.n_layer, placement.n_buffers
     copy_s = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values()) / bytes_per_s for i in range(L)]

@@ -1,4 +1,4 @@
-// Records and replays the memory requests of a training step, inside torch's allocator interface. See memo/allocator.py.
+// Records and replays the memory requests of a training step, inside torch's allocator interface. See memo/planner/allocator.py.
 //
 // torch can replace an allocator, but not wrap the one it has for CUDA; replaced, that one's caching, statistics and
 // out-of-memory reports are gone, and it must happen before the first request. So two entries of the class's virtual table,

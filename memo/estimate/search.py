@@ -4,9 +4,9 @@ from dataclasses import replace
 from itertools import product
 from math import isqrt
 
-from memo.budget import estimate, fast_arena, traced_arena
 from memo.command import progress
 from memo.errors import ConfigError
+from memo.estimate.budget import estimate, fast_arena, traced_arena
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops

@@ -17,9 +17,9 @@ from itertools import pairwise
 
 import torch
 
-from memo.activations import CHUNK_ROWS
-from memo.alpha import ROWS
 from memo.flat import split_dim
+from memo.layer import CHUNK_ROWS
+from memo.swap.alpha import ROWS
 
 aten = torch.ops.aten
 

@@ -12,17 +12,21 @@ from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 
-from memo import alpha, backends, planner
-from memo.activations import CHUNK_ROWS, Placement, group_heads, head_rows, n_rows, tensors_of
+from memo import backends
 from memo.config import communicators, degrees
 from memo.errors import ConfigError
+from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
+from memo.estimate.roofline import Layer, data_s, head_s, optimizer_s, swap_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
-from memo.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
+from memo.layer import CHUNK_ROWS, group_heads, head_rows, n_rows, tensors_of
 from memo.metrics import mfu, parameters, tgs
-from memo.roofline import Layer, data_s, head_s, optimizer_s, swap_s
+from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
+from memo.planner.trace import Trace, parse_trace
+from memo.swap import alpha
+from memo.swap.placement import Placement
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
@@ -37,9 +41,9 @@ Arena = namedtuple("Arena", "transient head")  # bytes: of layers and embedding;
 def arena_of(trace, solver, device):
     """The Arena of a step's Trace, planned as the run plans it."""
     def peak(trace):
-        return planner.cached(trace, cache_folder(), solver, planner.ALIGNMENT[device], planner.PLANNING_S).arena_bytes
+        return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head") for event in events]
-    return Arena(transient := peak(planner.Trace(tuple(layers))), max(0, peak(trace) - transient))
+    return Arena(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
 
 
 def trace_elsewhere(keys):
@@ -51,7 +55,7 @@ def trace_elsewhere(keys):
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"the trace of a step failed ({why}); try --fast")
-    return planner.parse(done.stdout, "trace_step.py")
+    return parse_trace(done.stdout, "trace_step.py")
 
 
 def traced_arena(cfg, machine, trace=trace_elsewhere):
@@ -65,7 +69,7 @@ def traced_arena(cfg, machine, trace=trace_elsewhere):
         key = hashlib.sha256(repr((keys, version("torch"))).encode())
     except PackageNotFoundError:
         raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("memo/*.py")]):
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("memo/**/*.py")]):
         key.update(path.read_bytes())
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
     try:
@@ -261,7 +265,7 @@ def cpu_spare(cfg, machine, lines, limit):
 
 
 def decide(cfg, machine, itemsize, layer, limit, spare):
-    """(Placement, SwapPlan, message of OutOfHostMemory or None), as memo/placement.py decides in the run."""
+    """(Placement, SwapPlan, message of OutOfHostMemory or None), as memo/decide.py decides in the run."""
     nbytes = {name: t.nbytes for name, t in tensors_of(cfg, itemsize).items()}
     forward_s, rate = (layer.forward_s, machine.node.pcie_bytes_per_s) if layer else (inf, 1.0)
     if not machine.cpu and not cfg.pin_memory:

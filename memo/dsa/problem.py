@@ -7,26 +7,20 @@ greatest set of buffers is alive together; bytes become multiples of the sizes' 
     python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o plan.csv
 """
 
-import csv
-import sys
 import time
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from memo import dsa_solvers
-from memo.command import Arguments, end_with_reader, progress, run
-from memo.errors import ConfigError, reason
-from memo.files import read_text
+from memo.dsa import solvers
+from memo.errors import ConfigError
 from memo.keys import shown
 
-COLUMNS = ("id", "lower", "upper", "size")
-OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}  # how the public benchmark's first edition names them
 SOLVERS = ("auto", "greedy", "mip", "cpsat")
 MOST_BYTES = 2**60  # of all buffers together
 # bounds of options, here and of memo.planner
-ALIGNMENT = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
-TIME_LIMIT = dict(least=0.0, most=1e6, why="that is eleven days; what is found by then is used")
+ALIGNMENT_BOUNDS = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
+TIME_LIMIT_BOUNDS = dict(least=0.0, most=1e6, why="that is eleven days; what is found by then is used")
 
 
 class DsaError(ConfigError):
@@ -224,14 +218,14 @@ def solve(problem, solver="auto", time_limit=60.0):
 
 def _solve_part(part, solver, stop, decide, deadline):
     """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below `stop`."""
-    best, bound, name = dsa_solvers.greedy(part, stop, deadline), part.load, "greedy"
-    for method in dsa_solvers.METHODS[solver]:
+    best, bound, name = solvers.greedy(part, stop, deadline), part.load, "greedy"
+    for method in solvers.METHODS[solver]:
         peak, seconds = part.peak(best), deadline - time.monotonic()
         if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
             break
         offsets, proven = method(part, best, stop, stop if decide else peak - 1, seconds)
         if offsets is not None and part.peak(offsets) < peak:
-            best, name = offsets, "mip" if method is dsa_solvers.mip else "cpsat"
+            best, name = offsets, "mip" if method is solvers.mip else "cpsat"
         if proven > stop:  # the solvers look for nothing below `stop`: up to there their bound says nothing
             bound = max(bound, proven)
     return best, bound, name
@@ -257,97 +251,8 @@ def components(lifespans):
 def _parts(problem):
     """[(Part, indices of its buffers)]: the problem, cut where nothing lives on."""
     unit, buffers = _unit(problem), problem.buffers
-    return [(dsa_solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],
+    return [(solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],
                                  [problem.rounded(i) // unit for i in group]), group)
             for group in components((b.lower, b.upper) for b in buffers)]
 
 
-# ---- files and the command line --------------------------------------------------------------------------------------
-
-
-def read_csv(path, capacity=None, alignment=1):
-    """The Problem in a file of id,lower,upper,size (minimalloc's format; further columns are ignored).
-
-    Raises DsaError with the file, the line, the field and its rule.
-    """
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, ValueError) as error:
-        raise DsaError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
-    names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")] if lines else []
-    missing = [column for column in COLUMNS if column not in names]
-    if missing:
-        what = f"column {missing[0]!r} is missing" if any(names) else "is empty"
-        raise DsaError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
-    buffers, numbers, rows = [], [], csv.reader(lines[1:])
-    places = [names.index(column) for column in COLUMNS]
-    try:
-        for row in filter(None, rows):
-            number = rows.line_num + 1
-            if len(row) != len(names):
-                raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first line")
-            values = [row[places[0]].strip()]
-            try:
-                for place in places[1:]:
-                    values.append(int(row[place]))
-            except ValueError:
-                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place].strip())} must be a whole "
-                               "number") from None
-            buffers.append(Buffer(*values))
-            numbers.append(number)
-    except csv.Error as error:
-        raise DsaError(f"{path}:{rows.line_num + 1}: {error}; give plain numbers") from None
-    if not buffers:
-        raise DsaError(f"{path}:2: there must be at least one buffer below the first line")
-    try:
-        return Problem(tuple(buffers), capacity, alignment)
-    except DsaError as error:
-        where = str(path) if error.buffer is None else f"{path}:{numbers[error.buffer]}"
-        raise DsaError(f"{where}: {error}", error.buffer) from None
-
-
-def write_csv(path, problem, solution):
-    """The buffers with a column `offset`."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS, "offset"])
-        writer.writerows((b.id, b.lower, b.upper, b.size, offset)
-                         for b, offset in zip(problem.buffers, solution.offsets, strict=True))
-
-
-def read_argv(argv):
-    parser = Arguments(prog="python -m memo.dsa", description=__doc__)
-    parser.option("requests", help="CSV of id,lower,upper,size; upper is exclusive", least=1)
-    parser.option("--output", help="the same with a column offset", short=["-o"], required=True, least=1)
-    parser.option("--capacity", int, help="bytes; stop at the first placement that fits, not at the least peak", least=1,
-                  most=MOST_BYTES, why="so much is all that the buffers may take together")
-    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
-    parser.option("--time_limit", float, 60.0, "seconds", **TIME_LIMIT)
-    parser.option("--alignment", int, 1, "bytes; every offset is a multiple of it", **ALIGNMENT)
-    return parser.parse_args(argv)
-
-
-def main(argv):
-    """The command line: 0 solved, 3 no placement under the capacity. Errors: ConfigError, bad input."""
-    args = read_argv(argv)
-    with progress(lambda: f"reading {args.requests}"):
-        problem = read_csv(args.requests, args.capacity, args.alignment)
-    try:
-        with progress(lambda: f"placing {len(problem.buffers):,} buffers, --time_limit={args.time_limit:g}"):
-            solution = solve(problem, args.solver, args.time_limit)
-    except NoPlacement as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    try:
-        write_csv(args.output, problem, solution)
-    except OSError as error:
-        raise ConfigError(f"{args.output} cannot be written ({error.strerror}); choose another -o") from None
-    quality = "proven optimal" if solution.proven else f"gap {solution.gap:.2%}"
-    print(f"peak {solution.peak}, lower bound {solution.lower_bound}, {quality}, {solution.seconds:.2f} s, "
-          f"found by {solution.solver}")
-    return 0
-
-
-if __name__ == "__main__":
-    end_with_reader()
-    sys.exit(run(main))

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
 
-from memo import hardware
 from memo.command import answer_early, end_with_reader, progress, run
 from memo.config import Config, load_keys
 from memo.errors import ConfigError
+from memo.estimate import hardware
 from memo.files import load_json
 from memo.keys import check_value, columns, option, shown
 
@@ -86,14 +86,10 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
 import json
 from pathlib import Path
 
-from memo.alpha import what_set_it
-from memo.backends import kernel_of
-from memo.budget import ROOT, STATES_BYTES, Line, estimate, fast_arena, granting, itemsize_of, traced_arena
+from memo.estimate.budget import ROOT, STATES_BYTES, estimate, fast_arena, granting, itemsize_of, traced_arena
+from memo.estimate.report import GIB, HEADING, advice, as_dict, billions, draw, limit_of, summary, table
+from memo.estimate.search import longest, search
 from memo.metrics import parameters, percent
-from memo.plots import dry_run
-from memo.search import at_its_end, changed, longest, remedies, search, tried
-
-GIB = 2**30
 
 
 def vocab_size_of(dataset):
@@ -122,92 +118,6 @@ def prepare(argv):
 
 
 # --- for people ---
-
-def gib(n):
-    return f"{n / GIB:.2f}" if n else ""
-
-
-def billions(n):
-    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
-
-
-def layout_of(got):
-    cfg = got.cfg
-    kind = f" {cfg.context_parallel}" if cfg.cp > 1 else ""
-    return f"tp={cfg.tp} cp={cfg.cp}{kind} dp={got.dp}"
-
-
-def mode_of(got):
-    cfg = got.cfg
-    how = f" ({cfg.alpha_mode})" if cfg.finds_alpha else ""
-    return f"{cfg.activation}{how}{', optimizer on the host' * (cfg.optimizer_device == 'cpu')}"
-
-
-def table(got):
-    """The lines of one estimate for people: bytes of a rank, which add up, alpha, seconds, the verdict."""
-    cfg = got.cfg
-    nodes = -(-got.world // got.machine.node.gpus_per_node)
-    lines = [f"model       {billions(parameters(cfg))} parameters, L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} "
-             f"V={cfg.vocab_size} S={cfg.block_size:,}",
-             f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, {layout_of(got)}",
-             f"activation  {mode_of(got)}",
-             f"attention   {kernel_of(cfg, got.machine)}",
-             f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
-    rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
-            Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
-    lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip() for row in rows]
-    if got.plan:
-        lines.append(f"alpha       {what_set_it(cfg, got.plan, got.placement.n_swapped)}")
-    if got.seconds:
-        parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
-        parts = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
-        lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(parts)}",
-                  f"            MFU {percent(got.mfu)}, TGS {got.tgs:,.1f}"]
-    else:
-        lines.append("step        n/a: this machine's speed in this dtype is not known; python -m memo.profiler --calibrate")
-    return lines
-
-
-def summary(got):
-    alpha = "" if got.alpha is None else f"{got.alpha:.2f}"
-    return f"{layout_of(got):26}{mode_of(got):42}{alpha:>6}{percent(got.mfu):>8}" \
-           f"{got.tgs or 0:>12,.1f}{got.device_bytes / GIB:>9.1f}  {got.binds}"
-
-
-HEADING = f"{'layout':26}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
-
-
-def advice(got):
-    """The lines on what would make it fit."""
-    lines = [f"does not fit: {got.why}"]
-    others = remedies(got)
-    if not others:
-        lines.append("            no other layout or mode would help, nor up to eight times the GPUs")
-    for text, other in others:
-        cost = "" if None in (got.mfu, other.mfu) else f" ({100 * (other.mfu - got.mfu):+.1f})"
-        lines.append(f"            it would with {text}: MFU {percent(other.mfu)}{cost}")
-    return lines
-
-
-# --- for programs ---
-
-def as_dict(got):
-    """--json, see DESIGN section 5. device_bytes are a rank's, host_bytes a node's; None is not known."""
-    layer = got.layer
-    regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
-    for line in got.lines:
-        if line.device_bytes:
-            regions[line.region] = regions.get(line.region, 0) + line.device_bytes
-    limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
-    return dict(layout=dict(tp=got.cfg.tp, cp=got.cfg.cp, pp=1, dp=got.dp), alpha=got.alpha, alpha_limits=limits,
-                binds=got.binds, device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
-                host_bytes=dict(total=got.host_bytes, capacity=got.host_capacity),
-                seconds=dict(layer_forward=layer and layer.forward_s, layer_offload=got.layer_offload_s,
-                             step=got.seconds.get("step"), parts={k: v for k, v in got.seconds.items() if k != "step"}),
-                mfu=got.mfu, tgs=got.tgs, fits=got.fits, reason=got.reason, why=got.why,
-                keys=dict(block_size=got.cfg.block_size, activation=got.cfg.activation, alpha_mode=got.cfg.alpha_mode,
-                          context_parallel=got.cfg.context_parallel, optimizer_device=got.cfg.optimizer_device))
-
 
 def check_size(cfg, machine, world):
     """Errors: ConfigError where no sharing out could make the model's states fit."""
@@ -251,27 +161,6 @@ def main(argv):
     if "plot" in options:
         draw(got, machine, world, most, options["plot"])
         print(f"plot        {options['plot']}", file=sys.stderr if options.get("json") else sys.stdout)
-
-
-def draw(got, machine, world, most, path):
-    """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
-    try:
-        with progress(lambda: f"drawing {path}"):
-            dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, path)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
-
-
-def limit_of(most):
-    """(what ends the context: the memory that is nearer to full, or where the search ended; the same for people)."""
-    if most.capacity is None:
-        name, full = "memory", ""
-    else:
-        device, host = most.device_bytes / most.capacity, most.host_bytes / max(1, most.host_capacity)
-        name, full = f"{'device' if device > host else 'host'} memory", f" ({max(device, host):.0%} full)"
-    if at_its_end(most):
-        return "search", f"where this search ends; more would fit: {name}{full}"
-    return name, name + full
 
 
 if __name__ == "__main__":

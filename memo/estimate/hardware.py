@@ -97,7 +97,7 @@ NODES = {
 }
 
 # set by hand: memory, what NCCL gets of NVLink and of InfiniBand with large messages, and how much of the tp ranks' messages
-# that have products beside them (memo/tp.py) hides: NCCL's kernels take multiprocessors from these products
+# that have products beside them (memo/parallel/tp.py) hides: NCCL's kernels take multiprocessors from these products
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two products forward
 # and five backward), of its memory bandwidth, of a link. "attention": of every kernel of memo/backends.py not named
@@ -127,7 +127,7 @@ HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for
 
 class Speeds:
     """How fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, for elementwise passes that are not listed
-    those of "memory". What `size` is, memo/roofline.py says with each operation. `overhead_s`: of one kernel, at least.
+    those of "memory". What `size` is, roofline.py says with each operation. `overhead_s`: of one kernel, at least.
     `itemsize`: of the dtype that they are for."""
 
     def __init__(self, table, overhead_s=0.0, itemsize=2):

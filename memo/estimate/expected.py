@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from memo import hardware
-from memo.budget import estimate
 from memo.device import device_name, gpu_facts, own_bytes
 from memo.errors import ConfigError
-from memo.search import explain, remedies
-from memo.slab import available
+from memo.estimate import hardware
+from memo.estimate.budget import estimate
+from memo.estimate.search import explain, remedies
+from memo.swap.slab import available
 
 
 def machine_of(device, launch):

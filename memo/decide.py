@@ -9,16 +9,18 @@ from math import inf
 import torch
 
 from memo import profiler
-from memo.activations import Placement, n_rows, tensors_of
-from memo.allocator import Arena, Unavailable
-from memo.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
-from memo.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
-from memo.estimate import as_dict as estimate_dict
-from memo.hardware import NODES, Machine
+from memo.estimate.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
+from memo.estimate.hardware import NODES, Machine
+from memo.estimate.report import as_dict as estimate_dict
+from memo.layer import n_rows, tensors_of
 from memo.metrics import parameters, percent
-from memo.slab import host_bytes
+from memo.planner.allocator import Arena, Unavailable
+from memo.planner.rehearsal import rehearsed_requests, traced_requests
+from memo.swap.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
+from memo.swap.placement import Placement
+from memo.swap.slab import host_bytes
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def requests_of_a_step(model, arena):
     rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other waiting."""
     trace, host = None, model.mesh.host
     with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
-        trace = profiler.rehearse(model, arena)
+        trace = rehearsed_requests(model, arena)
     if all(host.objects(trace is not None)):
         return trace
     if host.rank == 0:
@@ -143,7 +145,7 @@ def requests_of_a_step(model, arena):
         arena.recorded()  # half a rehearsal, of no use
     cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
-    return profiler.traced(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
+    return traced_requests(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
                            model.swap.missing, like)
 
 

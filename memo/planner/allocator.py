@@ -1,4 +1,4 @@
-"""Record and replay of memory requests inside torch's allocator interface: the Python side of memo/allocator.cpp.
+"""Record and replay of memory requests inside torch's allocator interface: the Python side of memo/planner/allocator.cpp.
 
 The requests of a segment (a layer's forward, say) that has no plan are served by torch and recorded, once. Those of a
 segment that has one get their planned addresses in the arena. A request that the plan does not have, or whose place
@@ -22,10 +22,11 @@ from pathlib import Path
 
 import torch
 
-from memo import planner
 from memo.command import progress
 from memo.errors import warn
 from memo.files import cache_folder, cache_place, opened, ours_alone
+from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
+from memo.planner.trace import LogError, parse_trace
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 Planned = namedtuple("Planned", "trace plan")
@@ -179,7 +180,7 @@ class Arena:
 
     def recorded(self):
         """The Trace of all segments recorded since the last call; what is not freed by now outlives the step."""
-        return planner.parse(self.lib.memo_log(self.handle).decode(), "recorded").settled()
+        return parse_trace(self.lib.memo_log(self.handle).decode(), "recorded").settled()
 
     def settle(self):
         """To be called between two steps: plans what was recorded in the last one, warns of what missed its plan. -> whether
@@ -190,14 +191,14 @@ class Arena:
             return False
         try:
             self.replay(self.recorded())
-        except (planner.LogError, Unavailable) as e:
+        except (LogError, Unavailable) as e:
             print(f"warning: memory plan: {e}; torch serves these segments", file=sys.stderr)
             return False
         return True
 
     def replay(self, trace):
         """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
-        plan = planner.cached(trace, cache_folder(), self.solver, planner.ALIGNMENT[self.device.type], planner.PLANNING_S)
+        plan = cached_plan(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type], PLANNING_S)
         self.install(plan)
         self.plans.append(Planned(trace, plan))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from memo.alpha import OutOfHostMemory, granted
+from memo.swap.alpha import OutOfHostMemory, granted
 
 MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
 MPOL_PREFERRED = 1  # from that node while it has pages, then from the others: a small node must not end the run

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import torch
 
-from memo.activations import layout
-from memo.slab import HostSlab
-from memo.streams import Event, close_streams, open_streams
+from memo.layer import layout
+from memo.swap.slab import HostSlab
+from memo.swap.streams import Event, close_streams, open_streams
 
 
 def copy_bytes(pairs):

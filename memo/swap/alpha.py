@@ -7,9 +7,10 @@ takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. S
 from dataclasses import dataclass, replace
 from math import inf
 
-from memo.activations import TABLE, Placement
 from memo.errors import ConfigError
-from memo.hardware import HOST_SHARE
+from memo.estimate.hardware import HOST_SHARE
+from memo.layer import TABLE
+from memo.swap.placement import Placement
 
 OTHERS = tuple(t.name for t in TABLE if t.other)
 GROUPS = {  # the "others" that are rebuilt together, from what is by then there: so what one group costs depends on no other

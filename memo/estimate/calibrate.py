@@ -13,16 +13,16 @@ from functools import partial
 import torch
 from torch.optim.adamw import adamw
 
-from memo import hardware
-from memo.allocator import Arena, NoArena, Unavailable
 from memo.attention import resolve_attention
 from memo.command import progress
 from memo.device import device_name, gpu_facts, synchronize
+from memo.estimate import hardware
+from memo.estimate.roofline import PASSES
 from memo.files import save_json
 from memo.ops import resolve_ops
-from memo.roofline import PASSES
-from memo.slab import HostSlab, available
-from memo.swap import copy_bytes
+from memo.planner.allocator import Arena, NoArena, Unavailable
+from memo.swap.buffers import copy_bytes
+from memo.swap.slab import HostSlab, available
 
 aten = torch.ops.aten
 REPEATS, LEAST_S = 5, 0.02  # of each measurement, and how long one lasts at least
@@ -133,7 +133,7 @@ def copy_rate(nbytes, device, host):
 
 
 def calibrate(axis, host, device, dtype, local_ranks):
-    """Measures, stores and returns what memo/hardware.py's Machine "here" is made of. `axis`: of all ranks, over the
+    """Measures, stores and returns what the Machine "here" of hardware.py is made of. `axis`: of all ranks, over the
     devices' network; `host` the same over gloo."""
     cuda, table, doing = device.type == "cuda", {}, ""
 

@@ -1,0 +1,116 @@
+"""Solves the problem in a CSV file:
+
+    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o plan.csv
+"""
+
+import csv
+import sys
+
+from memo.command import Arguments, end_with_reader, progress, run
+from memo.dsa.problem import (
+    ALIGNMENT_BOUNDS,
+    MOST_BYTES,
+    SOLVERS,
+    TIME_LIMIT_BOUNDS,
+    Buffer,
+    DsaError,
+    NoPlacement,
+    Problem,
+    solve,
+)
+from memo.errors import ConfigError, reason
+from memo.files import read_text
+from memo.keys import shown
+
+COLUMNS = ("id", "lower", "upper", "size")
+
+
+OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}  # how the public benchmark's first edition names them
+
+
+def read_csv(path, capacity=None, alignment=1):
+    """The Problem in a file of id,lower,upper,size (minimalloc's format; further columns are ignored).
+
+    Raises DsaError with the file, the line, the field and its rule.
+    """
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        raise DsaError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
+    names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")] if lines else []
+    missing = [column for column in COLUMNS if column not in names]
+    if missing:
+        what = f"column {missing[0]!r} is missing" if any(names) else "is empty"
+        raise DsaError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
+    buffers, numbers, rows = [], [], csv.reader(lines[1:])
+    places = [names.index(column) for column in COLUMNS]
+    try:
+        for row in filter(None, rows):
+            number = rows.line_num + 1
+            if len(row) != len(names):
+                raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first line")
+            values = [row[places[0]].strip()]
+            try:
+                for place in places[1:]:
+                    values.append(int(row[place]))
+            except ValueError:
+                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place].strip())} must be a whole "
+                               "number") from None
+            buffers.append(Buffer(*values))
+            numbers.append(number)
+    except csv.Error as error:
+        raise DsaError(f"{path}:{rows.line_num + 1}: {error}; give plain numbers") from None
+    if not buffers:
+        raise DsaError(f"{path}:2: there must be at least one buffer below the first line")
+    try:
+        return Problem(tuple(buffers), capacity, alignment)
+    except DsaError as error:
+        where = str(path) if error.buffer is None else f"{path}:{numbers[error.buffer]}"
+        raise DsaError(f"{where}: {error}", error.buffer) from None
+
+
+def write_csv(path, problem, solution):
+    """The buffers with a column `offset`."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*COLUMNS, "offset"])
+        writer.writerows((b.id, b.lower, b.upper, b.size, offset)
+                         for b, offset in zip(problem.buffers, solution.offsets, strict=True))
+
+
+def read_argv(argv):
+    parser = Arguments(prog="python -m memo.dsa", description=__doc__)
+    parser.option("requests", help="CSV of id,lower,upper,size; upper is exclusive", least=1)
+    parser.option("--output", help="the same with a column offset", short=["-o"], required=True, least=1)
+    parser.option("--capacity", int, help="bytes; stop at the first placement that fits, not at the least peak", least=1,
+                  most=MOST_BYTES, why="so much is all that the buffers may take together")
+    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
+    parser.option("--time_limit", float, 60.0, "seconds", **TIME_LIMIT_BOUNDS)
+    parser.option("--alignment", int, 1, "bytes; every offset is a multiple of it", **ALIGNMENT_BOUNDS)
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    """The command line: 0 solved, 3 no placement under the capacity. Errors: ConfigError, bad input."""
+    args = read_argv(argv)
+    with progress(lambda: f"reading {args.requests}"):
+        problem = read_csv(args.requests, args.capacity, args.alignment)
+    try:
+        with progress(lambda: f"placing {len(problem.buffers):,} buffers, --time_limit={args.time_limit:g}"):
+            solution = solve(problem, args.solver, args.time_limit)
+    except NoPlacement as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    try:
+        write_csv(args.output, problem, solution)
+    except OSError as error:
+        raise ConfigError(f"{args.output} cannot be written ({error.strerror}); choose another -o") from None
+    quality = "proven optimal" if solution.proven else f"gap {solution.gap:.2%}"
+    print(f"peak {solution.peak}, lower bound {solution.lower_bound}, {quality}, {solution.seconds:.2f} s, "
+          f"found by {solution.solver}")
+    return 0
+
+
+if __name__ == "__main__":
+    end_with_reader()
+    sys.exit(run(main))

@@ -1,0 +1,54 @@
+"""Plans the addresses of a request log: python -m memo.planner requests.log -o plan.json"""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from memo.command import Arguments, end_with_reader, progress, run
+from memo.dsa.problem import ALIGNMENT_BOUNDS, SOLVERS, TIME_LIMIT_BOUNDS
+from memo.errors import ConfigError, reason
+from memo.files import read_text, readable_json
+from memo.planner.plan import bilevel, one_level, requests_of
+from memo.planner.trace import LogError, marked, parse_trace
+
+
+def read_argv(argv):
+    parser = Arguments(prog="python -m memo.planner", description="Plans the addresses of a request log: malloc <tensor> "
+                       "<bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
+    parser.option("log", help="the request log", least=1)
+    parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
+    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
+    parser.option("--alignment", int, 512, "bytes; torch has 512 on CUDA", **ALIGNMENT_BOUNDS)
+    parser.option("--time_limit", float, 60.0, "seconds for each problem", **TIME_LIMIT_BOUNDS)
+    parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    """The command line. Errors: ConfigError, bad input."""
+    args = read_argv(argv)
+    with progress(lambda: f"reading {args.log}"):
+        try:
+            text = read_text(args.log)
+        except (OSError, ValueError) as e:
+            raise LogError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
+        trace = parse_trace(text, args.log)
+    if not requests_of(marked(trace))[0]:
+        raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
+    with progress(lambda: f"planning {len(trace.events):,} requests, --time_limit={args.time_limit:g} for each problem"):
+        plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, args.time_limit)
+    try:
+        Path(args.output).write_text(readable_json(asdict(plan)))
+    except OSError as e:
+        raise ConfigError(f"{args.output} cannot be written ({e.strerror}); choose another -o") from None
+    for row in plan.levels:
+        print(f"{row['segment']}: {row['n']} blocks, peak {row['peak']:,} bytes, lower bound {row['lower_bound']:,}, "
+              f"{'proven optimal' if row['proven'] else 'not proven'}, {row['solver']}, {row['seconds']:.2f} s")
+    gap = plan.arena_bytes / plan.lower_bound - 1
+    print(f"{len(plan.segments)} segments in an arena of {plan.arena_bytes:,} bytes, "
+          f"{'proven optimal' if plan.proven else f'{gap:.2%} above the lower bound'}, {plan.seconds:.2f} s: {args.output}")
+
+
+if __name__ == "__main__":
+    end_with_reader()
+    sys.exit(run(main))

@@ -1,0 +1,196 @@
+"""The memory plan: from the requests of a training step to an address for each of them.
+
+A Trace is the step's log, `malloc <tensor> <bytes>` and `free <tensor> <bytes>`, with `begin <segment>` and `end <segment>`
+around the pieces of the step: the embedding, a layer's forward, the head, a layer's backward, the optimizer. Level 1
+solves each piece by itself, and equal pieces (the layers) once; level 2 puts one pseudo block in the place of each and
+solves the whole step. Source: MEMO 4.2 and 4.3.2.
+
+    python -m memo.planner requests.log -o plan.json
+"""
+
+import hashlib
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from memo.dsa import problem, solvers
+from memo.dsa.problem import Buffer, Problem, Solution, components, lower_bound, solve, validate
+from memo.files import keep_json, parse_json, read_text, readable_json
+from memo.planner.trace import OUTSIDE, WHOLE, marked
+
+ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
+PLANNING_S = 10.0  # for each of a run's problems; what is found by then is used
+LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=str, seconds=float)  # of Plan.levels
+MOST_ABOVE = 2  # lower bounds that a kept arena may take: a hole in the places could make it any size. What is planned
+#                 is at its bound or a few percent above (bench/planner.py); beyond twice it is planned at every start
+@dataclass(frozen=True)
+class Plan:
+    """Where each request of each segment gets its memory: request k of `segments[label]` is (bytes, offset in the arena),
+    the offset None where it is left to torch. `lower_bound` is the greatest sum of bytes in use at one time; `levels`
+    tells what was solved: [{segment, n, lower_bound, peak, proven, solver, seconds}].
+    """
+
+    arena_bytes: int
+    lower_bound: int
+    alignment: int
+    solver: str
+    seconds: float
+    segments: dict
+    levels: tuple
+
+    @property
+    def proven(self):
+        """Whether no plan of the whole step can be smaller."""
+        return self.arena_bytes == self.lower_bound
+
+    def __hash__(self):
+        return hash(readable_json(asdict(self)))
+
+    @classmethod
+    def from_json(cls, text):
+        plan = parse_json(text)
+        plan["segments"] = {label: tuple(tuple(r) for r in requests) for label, requests in plan["segments"].items()}
+        return cls(**{**plan, "levels": tuple(plan["levels"])})
+
+
+@dataclass
+class Request:
+    """One tensor to plan: request k of a segment, alive from event `lower` of the trace to `upper`. `freed_in`: the segment
+    that frees it; OUTSIDE where none does."""
+
+    segment: str
+    k: int
+    bytes: int
+    lower: int
+    upper: int
+    freed_in: str = OUTSIDE
+
+
+def requests_of(trace):
+    """([Request], {segment: [bytes of all its requests]}, {segment: (lower, upper)})."""
+    requests, live, sizes, spans, segment = [], {}, {}, {}, OUTSIDE
+    for now, (verb, name, nbytes) in enumerate(trace.events):
+        if verb == "begin":
+            segment, sizes[name], spans[name] = name, [], (now, now)
+        elif verb == "end":
+            spans[segment], segment = (spans[segment][0], now + 1), OUTSIDE
+        elif verb == "free" and name in live:
+            live[name].upper, live.pop(name).freed_in = now, segment
+        elif segment != OUTSIDE and verb in ("malloc", "keep"):
+            if verb == "malloc":
+                live[name] = Request(segment, len(sizes[segment]), nbytes, now, len(trace.events))
+                requests.append(live[name])
+            sizes[segment].append(nbytes)
+    return requests, sizes, spans
+
+
+class Levels:
+    """Solves what it is given, equal problems once (a layer's, or a chunk's of the head), and remembers what it took."""
+
+    def __init__(self, alignment, solver, time_limit):
+        self.alignment, self.how, self.solutions, self.rows = alignment, (solver, time_limit), {}, []
+
+    def problem(self, lives):
+        """The Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
+        ranks = {t: rank for rank, t in enumerate(sorted({t for lower, upper, _ in lives for t in (lower, upper)}))}
+        buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
+        return Problem(tuple(buffers), alignment=self.alignment)
+
+    def solve(self, name, lives):
+        """(offsets, peak)."""
+        offsets, peak = [0] * len(lives), 0
+        for group in components((lower, upper) for lower, upper, _ in lives):
+            solution = self.solution(name, self.problem([lives[i] for i in group]))
+            peak = max(peak, solution.peak)
+            for i, offset in zip(group, solution.offsets, strict=True):
+                offsets[i] = offset
+        return offsets, peak
+
+    def solution(self, name, problem):
+        if problem not in self.solutions:
+            s = self.solutions[problem] = solve(problem, *self.how)
+            self.rows.append(dict(segment=name, n=len(problem.buffers), lower_bound=s.lower_bound, peak=s.peak,
+                                  proven=s.proven, solver=s.solver, seconds=s.seconds))
+        return self.solutions[problem]
+
+
+def compose(trace, solver, alignment, time_limit, by_segment):
+    """The validated Plan of a trace, in two levels or in one."""
+    start = time.perf_counter()
+    requests, sizes, spans = requests_of(marked(trace))
+    levels, inside, blocks = Levels(alignment, solver, time_limit), {}, []
+    for r in requests:
+        if by_segment and r.freed_in == r.segment:
+            inside.setdefault(r.segment, []).append(r)
+        elif by_segment:  # to level 2 a segment is one moment: what crosses its border is there throughout
+            blocks.append(([r], (0,), (spans[r.segment][0], spans[r.freed_in][1] if r.freed_in else r.upper, r.bytes)))
+        else:
+            blocks.append(([r], (0,), (r.lower, r.upper, r.bytes)))
+    for label, mine in inside.items():
+        offsets, peak = levels.solve(label, [(r.lower, r.upper, r.bytes) for r in mine])
+        blocks.append((mine, offsets, (*spans[label], peak)))  # the pseudo block
+    bases, arena_bytes = levels.solve(WHOLE, [life for *_, life in blocks])
+    segments = {label: [(n, None) for n in nbytes] for label, nbytes in sizes.items()}
+    for (mine, offsets, _), base in zip(blocks, bases, strict=True):
+        for r, offset in zip(mine, offsets, strict=True):
+            segments[r.segment][r.k] = (r.bytes, base + offset)
+    plan = Plan(arena_bytes, lower_bound(levels.problem([(r.lower, r.upper, r.bytes) for r in requests])), alignment,
+                solver, time.perf_counter() - start, {label: tuple(s) for label, s in segments.items()}, tuple(levels.rows))
+    validate_plan(trace, plan)
+    return plan
+
+
+def validate_plan(trace, plan):
+    """Raises ValueError where `plan` is not one of `trace`: other segments or requests, tensors that overlap, a place for
+    what is left to torch, another lower bound."""
+    requests, sizes, _ = requests_of(marked(trace))
+    if {label: [n for n, _ in segment] for label, segment in plan.segments.items()} != sizes:
+        raise ValueError("the plan's requests are not the trace's")
+    places = {(label, k) for label, segment in plan.segments.items() for k, (_, at) in enumerate(segment) if at is not None}
+    if places != {(r.segment, r.k) for r in requests}:
+        raise ValueError("the plan has places for other requests")
+    problem = Levels(plan.alignment, None, None).problem([(r.lower, r.upper, r.bytes) for r in requests])
+    offsets = tuple(plan.segments[r.segment][r.k][1] for r in requests)
+    if plan.lower_bound != lower_bound(problem):
+        raise ValueError("the plan's lower bound is not the trace's")
+    validate(problem, Solution(offsets, plan.arena_bytes, plan.lower_bound, plan.solver, plan.seconds))
+
+
+def bilevel(trace, solver="auto", alignment=1, time_limit=60.0):
+    """The Plan of a trace in two levels: equal segments are solved once, then the step with a pseudo block for each.
+    Source: MEMO 4.2."""
+    return compose(trace, solver, alignment, time_limit, by_segment=True)
+
+
+def one_level(trace, solver="auto", alignment=1, time_limit=60.0):
+    """The Plan of a trace, all its requests solved at once."""
+    return compose(trace, solver, alignment, time_limit, by_segment=False)
+
+
+def cached_plan(trace, folder, solver="auto", alignment=1, time_limit=60.0):
+    """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or None, costs
+    time only."""
+    key = hashlib.sha256(f"{trace.text}{solver} {alignment} {time_limit}".encode())
+    for module in (__file__, problem.__file__, solvers.__file__):  # a better solver's plan is another
+        key.update(Path(module).read_bytes())
+    name = f"plan-{key.hexdigest()[:16]}.json"
+    try:
+        return believed_plan(Plan.from_json(read_text(folder / name)), trace, solver, alignment)
+    except Exception:  # not there, or not what was written: whatever it is, it is made again
+        plan = bilevel(trace, solver, alignment, time_limit)
+    keep_json(asdict(plan), folder, name)
+    return plan
+
+
+def believed_plan(plan, trace, solver, alignment):
+    """`plan`, from a file. Raises what it may where it is not one that was asked for."""
+    kinds = [type(getattr(plan, f.name)) is f.type for f in fields(plan)]
+    kinds += [type(n) is int for segment in plan.segments.values() for n, _ in segment]
+    kinds += [{name: type(value) for name, value in row.items()} == LEVEL for row in plan.levels]
+    if not all(kinds) or (plan.solver, plan.alignment) != (solver, alignment):
+        raise ValueError("it is not the plan that was asked for")
+    if plan.arena_bytes > MOST_ABOVE * plan.lower_bound:
+        raise ValueError("its arena is too large")
+    validate_plan(trace, plan)
+    return plan
+

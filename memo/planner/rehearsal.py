@@ -1,0 +1,134 @@
+"""The memory requests of a step: recorded from a rehearsal, or traced with torch's fake tensors, without memory or GPU."""
+
+import weakref
+from contextlib import nullcontext
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memo.backends import workspaces
+from memo.planner.trace import checked_trace
+from memo.swap.streams import open_streams
+
+
+class Rehearsal:
+    """In the place of a model's arena while it goes through a step and an evaluation: of the segments that make the same
+    requests (the layers are identical) only the first does anything. `order`: {label: that of its first like}."""
+
+    def __init__(self, arena):
+        self.arena, self.first, self.order = arena, {}, {}
+
+    def run(self, label, work, *args):
+        name, _, number = label.rpartition(" ")
+        kind = name if number.isdigit() else label
+        if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
+            kind += str(list(args[-1].values()))
+        if kind not in self.first:
+            self.first[kind] = label
+            self.arena.run(label, work, *args)
+        self.order[label] = self.first[kind]
+
+
+def rehearsed_requests(model, arena):
+    """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of one layer of
+    each kind. Copies nothing; the model's gradients are zero afterwards."""
+    swap, B, T = model.swap, *model.shape
+    tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
+    pairs, before, model.arena = swap.pairs, model.arena, Rehearsal(arena)
+    swap.pairs = [[] for _ in pairs]
+    try:
+        model.forward(tokens, tokens, scale=1.0)
+        model.backward()
+        model.forward(tokens, tokens)
+        return arena.recorded().repeated(model.arena.order.items())
+    finally:
+        swap.pairs, model.arena = pairs, before
+        swap.streams.timeline.clear()
+        model.grads.zero_()
+
+
+def traced_requests(make, B, T, missing, device="meta", requests=None):
+    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as it
+    is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing. requests(name of
+    an operation, its arguments) -> bytes of each request of an attention kernel for itself, see kernel_requests; None
+    leaves them out."""
+    with FakeTensorMode() if device == "cpu" else nullcontext():
+        model = make(torch.device(device))
+        model.reserve(B, T, streams=open_streams(torch.device("cpu")))
+        model.swap.missing = missing
+        return rehearsed_requests(model, FakeArena(requests))
+
+
+def kernel_requests(name, args, threads=1, deterministic=False, multiprocessors=0):
+    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for itself.
+    On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in torch's
+    FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and out contiguous."""
+    copies = []
+    if name == "memo::attention_backward":
+        kernel, (B, T, H, D) = args[0], args[1].shape
+    elif "scaled_dot_product" not in name:
+        return []
+    elif "for_cpu" in name:
+        return [cpu_workspace_bytes(*args[1:3], threads, True) if name.endswith("_backward") else
+                cpu_workspace_bytes(*args[:2], threads, False)]
+    elif name.endswith("_backward"):
+        kernel, (B, H, T, D) = "cudnn" if "cudnn" in name else "flash", args[1].shape
+        if kernel == "flash":
+            copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
+    else:
+        return []
+    return copies + workspaces(kernel, B, T, H, D, deterministic, multiprocessors)
+
+
+def cpu_workspace_bytes(q, k, threads, backward):
+    T, D, keys = q.shape[2], q.shape[3], min(512, k.shape[2])  # (B, H, T, D)
+    queries = 256 if T >= 768 else 64 if T >= 192 else 32
+    scores = queries * keys * (4 + 2 * (q.element_size() == 2))
+    return threads * 2 * scores + 4 * queries if backward else threads * (scores + (2 + D) * queries * 4)
+
+
+class FakeArena(TorchDispatchMode):
+    """Records the requests of segments that run on fake tensors: those of each operation's results, and `requests`, see
+    traced_requests()."""
+
+    def __init__(self, requests=None):
+        super().__init__()
+        self.log, self.known, self.ids, self.requests = [], weakref.WeakKeyDictionary(), 0, requests
+
+    def run(self, label, work, *args):
+        self.log.append(("begin", label, 0))
+        with self:
+            result = work(*args)
+        self.log.append(("end", label, 0))
+        return result
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **kwargs)
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
+                self.note(t.untyped_storage())
+        own = []
+        for nbytes in self.requests(func.name(), args) if self.requests else ():
+            self.ids += 1
+            own.append((str(self.ids), nbytes))
+        self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
+        return result
+
+    def note(self, storage):
+        if storage.nbytes() and storage not in self.known:
+            self.ids += 1
+            event = (str(self.ids), storage.nbytes())
+            self.known[storage] = event
+            self.log.append(("malloc", *event))
+            weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
+
+    def recorded(self):
+        """The Trace so far."""
+        return checked_trace(self.log).settled()
+
+
+# --- the command ---

@@ -1,0 +1,139 @@
+"""The memory requests of a training step, and the text format that they are kept in. Source: MEMO 4.2."""
+
+from dataclasses import dataclass
+
+from memo.errors import ConfigError
+
+OUTSIDE = ""  # the segment of what is requested between the segments
+
+
+WHOLE = "step"  # the one segment of a log that marks none
+
+
+VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
+
+
+class LogError(ConfigError):
+    """A request log that cannot be. One line: file, line, value, rule."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The memory requests of a step in their order: (verb, tensor, bytes), or ("begin" or "end", segment, 0).
+
+    A tensor's name may come again after its free. What is never freed lives to the end of the log; `keep` stands for the
+    malloc of a tensor that outlives the step and so is not planned.
+    """
+
+    events: tuple
+
+    @property
+    def text(self):
+        return "".join(f"{verb} {name} {nbytes}\n" if VERBS[verb] == 2 else f"{verb} {name}\n"
+                       for verb, name, nbytes in self.events)
+
+    @property
+    def segments(self):
+        """{label: [events], marks included}, in their order."""
+        out, label = {}, OUTSIDE
+        for event in self.events:
+            label = event[1] if event[0] == "begin" else label
+            if label != OUTSIDE:
+                out.setdefault(label, []).append(event)
+            label = OUTSIDE if event[0] == "end" else label
+        return out
+
+    def repeated(self, order):
+        """The Trace of the segments of `order`, [(label, the label here that makes the same requests)]. What a segment does
+        not free itself outlives the step."""
+        segments, events = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}, []
+        for number, (label, like) in enumerate(order):
+            for verb, name, nbytes in segments[like]:
+                events.append((verb, label if VERBS[verb] == 1 else f"{number}.{name}", nbytes))
+        return checked_trace(events)
+
+    def settled(self):
+        """What is never freed, as `keep`."""
+        last = {}
+        for i, (verb, name, _) in enumerate(self.events):
+            if verb == "malloc":
+                last[name] = i
+            elif verb == "free":
+                last.pop(name, None)
+        kept = set(last.values())
+        return Trace(tuple(("keep" if i in kept else verb, name, nbytes)
+                           for i, (verb, name, nbytes) in enumerate(self.events)))
+
+
+def checked_trace(events, lines=None, where="requests"):
+    """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is freed twice,
+    freed before it was allocated or with other bytes, allocated twice; where segments are nested, repeated or left open."""
+    live, total, segment, seen = {}, 0, OUTSIDE, set()
+    for i, (verb, name, nbytes) in enumerate(events):
+        at = f"{where}:{lines[i] if lines else i}: {verb} {name}"
+        if VERBS[verb] == 2 and nbytes <= 0:
+            raise LogError(f"{at} {nbytes}: bytes={nbytes} must be at least 1")
+        total += nbytes if verb == "malloc" else -nbytes if verb == "free" else 0
+        if total >= 10**18:
+            raise LogError(f"{at} {nbytes}: bytes in use at one time must stay below 1e18")
+        if verb in ("malloc", "keep"):
+            if name in live:
+                raise LogError(f"{at} {nbytes}: it is allocated already, {live[name]} bytes; free it first")
+            if verb == "malloc":
+                live[name] = nbytes
+        elif verb == "free":
+            if name not in live:
+                raise LogError(f"{at} {nbytes}: it is not allocated here; a free needs a malloc of its own before it")
+            if nbytes != (allocated := live.pop(name)):
+                raise LogError(f"{at} {nbytes}: bytes={nbytes} must be {allocated}, as in its malloc")
+        elif verb == "begin":
+            if segment != OUTSIDE:
+                raise LogError(f"{at}: segment {segment!r} must end first, segments do not nest")
+            if name in seen:
+                raise LogError(f"{at}: there was a segment of this name already; give each its own")
+            segment = name
+            seen.add(name)
+        elif segment != name:
+            raise LogError(f"{at}: the segment that began must end, {segment!r}" if segment else f"{at}: it did not begin")
+        else:
+            segment = OUTSIDE
+    if segment != OUTSIDE:
+        raise LogError(f"{where}: segment {segment!r} must end before the log does")
+    return Trace(tuple(events))
+
+
+def parse_trace(text, where="requests"):
+    """The Trace of a text log; empty lines and what follows # are skipped. Errors: LogError."""
+    events, lines = [], []
+    for number, line in enumerate(text.split("\n"), 1):
+        verb, *words = line.partition("#")[0].split() or [""]
+        if not verb:
+            continue
+        at = f"{where}:{number}"
+        if verb not in VERBS:
+            raise LogError(f"{at}: {verb!r} must be one of {', '.join(VERBS)}")
+        if VERBS[verb] == 1:
+            if not words:
+                raise LogError(f"{at}: {verb} needs the name of a segment")
+            event = verb, " ".join(words), 0
+        else:
+            if len(words) != 2:
+                raise LogError(f"{at}: {line.strip()!r} must be {verb} <tensor> <bytes>")
+            if not words[1].removeprefix("-").isdecimal():
+                raise LogError(f"{at}: bytes={words[1]!r} must be a whole number")
+            if len(words[1]) > 18:
+                raise LogError(f"{at}: bytes={words[1]} must be below 1e18")
+            event = verb, words[0], int(words[1])
+        events.append(event)
+        lines.append(number)
+    return checked_trace(events, lines, where)
+
+
+# --- the plan ---
+
+
+def marked(trace):
+    """The trace itself, or where it marks no segments, as one."""
+    if any(verb == "begin" for verb, *_ in trace.events):
+        return trace
+    return Trace((("begin", WHOLE, 0), *trace.events, ("end", WHOLE, 0)))
