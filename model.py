@@ -23,8 +23,8 @@ from types import SimpleNamespace
 import torch
 
 from memo.attention import attend, attend_backward, resolve_attention
-from memo.flat import LAYER_BIASES, bucket_views, gradient_places, gradient_slots, local_layout, parameter_shapes, views
-from memo.layer import TABLE, head_rows
+from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
+from memo.layer import head_rows, layer_of, model_parameters
 from memo.ops import gelu_backward, gelu_forward, resolve_ops, rotations
 from memo.parallel.cp import across, held
 from memo.parallel.mesh import ALONE
@@ -48,7 +48,7 @@ from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
 
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
-EVERY_ROW = {t.name: slice(None) for t in TABLE}
+EVERY_ROW, NO_ROWS = slice(None), slice(0)
 
 
 def stretches(n, rows):
@@ -63,30 +63,52 @@ def stretches(n, rows):
 # --- one layer ---
 
 class Block:
-    """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: this rank's parameters and their gradients, by name; `tp`:
-    the Axis of the ranks that have the others. `rows`: {skeletal tensor: the slice of its rows to compute}.
+    """x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid): two halves, cut at `mid`. `w` and `dw`: this rank's parameters
+    and their gradients, by name; `tp`: the Axis of the ranks that have the others.
+
+    `rows`: {skeletal tensor: the slice of its rows to compute}. Whatever is token-wise can be computed for any range of rows
+    and gives the same bits as the whole, which is what recomputing a part of a layer rests on.
     """
 
     def __init__(self, cfg, w, dw, attention, ops, tp):
         self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, tp
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
+        names = [t.name for t in layer_of(cfg).skeletal]
+        self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
+
+    # --- forward ---
 
     def forward(self, s, turn, out):
         """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
-        self.recompute(s, turn, EVERY_ROW)  # for the first time
-        return row_linear_forward(self.tp, s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
+        self.recompute(s, turn, self.every_row)  # for the first time
+        return self.output(s, out)
 
     def recompute(self, s, turn, rows):
-        """`rows` of the skeletal tensors from x: token by token, but for attention, which is run whole if any of
-        attn_out is wanted and left alone, as it is there, if none is. Source: MEMO 4.1."""
-        self.before_attention(s, turn, rows)
+        """`rows` of the skeletal tensors from x; none of a tensor that `rows` does not name. All of it goes token by token,
+        but for attention, which is run whole if any row of attn_out is wanted, and left alone otherwise.
+        Source: MEMO 4.1."""
+        rows = self.no_rows | rows
+        self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
             *qkv, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)
             attend(self.attention, *qkv, True, self.scale, out, s.lse)
-        self.after_attention(s, rows)
+        self.projection(s, rows)
+        self.mlp(s, rows)
 
-    def before_attention(self, s, turn, rows):
+    def extend(self, s, turn, rows, attention, out):
+        """The forward of one sequence's `rows` alone, whose queries see the keys and values of the rows before, which are in
+        `s` already: what generating text does. `attention`: an Attention that takes fewer queries than keys."""
+        tensors = dict.fromkeys(self.every_row, rows)
+        self.queries_keys_values(s, turn, tensors)
+        H = s.lse.shape[1]
+        q, k, v = (t.view(1, len(t), H, -1) for t in (s.q[rows], s.k[:rows.stop], s.v[:rows.stop]))
+        s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, self.scale)[0])
+        self.projection(s, tensors)
+        self.mlp(s, tensors)
+        self.output(s, out, rows)
+
+    def queries_keys_values(self, s, turn, rows):
         """ln1_out, q, k, v from x."""
         w, r = self.w, rows["ln1_out"]
         self.ops.layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
@@ -102,12 +124,14 @@ class Block:
         for name in "qk" if turn is not None else "":
             self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
 
-    def after_attention(self, s, rows):
-        """mid, ln2_out, fc1_out, gelu_out from x and attn_out."""
-        w = self.w
-        r = rows["mid"]
+    def projection(self, s, rows):
+        """mid from x and attn_out: the end of the attention half."""
+        w, r = self.w, rows["mid"]
         row_linear_forward(self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])
-        r = rows["ln2_out"]
+
+    def mlp(self, s, rows):
+        """ln2_out, fc1_out, gelu_out from mid: the MLP half but for its output."""
+        w, r = self.w, rows["ln2_out"]
         self.ops.layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
 
         def widen(r):
@@ -119,6 +143,12 @@ class Block:
         r = rows["gelu_out"]
         gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
 
+    def output(self, s, out, r=EVERY_ROW):
+        """Rows r of `out` (n, C), the next layer's x, from mid and gelu_out."""
+        return row_linear_forward(self.tp, s.mid[r], s.gelu_out[r], self.w.fc2_w, self.w.fc2_b, out=out[r])
+
+    # --- backward ---
+
     def backward(self, dy, s, turn):
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of `s`."""
         dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
@@ -128,13 +158,19 @@ class Block:
         dqkv = [g.reshape(s.q.shape) for g in dqkv]
         for g in dqkv[:2] if turn is not None else ():
             self.ops.rotary(g, turn, back=True)
-        in_turns(self.tp, dy.device, 0, len(dy), partial(self.before_attention_backward, dy, s, dqkv))
+        in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
 
+    # Generators, which yield where a message is on its way, as tp.in_turns wants: the other piece computes meanwhile.
+
     def after_attention_backward(self, dy, s, dout, r):
-        """Of rows r: writes the gradients of mid over dy and of attn_out into `dout`. Yields as tp.in_turns wants."""
+        """Rows r: the MLP half, then the projection, since nothing between them needs other rows."""
+        yield from self.mlp_backward(dy, s, r)
+        yield from self.projection_backward(dy, s, dout, r)
+
+    def mlp_backward(self, dy, s, r):
+        """out = mid + gelu(ln2(mid) fc1) fc2. Rows r: writes the gradient of mid over dy."""
         w, dw, tp, dy = self.w, self.dw, self.tp, dy[r]
-        # mlp: y = mid + gelu(ln2(mid) fc1) fc2
         message = tp.start_gather(dy)
         yield
         bias_backward(dy, dw.fc2_b)
@@ -146,15 +182,17 @@ class Block:
         yield
         self.ops.layernorm_backward(dy, message.wait(), s.mid[r], s.ln2_mean[r], s.ln2_rstd[r], w.ln2_w, w.ln2_b,
                                     dw.ln2_w, dw.ln2_b, out=dy)
-        # attention: mid = x + attn_out proj
-        message = tp.start_gather(dy)
+
+    def projection_backward(self, dy, s, dout, r):
+        """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way is dy itself."""
+        w, dw, dy = self.w, self.dw, dy[r]
+        message = self.tp.start_gather(dy)
         yield
         bias_backward(dy, dw.proj_b)
         row_linear_backward(message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
 
-    def before_attention_backward(self, dy, s, dqkv, r):
-        """Of rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv, over x.
-        Yields as tp.in_turns wants."""
+    def queries_keys_values_backward(self, dy, s, dqkv, r):
+        """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv, over x."""
         w, dw, tp = self.w, self.dw, self.tp
         message = tp.start_gather(s.ln1_out[r])
         yield
@@ -180,12 +218,12 @@ class Block:
 def initial_weights(cfg, seed, device):
     """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over sqrt(2L)."""
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in parameter_shapes(cfg).items():
-        w = torch.zeros(shape, device=device)
-        if len(shape) == 2:
-            into_residual = name.endswith(("proj_w", "fc2_w"))
-            w.normal_(0.0, 0.02 / math.sqrt(2 * cfg.n_layer) if into_residual else 0.02, generator=generator)
-        elif name.endswith("_w"):
+    std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
+    for name, p in model_parameters(cfg).items():
+        w = torch.zeros(p.shape, device=device)
+        if p.init in std:
+            w.normal_(0.0, std[p.init], generator=generator)
+        elif p.init == "ones":
             w.fill_(1.0)
         if name == "wte":
             w[cfg.vocab_size:] = 0.0
@@ -207,7 +245,6 @@ class GPT:
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         self.attention = across(attention, mesh.cp, cfg.context_parallel, self.ops.merge)
-        self.full_shapes = parameter_shapes(cfg)
         self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
         begins, numel = gradient_places(self.buckets, gradient_slots(cfg, micro_batches))
@@ -217,35 +254,35 @@ class GPT:
                              for at, (start, end) in zip(begins, self.buckets, strict=True)]
         weights = views(self.layout, self.params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "")) for tensors in (weights, gradients))
+        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b"))) for tensors in (weights, gradients))
         self.blocks = []
         for i in range(cfg.n_layer):
-            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.")) for tensors in (weights, gradients))
+            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", layer_of(cfg).absent))
+                     for tensors in (weights, gradients))
             self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.tp))
         self.shape = self.swap = None
         self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     @staticmethod
-    def named(tensors, prefix):
-        """Those of {name: tensor} by the names behind `prefix`; biases that the model lacks are None."""
-        absent = dict.fromkeys(LAYER_BIASES if prefix else ("wpe", "lnf_b"))
+    def named(tensors, prefix, absent):
+        """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are None."""
         depth = prefix.count(".")
-        return absent | {name.removeprefix(prefix): t for name, t in tensors.items()
+        return dict.fromkeys(absent) | {name.removeprefix(prefix): t for name, t in tensors.items()
                          if name.startswith(prefix) and name.count(".") == depth}
 
     def load(self, named_tensors):
         """Copies this rank's parts of (name, whole tensor) pairs into the parameters."""
         mine = views(self.layout, self.params)
         for name, tensor in named_tensors:
-            mine[name].copy_(local(name, tensor, self.mesh.tp))
+            mine[name].copy_(local(tensor, self.layout[name].whole.split_dim, self.mesh.tp))
 
     def reserve(self, B, T, placement=None, **kw):
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one, every layer
         keeps its own on the device. `kw`: see Swap."""
         cfg, tp, cp = self.cfg, self.mesh.tp, self.mesh.cp
         self.close()  # free the old before taking the new
-        self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size), B, T, cfg.n_embd, cfg.n_head,
+        self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size), layer_of(cfg), B, T,
                          self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
         ranges = held(T * cp.size, cp, cfg.context_parallel)
@@ -266,46 +303,68 @@ class GPT:
         """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale * loss."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
-        self.tokens, swap = tokens.reshape(-1), self.swap
-        loss = torch.zeros((), device=self.device)
-        self.arrive(0)
-        self.launch("embedding", self.embed, self.tokens, self.positions, swap.x[0])
-        for i, block in enumerate(self.blocks):
-            swap.before_forward(i)
-            self.arrive(i + 1)
-            self.launch(f"forward {i}", block.forward, swap.layers[i], self.turn, swap.x[i + 1])
-            if scale is not None:
-                swap.after_forward(i)
-        self.arrive(len(self.blocks) + 1)
-        head = "head" if scale is not None else "evaluation head"
-        self.launch(head, self.head, swap.x[-1], targets.reshape(-1), scale, loss)
-        return loss
+        self.tokens, self.targets, self.scale = tokens.reshape(-1), targets.reshape(-1), scale
+        self.loss = torch.zeros((), device=self.device)
+        self.follow(("embedding", "forward", "head") if scale is None else ("embedding", "forward", "offload", "head"))
+        return self.loss
 
     def backward(self, done=lambda bucket: None):
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own input (n, C).
         done(bucket) is called when those of a bucket are complete."""
-        swap = self.swap
         done(len(self.blocks) + 1)
-        for i, block in reversed(list(enumerate(self.blocks))):
-            swap.before_backward(i)
-            if swap.missing[i]:
-                self.launch(f"recompute {i}", block.recompute, swap.layers[i], self.turn, swap.missing[i])
-            self.launch(f"backward {i}", block.backward, swap.x[i + 1], swap.layers[i], self.turn)
-            swap.after_backward(i)
-            done(i + 1)
-        self.launch("embedding backward", self.embed_backward, self.tokens, swap.x[0])
-        done(0)
-        return swap.x[0]
+        self.follow(("recompute", "backward", "prefetch", "embedding backward"), done)
+        return self.swap.x[0]
+
+    def follow(self, kinds, done=lambda bucket: None):
+        """Executes the steps of the schedule that are of these kinds: the host launches them in their order, and the waits
+        between streams are theirs. done(bucket): see backward()."""
+        (B, T), complete = self.shape, []
+        for step in self.swap.steps:
+            if step.kind not in kinds:
+                continue
+            if step.stream != "compute":
+                self.swap.launch(step)
+                continue
+            while complete:  # only now, so that copies start before messages
+                done(complete.pop())
+            bucket = self.bucket_of(step)
+            self.arrive(bucket)
+            label, *work = self.work_of(step)
+            self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
+            if step.kind in ("backward", "embedding backward") and step.unit[1] == 0:  # the last subsequence to come back
+                complete.append(bucket)
+        while complete:
+            done(complete.pop())
+
+    def bucket_of(self, step):
+        """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final norm's."""
+        layer, _ = step.unit
+        return {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}.get(step.kind, layer + 1)
+
+    def work_of(self, step):
+        """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory plan."""
+        i, _ = step.unit
+        s, x, y, block = self.swap.layers[i], self.swap.x[i], self.swap.x[i + 1], self.blocks[i]
+        match step.kind:
+            case "embedding":
+                return "embedding", self.embed, self.tokens, self.positions, x
+            case "forward":
+                return f"forward {i}", block.forward, s, self.turn, y
+            case "head":
+                label = "evaluation head" if self.scale is None else "head"
+                return label, self.head, y, self.targets, self.scale, self.loss
+            case "recompute":
+                return f"recompute {i}", block.recompute, s, self.turn, self.swap.missing[i]
+            case "backward":
+                return f"backward {i}", block.backward, y, s, self.turn
+            case "embedding backward":
+                return "embedding backward", self.embed_backward, self.tokens, x
+        raise ValueError(f"{step.kind} is no step that computes")
 
     def arrive(self, bucket):
         """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all ranks."""
         if works := self.arriving.pop(bucket, None):
             works.wait()
-
-    def launch(self, label, work, *args):
-        """Queues work(*args) on the compute stream, as a segment of the memory plan."""
-        B, T = self.shape
-        self.swap.streams.compute.launch(label, self.arena.run, f"{B}x{T}/{label}", work, *args)
 
     def embed(self, tokens, positions, out):  # (N,), (N,) -> (n, C)
         tp = self.mesh.tp

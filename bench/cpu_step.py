@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
-from memo import decide
+from memo import memory
 from memo.config import Config
 from memo.optim import Optimizer
 from model import GPT, initial_weights
@@ -63,7 +63,7 @@ def rivals(cfg, B, name):
         optimizer = Optimizer(model, cfg)
         optimizer.load(initial_weights(cfg, 0, "cpu"))
         model.reserve(B, cfg.block_size)
-        decide.plan_memory(cfg, model)
+        memory.plan_memory(cfg, model)
 
         def step():
             model.forward(tokens, targets, scale=1.0)

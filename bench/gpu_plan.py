@@ -29,7 +29,7 @@ def train(job):
     """`steps` training steps at each of the job's lengths in turns -> figures."""
     import torch
     sys.path.insert(0, str(ROOT))
-    from memo import decide
+    from memo import memory
     from memo.config import Config
     from memo.device import pick_device, set_deterministic, synchronize
     from memo.optim import Optimizer
@@ -48,7 +48,7 @@ def train(job):
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, device))
     model.reserve(1, longest)
-    decide.plan_memory(cfg, model)
+    memory.plan_memory(cfg, model)
     losses, norms, seconds, tokens_done, warm = [], [], 0.0, 0, len(job["lengths"]) if job["steps"] > 1 else 0
     for step in range(job["steps"] * len(job["lengths"])):
         S = job["lengths"][step % len(job["lengths"])]

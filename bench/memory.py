@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from memo.layer import gpt_layer
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo import layer
 from memo.config import Config
 from memo.optim import Optimizer
 from model import GPT, initial_weights
@@ -59,7 +60,7 @@ def main():
     for S in map(int, args.lengths.split(",")):
         command = [sys.executable, __file__, f"--one={S}", f"--vocab_size={V}"]
         before, after = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        skeletal = LAYERS * sum(t.nbytes for t in layer.layout(1, S, HIDDEN, HEADS, 4).values())
+        skeletal = LAYERS * sum(t.nbytes for t in gpt_layer(HIDDEN, HEADS).tensors(1, S, 4).values())
         row = dict(S=S, V=V, step_bytes=after - before, skeletal_bytes=skeletal, full_logits_bytes=4 * S * V)
         if rows:
             row["bytes_per_token_more"] = (row["step_bytes"] - rows[-1]["step_bytes"]) / (S - rows[-1]["S"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from memo.layer import n_rows, tensors_of
+from memo.layer import layer_of, n_rows, tensors_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
@@ -25,7 +25,6 @@ from memo.ops import TORCH
 from memo.optim import Optimizer
 from memo.parallel.cp import across, held, parts
 from memo.parallel.mesh import Axis, open_mesh
-from memo.swap.alpha import OTHERS
 from memo.swap.placement import Placement
 from model import GPT, initial_weights
 from tests.ranks import pool
@@ -60,7 +59,7 @@ def count(host, cfg):
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
     B, T, N = cfg.batch_size, cfg.block_size // cfg.cp, n_rows(cfg)
-    model.reserve(B, T, Placement(cfg.n_layer, 2, N, dict.fromkeys(OTHERS, N // 2)))  # alpha = 1/2
+    model.reserve(B, T, Placement(cfg.n_layer, 2, N, {t.name: N // 2 for t in layer_of(cfg).skeletal if t.group}))  # alpha = 1/2
     model.arena = meter = Meter(mesh)
     tokens = torch.zeros(B, T, dtype=torch.int64)
     model.forward(tokens, tokens, scale=1.0)

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch.optim.adamw import adamw
 
-from memo.flat import Piece, boxes, is_shared, joined, shared_numel, split_dim, views
+from memo.flat import Piece, boxes, is_shared, joined, shared_numel, views
 from memo.parallel.tp import local
 from memo.staging import Staging
 
@@ -74,7 +74,7 @@ class Optimizer:
         for k, (start, end) in enumerate(model.buckets):
             here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
-            held = self.within(k, joined((p.offset, p.end, is_shared(name, tp)) for name, p in here))
+            held = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for _, p in here))
             self.split.append([r for r, shared in held if not shared])
             self.shared.append([])  # with their gradients on the device
             for r in (r for r, shared in held if shared):
@@ -99,7 +99,8 @@ class Optimizer:
         model = self.model
         mine = views(model.layout, model.params)
         for name, tensor in named_tensors:
-            part, p = local(name, tensor, model.mesh.tp), model.layout[name]
+            p = model.layout[name]
+            part = local(tensor, p.whole.split_dim, model.mesh.tp)
             mine[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
@@ -112,7 +113,7 @@ class Optimizer:
         nothing is saved twice."""
         made, tp = [], self.model.mesh.tp
         for name, p in self.model.layout.items():
-            dim, shape = split_dim(name), self.model.full_shapes[name]
+            dim, shape = p.whole.split_dim, p.whole.shape
             if saved and dim is None and tp.rank > 0:
                 continue
             first = [n * tp.rank if i == dim else 0 for i, n in enumerate(p.shape)]

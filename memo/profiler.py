@@ -7,7 +7,6 @@ The model or the block and its buffers are handed in; what they hold is overwrit
 
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -28,29 +27,17 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 
 from memo.config import Config
+from memo.decide import Rates
 from memo.device import pick_device, synchronize
 from memo.estimate.calibrate import calibrate
 from memo.estimate.hardware import calibration_path
-from memo.layer import TABLE
+from memo.layer import groups_of
 from memo.parallel.mesh import ALONE, connected, launched, open_mesh
-from memo.swap.alpha import GROUPS
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
 LONG_S = 0.5  # what takes longer is measured once
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What was measured. Seconds are of one layer at the run's shape, all rows."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: dict  # {group of alpha.GROUPS: seconds}
-    offload_bytes_per_s: float  # device to host and host to device, while both are busy
-    prefetch_bytes_per_s: float
-    transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None where that is not known
 
 
 def seconds(device, call, before=lambda: None, host=ALONE.host):
@@ -81,7 +68,7 @@ def layer_rates(block, swap, turn, device, host):
         forward()
 
     def recompute_s(tensors):  # of all rows of these, and none of the others
-        rows = {t.name: slice(0 if t.name in tensors else len(x), None) for t in TABLE}
+        rows = dict.fromkeys(tensors, slice(None))
         return seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
     if device.type == "cuda":
@@ -90,7 +77,7 @@ def layer_rates(block, swap, turn, device, host):
     refill()  # untimed: libraries load, attention's kernels are chosen
     forward_s = seconds(device, forward, host=host)
     launches_s = recompute_s(())
-    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in GROUPS.items()}
+    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in groups_of(swap.tensors).items()}
     backward()
     backward_s = seconds(device, backward, before=refill, host=host)
     transient = None
@@ -102,7 +89,7 @@ def layer_rates(block, swap, turn, device, host):
 def copy_rates(swap, device, pin):
     """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a host block
     of its own."""
-    buffer = swap.buffers["fc1_out"]
+    buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
     nbytes = min(STAGING_BYTES, buffer.nbytes // 2)
     slab = HostSlab(2 * nbytes, device, pin)
     to_host, to_device = ([(slab.bytes[:nbytes], buffer[:nbytes])], [(buffer[-nbytes:], slab.bytes[-nbytes:])])

@@ -5,16 +5,16 @@ import re
 import pytest
 import torch
 
-from memo import decide
+from memo import memory
 from memo.config import Config, load_config
 from memo.flat import views
-from memo.layer import n_rows, tensors_of
+from memo.layer import layer_of, n_rows, tensors_of
 from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE, Axis, Mesh, open_mesh
 from memo.planner.allocator import Arena
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
-from memo.swap.alpha import OTHERS, Problem, place
+from memo.swap.alpha import Problem, place
 from memo.swap.placement import Placement
 from memo.swap.streams import open_streams
 from model import GPT
@@ -52,9 +52,9 @@ def build(cfg, mesh, dtype=torch.float32):
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
-    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype.itemsize).items()}
+    tensors = tensors_of(cfg, dtype.itemsize)
     hidden = 0.6 if cfg.finds_alpha else 1.0
-    p = Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0, 10**12)
+    p = Problem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place(cfg, p, n_rows(cfg), COSTS)[0])
     return model, optimizer
 
@@ -100,7 +100,7 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
         model, optimizer = build(cfg, mesh, dtype)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
-            arena.replay(decide.requests_of_a_step(model, arena))
+            arena.replay(memory.requests_of_a_step(model, arena))
             model.arena = arena
         loss = step(model, optimizer, cfg)
         norm = optimizer.clip(0.0)
@@ -268,7 +268,7 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
                        "--n_layer=3"])
     mesh = Mesh(tp=Axis("tp", tp), cp=Axis("cp", cp))
     N = n_rows(cfg)
-    missing = [Placement(3, 1, N, dict.fromkeys(OTHERS, 0)).missing(0)] * 3
+    missing = [Placement(3, 1, N, {t.name: 0 for t in layer_of(cfg).skeletal if t.group}).missing(0)] * 3
     trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
     assert bilevel(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
 

@@ -10,14 +10,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memo.config import Config
-from memo.layer import TABLE, layout
+from memo.layer import gpt_layer, groups_of, layer_of
 from memo.optim import Optimizer
-from memo.swap.alpha import GROUPS, Problem, place
+from memo.swap.alpha import Problem, place
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
 from memo.swap.slab import HostSlab
 from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
-from model import EVERY_ROW, GPT
+from model import GPT
 from tests.test_model import error, perturbed_weights, random_batch
 from tests.test_slab import resident_bytes
 
@@ -29,10 +29,10 @@ COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)
 
 def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
     """The Placement of `cfg` where the host, and the copy's time, are these parts of what swapping all of it needs."""
-    nbytes = {name: t.nbytes for name, t in layout(B, S, cfg.n_embd, cfg.n_head, dtype.itemsize).items()}
-    p = Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0,
-                int(host * max(0, cfg.n_layer - 2) * sum(nbytes.values())))
-    assert set(COSTS) == set(GROUPS)
+    tensors = layer_of(cfg).tensors(B, S, dtype.itemsize)
+    whole = sum(t.nbytes for t in tensors.values())
+    p = Problem(tensors, cfg.n_layer, hidden * whole, 1.0, int(host * max(0, cfg.n_layer - 2) * whole))
+    assert set(COSTS) == set(groups_of(tensors))
     return place(cfg, p, B * S, COSTS)[0]
 
 
@@ -120,13 +120,13 @@ def test_below_alpha_0_some_layers_keep_only_their_input():
 def test_any_number_of_rounding_buffers(n_buffers):
     keep = trained(1, 512, torch.float32, 1, activation="keep")
     cfg, model, _ = build(1, 512, torch.float32)
-    kept = {t.name: 512 if not t.other else 256 for t in TABLE}
+    tensors = gpt_layer(32, 1).tensors(1, 512, 4)
+    kept = {name: 256 if t.group else 512 for name, t in tensors.items()}
     p = Placement(5, n_buffers, 512, kept)
     model.reserve(1, 512, p)
     loss = model.forward(*random_batch(cfg, 1, 512, "cpu", seed=0), scale=1.0)
     model.backward()
     assert same([loss, model.grads], keep[:2])
-    tensors = layout(1, 512, 32, 1, 4)
     always = sum(tensors[n].nbytes for n in ("x", "attn_out", "lse"))
     others = sum(t.nbytes for t in tensors.values()) - always
     assert model.swap.host_bytes == (5 - n_buffers) * (always + others // 2)
@@ -222,8 +222,8 @@ def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeyp
     cfg, model, optimizer = build(2, 2048, torch.float32, streams=streams, **keys)
     offload.model, recomputed = model, []
     for block in model.blocks:
-        def recompute(s, turn, rows, real=block.recompute):
-            if rows is not EVERY_ROW:  # the forward's own
+        def recompute(s, turn, rows, block=block, real=block.recompute):
+            if rows is not block.every_row:  # the forward's own
                 for name, r in rows.items():
                     getattr(s, name)[r].fill_(float("nan"))
                 recomputed.append(rows)
@@ -260,7 +260,7 @@ def test_no_copy_goes_over_the_edge_of_a_locked_piece(monkeypatch):
     keep = trained(2, 512, torch.float32, 2, activation="keep")
     monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 3 * 2**12)
     made, swap = [], Swap.swapped_pairs
-    monkeypatch.setattr(Swap, "swapped_pairs", lambda self, tensors: made.append((self, swap(self, tensors))) or made[-1][1])
+    monkeypatch.setattr(Swap, "swapped_pairs", lambda self: made.append((self, swap(self))) or made[-1][1])
     assert same(trained(2, 512, torch.float32, 2, activation="memo", alpha=0.5), keep)
     (model_swap, pairs), = made
     copies = [(h.data_ptr(), h.nbytes, d.nbytes) for layer in pairs for d, h in layer]
@@ -290,7 +290,7 @@ def peak(sizes):
 def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
     taken, steps = {}, {}
     B, S, C, H = 2, 512, 32, 1
-    tensors = layout(B, S, C, H, 4)
+    tensors = gpt_layer(C, H).tensors(B, S, 4)
     whole, x = sum(t.nbytes for t in tensors.values()), tensors["x"].nbytes
     always = 2 * x + tensors["lse"].nbytes
     for L in (4, 8, 16):
@@ -299,7 +299,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
                                   limits=dict(hidden=0.5))
             p = model.swap.placement
             model.close()
-            sizes, swap = allocations(lambda: Swap(p, B, S, C, H, torch.float32, CPU))  # noqa: B023
+            sizes, swap = allocations(lambda: Swap(p, gpt_layer(C, H), B, S, torch.float32, CPU))  # noqa: B023
             assert sum(sizes) == peak(sizes) == sum(p.buffer_bytes(tensors).values()) == swap.device_bytes
             taken[activation, L] = sum(sizes)
             swap.close()
@@ -391,9 +391,7 @@ def test_every_single_wait_is_needed(racing, wait):
 
 def test_there_is_no_wait_that_the_race_test_does_not_know():
     _, model, _ = build(1, 256, torch.float32, activation="memo", alpha=0.5)
-    names = {e.name.split()[0] for events in vars(model.swap).values() if isinstance(events, list)
-             for e in events if hasattr(e, "mark")}
-    assert names == set(WAITS)
+    assert {e.name.split()[0] for e in model.swap.events.values()} == set(WAITS)
     model.close()
 
 
@@ -432,7 +430,7 @@ def test_an_exception_in_a_layer_ends_everything_without_a_hang(where, threaded,
     real = getattr(model.blocks[2], where)
 
     def broken(*args):
-        if where == "recompute" and args[-1] is EVERY_ROW:  # the forward's own
+        if where == "recompute" and args[-1] is model.blocks[2].every_row:  # the forward's own
             return real(*args)
         raise FloatingPointError("broken")
     monkeypatch.setattr(model.blocks[2], where, broken)

@@ -9,17 +9,17 @@ import sys
 from collections import namedtuple
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from math import inf
 from pathlib import Path
 
 from memo import backends
 from memo.config import communicators, degrees
+from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_bytes, with_buffers
 from memo.errors import ConfigError
-from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
-from memo.estimate.roofline import Layer, data_s, head_s, optimizer_s, swap_s
+from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from memo.estimate.roofline import LayerSeconds, data_s, head_s, optimizer_s, swap_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
-from memo.layer import CHUNK_ROWS, group_heads, head_rows, n_rows, tensors_of
+from memo.layer import CHUNK_ROWS, INPUT, group_heads, head_rows, tensors_of
 from memo.metrics import mfu, parameters, tgs
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import Trace, parse_trace
@@ -137,7 +137,7 @@ class Estimate:
     lines: tuple
     placement: Placement
     plan: alpha.SwapPlan | None
-    layer: Layer | None
+    layer: LayerSeconds | None
     seconds: dict
     mfu: float | None
     tgs: float | None
@@ -215,7 +215,7 @@ def snapshot_bytes(cfg, machine, world):
 
 def granting(cfg, machine, world, nbytes):
     """(cfg, machine) where a node grants so many bytes of host memory, whatever it has."""
-    has = int((nbytes + snapshot_bytes(cfg, machine, world)) / HOST_SHARE) + 2
+    has = int((nbytes + snapshot_bytes(cfg, machine, world)) / alpha.HOST_SHARE) + 2
     return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=replace(machine.node, host_memory_bytes=has))
 
 
@@ -246,11 +246,12 @@ def states(cfg, machine, world, itemsize):
 def activation_lines(placement, tensors):
     """[Line] of the skeletal activations, on device and host. `tensors` as from activations.layout."""
     buffers = placement.buffer_bytes(tensors)
-    inputs, n, layers = buffers.pop("x"), placement.n_buffers, placement.n_layer
-    swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
+    inputs, n, layers = buffers.pop(INPUT), placement.n_buffers, placement.n_layer
+    always = ", ".join(name for name, t in tensors.items() if not t.group and name != INPUT)
+    swapped = {INPUT: 0, always: 0, "others": 0}
     for i in range(placement.n_layer):
         for name, (_, nbytes) in placement.swapped(i, tensors).items():
-            swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += nbytes
+            swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {layers} layer{'s' * (layers > 1)}",
                   sum(buffers.values())),
              Line("rounding_buffers", f"{placement.n_inputs} buffers for their inputs", inputs)]
@@ -264,22 +265,16 @@ def cpu_spare(cfg, machine, lines, limit):
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
-def decide(cfg, machine, itemsize, layer, limit, spare):
-    """(Placement, SwapPlan, message of OutOfHostMemory or None), as memo/decide.py decides in the run."""
-    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, itemsize).items()}
-    forward_s, rate = (layer.forward_s, machine.node.pcie_bytes_per_s) if layer else (inf, 1.0)
-    if not machine.cpu and not cfg.pin_memory:
-        forward_s = 0.0
-    problem = alpha.Problem(nbytes, cfg.n_layer, forward_s, rate, limit)
-    if alpha.copies(cfg) and cfg.finds_alpha:
-        n, device_bytes = alpha.n_buffers(cfg, problem, spare, machine.cpu)
-        problem = replace(problem, n_buffers=n, device_bytes=device_bytes)
-    costs = layer.groups_s if layer else dict.fromkeys(alpha.GROUPS, 1.0)
+def decided(cfg, machine, itemsize, layer, room):
+    """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
+    rate = machine.node.pcie_bytes_per_s
+    rates = layer and Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None)
     try:
-        return *alpha.place(cfg, problem, n_rows(cfg), costs), None
-    except alpha.OutOfHostMemory as e:
-        least = problem.swapped_layers * nbytes["x"] if cfg.finds_alpha else 2**62  # what it would need
-        placement, plan = alpha.place(cfg, replace(problem, host_bytes=least), n_rows(cfg), costs)
+        return *decide(cfg, itemsize, rates, room), None
+    except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
+        problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
+        least = problem.swapped_layers * problem.nbytes[INPUT] if cfg.finds_alpha else 2**62
+        placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         return placement, replace(plan, limits=problem.limits), str(e)
 
 
@@ -312,7 +307,7 @@ def estimate(cfg, machine, world, arena=traced_arena):
     if least > (machine.memory_bytes or machine.node.host_memory_bytes):
         arena = fast_arena  # it cannot fit: a trace, which takes long where a step is large, would not change that
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
-    layer = Layer(cfg, machine, itemsize) if known else None
+    layer = LayerSeconds(cfg, machine, itemsize) if known else None
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
     local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
     host = host_capacity(cfg, machine, world)
@@ -320,10 +315,11 @@ def estimate(cfg, machine, world, arena=traced_arena):
     limit = max(0, host // local_ranks - on_host)
     if machine.cpu:
         spare = cpu_spare(cfg, machine, lines, limit)
-    else:  # with the margin of placement.room
-        lines.append(Line("margin", "margin for gaps", capacity // 32 + max(0, transient // 4 - head)))
-        spare = capacity - sum(line.device_bytes for line in lines) - transient - head
-    placement, plan, why = decide(cfg, machine, itemsize, layer, limit, spare)
+    else:
+        free = capacity - sum(line.device_bytes for line in lines)
+        spare = spare_bytes(free, capacity, transient, head)
+        lines.append(Line("margin", "margin for gaps", margin_bytes(capacity, transient, head)))
+    placement, plan, why = decided(cfg, machine, itemsize, layer, Room(limit, spare, machine.cpu))
     lines += activation_lines(placement, tensors_of(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient)]
     lines += [Line("head", "more of it for the head", head)] * bool(head)
@@ -347,7 +343,7 @@ def verdict(got, why):
     if got.capacity is not None:
         lacks("oom", device, got.capacity, "device memory")
     else:  # one memory for both
-        there = int(node.host_memory_bytes * HOST_SHARE)
+        there = int(node.host_memory_bytes * alpha.HOST_SHARE)
         lacks("oohm", got.host_bytes + got.local_ranks * device, there, "memory on a node")
     if why:
         reasons.append(("oohm", why))

@@ -122,7 +122,6 @@ EFFICIENCY = {
 COMMUNICATOR_BYTES = 400 * 10**6
 CONTEXT_BYTES = 700 * 10**6
 LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are those of large ones
-HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and whatever else the host does
 
 
 class Speeds:

@@ -17,9 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from memo.flat import split_dim
-from memo.layer import CHUNK_ROWS
-from memo.swap.alpha import ROWS
+from memo.layer import CHUNK_ROWS, SPLIT_ROWS
 
 aten = torch.ops.aten
 
@@ -28,11 +26,12 @@ aten = torch.ops.aten
 
 def cut(first, end, ranks=1, at_once=1):
     """Slices of a rank's own rows first..end, nearly equal, at least `at_once` of them, so many of which together have
-    CHUNK_ROWS rows of `ranks` ranks or less (each rounded up to ROWS own ones); but never of fewer than ROWS own ones out of
+    CHUNK_ROWS rows of `ranks` ranks or less (each rounded up to SPLIT_ROWS own ones); but never of fewer than
+    SPLIT_ROWS own ones out of
     more, whose products would differ in their bits from those of the whole."""
-    whole = (end - first) // ROWS
+    whole = (end - first) // SPLIT_ROWS
     n = max(1, min(whole, max(at_once, -(-(end - first) * ranks * at_once // CHUNK_ROWS))))
-    edges = [first - (-i * whole // n) * ROWS for i in range(n)] + [end]
+    edges = [first - (-i * whole // n) * SPLIT_ROWS for i in range(n)] + [end]
     return [slice(*edge) for edge in pairwise(edges)]
 
 
@@ -65,9 +64,9 @@ def in_turns(axis, device, first, end, work):
 
 # --- parameters ---
 
-def local(name, whole, axis):
-    """This rank's part of a parameter, a view."""
-    return whole if split_dim(name) is None else whole.chunk(axis.size, split_dim(name))[axis.rank]
+def local(whole, split_dim, axis):
+    """This rank's part of a parameter that the ranks share along `split_dim`, a view."""
+    return whole if split_dim is None else whole.chunk(axis.size, split_dim)[axis.rank]
 
 
 # --- products, of the rows of all tp ranks at once ---

@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from memo.backends import workspaces
 from memo.planner.trace import checked_trace
+from memo.swap.schedule import compute_only, schedule
 from memo.swap.streams import open_streams
 
 
@@ -24,7 +26,7 @@ class Rehearsal:
         name, _, number = label.rpartition(" ")
         kind = name if number.isdigit() else label
         if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
-            kind += str(list(args[-1].values()))
+            kind += str(args[-1])
         if kind not in self.first:
             self.first[kind] = label
             self.arena.run(label, work, *args)
@@ -36,15 +38,16 @@ def rehearsed_requests(model, arena):
     each kind. Copies nothing; the model's gradients are zero afterwards."""
     swap, B, T = model.swap, *model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
-    pairs, before, model.arena = swap.pairs, model.arena, Rehearsal(arena)
-    swap.pairs = [[] for _ in pairs]
+    steps, before, model.arena = swap.steps, model.arena, Rehearsal(arena)
+    swap.follow(compute_only(steps))
     try:
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
         return arena.recorded().repeated(model.arena.order.items())
     finally:
-        swap.pairs, model.arena = pairs, before
+        swap.follow(steps)
+        model.arena = before
         swap.streams.timeline.clear()
         model.grads.zero_()
 
@@ -57,7 +60,10 @@ def traced_requests(make, B, T, missing, device="meta", requests=None):
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
-        model.swap.missing = missing
+        swap = model.swap
+        swap.missing = missing
+        rebuilt = frozenset(i for i, rows in enumerate(missing) if rows)
+        swap.follow(schedule(replace(swap.placement.fates, rebuilt=rebuilt), len(missing)))
         return rehearsed_requests(model, FakeArena(requests))
 
 

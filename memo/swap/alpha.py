@@ -8,24 +8,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from memo.errors import ConfigError
-from memo.estimate.hardware import HOST_SHARE
-from memo.layer import TABLE
+from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
 from memo.swap.placement import Placement
 
-OTHERS = tuple(t.name for t in TABLE if t.other)
-GROUPS = {  # the "others" that are rebuilt together, from what is by then there: so what one group costs depends on no other
-    "ln1_out": ("ln1_out", "ln1_mean", "ln1_rstd"),
-    "q": ("q",),
-    "k": ("k",),
-    "v": ("v",),
-    "mid": ("mid",),
-    "ln2_out": ("ln2_out", "ln2_mean", "ln2_rstd"),
-    "fc1_out": ("fc1_out",),
-    "gelu_out": ("gelu_out",),
-}
-
-
-ROWS = 256  # swapped and recomputed rows come in multiples of this: matrix products of fewer rows may differ in their bits
+HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and whatever else the host does
 
 
 class OutOfHostMemory(ConfigError):
@@ -49,7 +35,7 @@ def granted(host_memory_gb, there_bytes, reserved, where):
 class Problem:
     """What the program needs to know of one rank."""
 
-    nbytes: dict  # {skeletal tensor: bytes of one layer}, all of activations.TABLE
+    tensors: dict[str, Tensor]  # all skeletal tensors of one layer
     n_layer: int
     forward_s: float  # one layer's forward
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
@@ -62,8 +48,17 @@ class Problem:
         return max(0, self.n_layer - self.n_buffers)
 
     @property
+    def nbytes(self):
+        return {name: t.nbytes for name, t in self.tensors.items()}
+
+    @property
+    def others(self):
+        """The tensors that need not be swapped."""
+        return [name for name, t in self.tensors.items() if t.group]
+
+    @property
     def others_bytes(self):
-        return sum(self.nbytes[name] for name in OTHERS)
+        return sum(t.nbytes for t in self.tensors.values() if t.group)
 
     @property
     def always_bytes(self):
@@ -73,7 +68,7 @@ class Problem:
     @property
     def least_device_bytes(self):
         """Of two buffers and three inputs at alpha = 0."""
-        return 2 * self.always_bytes + self.nbytes["x"] + self.others_bytes
+        return 2 * self.always_bytes + self.nbytes[INPUT] + self.others_bytes
 
     @property
     def limits(self):
@@ -123,7 +118,7 @@ def what_set_it(cfg, plan, n_swapped):
 
 def plan(problem, fractions):
     """The SwapPlan of these fractions, whether or not its copies hide."""
-    layers, x, limits = problem.swapped_layers, problem.nbytes["x"], problem.limits
+    layers, x, limits = problem.swapped_layers, problem.nbytes[INPUT], problem.limits
     others = sum(f * problem.nbytes[name] for name, f in fractions.items())
     layer = problem.always_bytes + int(others)
     lacking = layers * layer - problem.host_bytes
@@ -140,27 +135,28 @@ def paper(problem):
     Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they are over the
     host limit some layers keep only x.
     """
-    return plan(problem, dict.fromkeys(OTHERS, problem.largest_alpha))
+    return plan(problem, dict.fromkeys(problem.others, problem.largest_alpha))
 
 
 def per_tensor(problem, recompute_s):
     """The SwapPlan that saves the most recompute seconds under the limits of `paper`. Source: DESIGN section 2.
 
-    recompute_s: {group of GROUPS: seconds to rebuild all rows of it in one layer}. The limits are all of the same sum of
+    recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of the same sum of
     bytes, so the linear program is a knapsack: first what saves most per byte, the last one in part.
     """
     room, fractions = problem.largest_alpha * problem.others_bytes, {}
-    nbytes = {group: sum(problem.nbytes[n] for n in tensors) for group, tensors in GROUPS.items()}
-    for group in sorted(GROUPS, key=lambda g: recompute_s[g] / nbytes[g], reverse=True):
+    groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
+    nbytes = {group: sum(nbytes_of[n] for n in names) for group, names in groups.items()}
+    for group in sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True):
         f = min(1.0, room / nbytes[group]) if recompute_s[group] > 0 else 0.0
         room = max(0.0, room - f * nbytes[group])
-        fractions |= dict.fromkeys(GROUPS[group], f)
+        fractions |= dict.fromkeys(groups[group], f)
     return plan(problem, fractions)
 
 
 def given(problem, alpha, block_size, multiple=1):
     """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot hold it."""
-    chosen = plan(problem, dict.fromkeys(OTHERS, float(alpha)))
+    chosen = plan(problem, dict.fromkeys(problem.others, float(alpha)))
     if chosen.input_only_layers:
         limit = problem.limits["host"]
         longest = largest_block_size(problem, block_size, multiple, alpha)
@@ -195,7 +191,7 @@ def largest_block_size(problem, block_size, multiple=1, alpha=None):
     """
     if not problem.swapped_layers:
         return inf
-    layer = problem.nbytes["x"] if alpha is None else problem.always_bytes + int(alpha * problem.others_bytes)
+    layer = problem.nbytes[INPUT] if alpha is None else problem.always_bytes + int(alpha * problem.others_bytes)
     tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * layer)
     return tokens // multiple * multiple
 
@@ -212,7 +208,7 @@ def n_buffers(cfg, problem, spare_bytes, cpu=False):
     alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy frees nothing and
     takes the time of the cores that compute. Where all do not fit there, the host's limit alone bounds the two.
     """
-    fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes["x"]) // sum(problem.nbytes.values()))
+    fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes[INPUT]) // sum(problem.nbytes.values()))
     if fit <= 2 or (fit < cfg.n_layer and (cpu or cfg.alpha_mode == "paper")):
         return 2, inf if cpu else spare_bytes
     return fit, inf
@@ -227,7 +223,7 @@ def place(cfg, problem, n_rows, recompute_s=None):
     L, N = problem.n_layer, n_rows
     if cfg.activation == "keep":
         return Placement(L, L, N), None
-    only_input = {t.name: N if t.name == "x" else 0 for t in TABLE}
+    only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
     if cfg.activation == "recompute":
         return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
     if not cfg.finds_alpha:
@@ -237,10 +233,10 @@ def place(cfg, problem, n_rows, recompute_s=None):
     else:
         chosen = paper(problem)
     if not chosen.fits:
-        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes["x"],
+        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes[INPUT],
                                  "the largest block_size that fits is "
                                  f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
-    granularity = max(1, min(ROWS, N // 16))
-    kept = {t.name: rows(chosen.fractions.get(t.name, 1), N, granularity) for t in TABLE}
-    chosen = replace(plan(problem, {name: kept[name] / N for name in OTHERS}), binds=chosen.binds)
+    granularity = max(1, min(SPLIT_ROWS, N // 16))
+    kept = {name: rows(chosen.fractions.get(name, 1), N, granularity) for name in problem.tensors}
+    chosen = replace(plan(problem, {name: kept[name] / N for name in problem.others}), binds=chosen.binds)
     return Placement(L, min(L, problem.n_buffers), N, kept, chosen.input_only_layers), chosen
