@@ -8,11 +8,11 @@
     s         the skeletal activations of one layer: named views of one buffer, see memo/layer.py
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
 
-Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
-skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer; what is
-token-wise goes piece by piece of rows (memo/parallel/tp.py), attention group by group of heads (memo/attention.py).
-With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are views.
-Source: the layer of MEMO section 3.1 (pre-norm GPT).
+Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward
+writes over skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its
+skeletal buffer; what is token-wise goes piece by piece of rows (memo/parallel/tp.py), attention group by
+group of heads (memo/attention.py). With one rank tp = cp = 1, and gather and scatter_sum
+(memo/parallel/tp.py) are views. Source: the layer of MEMO section 3.1 (pre-norm GPT).
 """
 
 import math
@@ -52,7 +52,8 @@ EVERY_ROW, NO_ROWS = slice(None), slice(0)
 
 
 def stretches(n, rows):
-    """[(first, end, names)]: of n rows those that some of {name: slice} have, each with the names of all that have them."""
+    """[(first, end, names)]: of n rows those that some of {name: slice} have, each with the names of all that
+    have them."""
     bounds = {name: r.indices(n)[:2] for name, r in rows.items()}
     edges = sorted({edge for bound in bounds.values() for edge in bound})
     held = [(first, end, [name for name, (start, stop) in bounds.items() if start <= first and end <= stop])
@@ -63,11 +64,12 @@ def stretches(n, rows):
 # --- one layer ---
 
 class Block:
-    """x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid): two halves, cut at `mid`. `w` and `dw`: this rank's parameters
-    and their gradients, by name; `tp`: the Axis of the ranks that have the others.
+    """x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid): two halves, cut at `mid`. `w` and `dw`: this
+    rank's parameters and their gradients, by name; `tp`: the Axis of the ranks that have the others.
 
-    `rows`: {skeletal tensor: the slice of its rows to compute}. Whatever is token-wise can be computed for any range of rows
-    and gives the same bits as the whole, which is what recomputing a part of a layer rests on.
+    `rows`: {skeletal tensor: the slice of its rows to compute}. Whatever is token-wise can be computed for
+    any range of rows and gives the same bits as the whole, which is what recomputing a part of a layer rests
+    on.
     """
 
     def __init__(self, cfg, w, dw, attention, ops, tp):
@@ -85,9 +87,9 @@ class Block:
         return self.output(s, out)
 
     def recompute(self, s, turn, rows):
-        """`rows` of the skeletal tensors from x; none of a tensor that `rows` does not name. All of it goes token by token,
-        but for attention, which is run whole if any row of attn_out is wanted, and left alone otherwise.
-        Source: MEMO 4.1."""
+        """`rows` of the skeletal tensors from x; none of a tensor that `rows` does not name. All of it goes
+        token by token, but for attention, which is run whole if any row of attn_out is wanted, and left alone
+        otherwise. Source: MEMO 4.1."""
         rows = self.no_rows | rows
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
@@ -97,8 +99,9 @@ class Block:
         self.mlp(s, rows)
 
     def extend(self, s, turn, rows, attention, out):
-        """The forward of one sequence's `rows` alone, whose queries see the keys and values of the rows before, which are in
-        `s` already: what generating text does. `attention`: an Attention that takes fewer queries than keys."""
+        """The forward of one sequence's `rows` alone, whose queries see the keys and values of the rows
+        before, which are in `s` already: what generating text does. `attention`: an Attention that takes
+        fewer queries than keys."""
         tensors = dict.fromkeys(self.every_row, rows)
         self.queries_keys_values(s, turn, tensors)
         H = s.lse.shape[1]
@@ -150,7 +153,8 @@ class Block:
     # --- backward ---
 
     def backward(self, dy, s, turn):
-        """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of `s`."""
+        """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of
+        `s`."""
         dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         dqkv = attend_backward(self.attention, *self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
@@ -161,7 +165,8 @@ class Block:
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
 
-    # Generators, which yield where a message is on its way, as tp.in_turns wants: the other piece computes meanwhile.
+    # Generators, which yield where a message is on its way, as tp.in_turns wants: the other piece computes
+    # meanwhile.
 
     def after_attention_backward(self, dy, s, dout, r):
         """Rows r: the MLP half, then the projection, since nothing between them needs other rows."""
@@ -184,7 +189,8 @@ class Block:
                                     dw.ln2_w, dw.ln2_b, out=dy)
 
     def projection_backward(self, dy, s, dout, r):
-        """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way is dy itself."""
+        """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way
+        is dy itself."""
         w, dw, dy = self.w, self.dw, dy[r]
         message = self.tp.start_gather(dy)
         yield
@@ -192,7 +198,8 @@ class Block:
         row_linear_backward(message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
 
     def queries_keys_values_backward(self, dy, s, dqkv, r):
-        """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv, over x."""
+        """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv,
+        over x."""
         w, dw, tp = self.w, self.dw, self.tp
         message = tp.start_gather(s.ln1_out[r])
         yield
@@ -216,7 +223,8 @@ class Block:
 # --- the model ---
 
 def initial_weights(cfg, seed, device):
-    """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over sqrt(2L)."""
+    """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over
+    sqrt(2L)."""
     generator = torch.Generator(device).manual_seed(seed)
     std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
     for name, p in model_parameters(cfg).items():
@@ -266,7 +274,8 @@ class GPT:
 
     @staticmethod
     def named(tensors, prefix, absent):
-        """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are None."""
+        """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are
+        None."""
         depth = prefix.count(".")
         return dict.fromkeys(absent) | {name.removeprefix(prefix): t for name, t in tensors.items()
                          if name.startswith(prefix) and name.count(".") == depth}
@@ -278,8 +287,8 @@ class GPT:
             mine[name].copy_(local(tensor, self.layout[name].whole.split_dim, self.mesh.tp))
 
     def reserve(self, B, T, placement=None, **kw):
-        """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one, every layer
-        keeps its own on the device. `kw`: see Swap."""
+        """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
+        every layer keeps its own on the device. `kw`: see Swap."""
         cfg, tp, cp = self.cfg, self.mesh.tp, self.mesh.cp
         self.close()  # free the old before taking the new
         self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size), layer_of(cfg), B, T,
@@ -292,7 +301,8 @@ class GPT:
             self.turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta).unflatten(0, (-1, tp.size))
 
     def close(self):
-        """Gives the activations' memory back, on device and host, when the copies and messages under way are done."""
+        """Gives the activations' memory back, on device and host, when the copies and messages under way are
+        done."""
         for bucket in list(self.arriving):
             self.arrive(bucket)
         if self.swap is not None:
@@ -300,7 +310,8 @@ class GPT:
         self.shape = self.swap = None
 
     def forward(self, tokens, targets, scale=None):
-        """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale * loss."""
+        """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale *
+        loss."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
         self.tokens, self.targets, self.scale = tokens.reshape(-1), targets.reshape(-1), scale
@@ -309,15 +320,15 @@ class GPT:
         return self.loss
 
     def backward(self, done=lambda bucket: None):
-        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own input (n, C).
-        done(bucket) is called when those of a bucket are complete."""
+        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
+        input (n, C). done(bucket) is called when those of a bucket are complete."""
         done(len(self.blocks) + 1)
         self.follow(("recompute", "backward", "prefetch", "embedding backward"), done)
         return self.swap.x[0]
 
     def follow(self, kinds, done=lambda bucket: None):
-        """Executes the steps of the schedule that are of these kinds: the host launches them in their order, and the waits
-        between streams are theirs. done(bucket): see backward()."""
+        """Executes the steps of the schedule that are of these kinds: the host launches them in their order,
+        and the waits between streams are theirs. done(bucket): see backward()."""
         (B, T), complete = self.shape, []
         for step in self.swap.steps:
             if step.kind not in kinds:
@@ -337,12 +348,14 @@ class GPT:
             done(complete.pop())
 
     def bucket_of(self, step):
-        """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final norm's."""
+        """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
+        norm's."""
         layer, _ = step.unit
         return {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}.get(step.kind, layer + 1)
 
     def work_of(self, step):
-        """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory plan."""
+        """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
+        plan."""
         i, _ = step.unit
         s, x, y, block = self.swap.layers[i], self.swap.x[i], self.swap.x[i + 1], self.blocks[i]
         match step.kind:
@@ -362,7 +375,8 @@ class GPT:
         raise ValueError(f"{step.kind} is no step that computes")
 
     def arrive(self, bucket):
-        """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all ranks."""
+        """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all
+        ranks."""
         if works := self.arriving.pop(bucket, None):
             works.wait()
 
@@ -382,7 +396,8 @@ class GPT:
                 self.dw.wpe.index_add_(0, positions, dx_.float())
 
     def logits(self, x):
-        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), logits (tp * n, V/tp)."""
+        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), logits (tp
+        * n, V/tp)."""
         h = torch.empty_like(x)
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         self.ops.layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
@@ -393,7 +408,8 @@ class GPT:
         return h, mean, rstd, logits
 
     def head(self, x, targets, scale, loss):
-        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x (n, C).
+        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x
+        (n, C).
 
         Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
         """
@@ -408,7 +424,8 @@ class GPT:
         return max(1, head_rows(len(self.w.wte), self.device.type == "cpu") // self.mesh.tp.size)
 
     def head_chunk(self, x, target, scale, N):
-        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and targets (tp * n,)."""
+        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
+        targets (tp * n,)."""
         w, dw, tp = self.w, self.dw, self.mesh.tp
         h, mean, rstd, logits = self.logits(x)
         p = softmax(tp, logits)

@@ -1,5 +1,5 @@
-"""The one decision: where the activations live, from rates and room. The run hands in what it measured, the estimate what it
-models. No torch. Source: MEMO 4.1.
+"""The one decision: where the activations live, from rates and room. The run hands in what it measured, the
+estimate what it models. No torch. Source: MEMO 4.1.
 """
 
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Room:
-    """What a rank has. `host_bytes`: to swap to. `spare_bytes`: of the device, for buffers of activations; infinite where
-    nothing bounds them. `cpu`: the device is the host."""
+    """What a rank has. `host_bytes`: to swap to. `spare_bytes`: of the device, for buffers of activations;
+    infinite where nothing bounds them. `cpu`: the device is the host."""
 
     host_bytes: int
     spare_bytes: float = inf
@@ -37,7 +37,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided. `swap_plan` is None in the modes that copy nothing, `rates` where they were not measured."""
+    """What was decided. `swap_plan` is None in the modes that copy nothing, `rates` where they were not
+    measured."""
 
     placement: Placement
     swap_plan: SwapPlan | None
@@ -74,12 +75,12 @@ def decide(cfg, itemsize: int, rates: Rates | None, room: Room) -> tuple[Placeme
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
-    """Of a GPU with `total_bytes`, what is left free for gaps. `transient_bytes`: what a layer takes beside its buffers;
-    `head_bytes`: what the head takes more."""
+    """Of a GPU with `total_bytes`, what is left free for gaps. `transient_bytes`: what a layer takes beside
+    its buffers; `head_bytes`: what the head takes more."""
     return total_bytes // GAPS + max(0, transient_bytes // SPARE_TRANSIENTS - head_bytes)
 
 
 def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
-    """Of a GPU's free bytes, those for buffers of activations; negative where there is too little. Arguments as for
-    margin_bytes."""
+    """Of a GPU's free bytes, those for buffers of activations; negative where there is too little. Arguments
+    as for margin_bytes."""
     return free_bytes - margin_bytes(total_bytes, transient_bytes, head_bytes) - transient_bytes - head_bytes

@@ -24,7 +24,8 @@ def whole(name, tensor):
 
 @dataclass(frozen=True)
 class Location:
-    """Where this rank's part of a parameter lies. `offset` in elements; `whole`: the parameter over all tp ranks."""
+    """Where this rank's part of a parameter lies. `offset` in elements; `whole`: the parameter over all tp
+    ranks."""
 
     offset: int
     shape: tuple[int, ...]
@@ -55,8 +56,9 @@ def local_layout(cfg, tp, data):
 # --- flat buffers ---
 
 def flat_layout(parameters, tp=1, multiple=1):
-    """{name: Parameter} -> {name: Location}, one behind the other, and [(start, end)] of the buckets: neighbours of one prefix
-    (a layer, the embeddings, the final norm), each a multiple of `multiple` elements long."""
+    """{name: Parameter} -> {name: Location}, one behind the other, and [(start, end)] of the buckets:
+    neighbours of one prefix (a layer, the embeddings, the final norm), each a multiple of `multiple` elements
+    long."""
     layout, buckets, end = {}, [], 0
     for _, names in groupby(parameters, key=lambda name: name.rpartition(".")[0]):
         start = end
@@ -110,8 +112,8 @@ def joined(ranges):
 
 
 def boxes(start, end, width):
-    """[(row, column, rows, columns)]: the elements [start, end) of a matrix with rows of `width`, in order, as at most three
-    boxes: a part of a row, whole rows, a part of a row."""
+    """[(row, column, rows, columns)]: the elements [start, end) of a matrix with rows of `width`, in order,
+    as at most three boxes: a part of a row, whole rows, a part of a row."""
     made = []
     while start < end:
         row, column = divmod(start, width)

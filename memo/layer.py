@@ -1,11 +1,12 @@
-"""What a layer is: its parameters, the skeletal activations that it keeps from its forward for its backward, and the
-operation that makes each of them. One value per family of models; everything else (flat buffers, rounding buffers, swap,
-alpha, checkpoints, estimate, profiler) reads this value and knows no layer by itself. No torch.
+"""What a layer is: its parameters, the skeletal activations that it keeps from its forward for its backward,
+and the operation that makes each of them. One value per family of models; everything else (flat buffers,
+rounding buffers, swap, alpha, checkpoints, estimate, profiler) reads this value and knows no layer by itself.
+No torch.
 
-Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own. What is split
-by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py. So in every skeletal tensor but `lse` a
-range of rows is contiguous, and whatever is token-wise can be done on any range of rows.
-Source: MEMO 3.1 and 4.1.
+Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own.
+What is split by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py. So in every
+skeletal tensor but `lse` a range of rows is contiguous, and whatever is token-wise can be done on any range
+of rows. Source: MEMO 3.1 and 4.1.
 """
 
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ INPUT, ATTENTION = "x", "attn_out"  # the skeletal tensors that every family has
 
 @dataclass(frozen=True)
 class Parameter:
-    """`shape`: whole. `split_dim`: the dim along which the tp ranks share the parameter; None: each rank holds all of
-    it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros."""
+    """`shape`: whole. `split_dim`: the dim along which the tp ranks share the parameter; None: each rank
+    holds all of it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros."""
 
     shape: tuple[int, ...]
     split_dim: int | None = None
@@ -40,9 +41,9 @@ class Parameter:
 class Operation:
     """What makes a skeletal tensor, or the output of the layer.
 
-    kind: norm; column (x w^T, each tp rank has some of the columns of the result); row (residual + x w^T, each tp rank has
-    a part of the sum); activation. `reads`: the tensor that goes in, `takes` elements a token; `gives`: elements a token
-    that come out. `rotary`: positions are rotated into the result.
+    kind: norm; column (x w^T, each tp rank has some of the columns of the result); row (residual + x w^T,
+    each tp rank has a part of the sum); activation. `reads`: the tensor that goes in, `takes` elements a
+    token; `gives`: elements a token that come out. `rotary`: positions are rotated into the result.
     """
 
     kind: str
@@ -54,12 +55,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Skeletal:
-    """One row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32 statistic a token, or with
-    `per_head` one a head. `split`: by heads or columns, otherwise by tokens.
+    """One row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32 statistic a
+    token, or with `per_head` one a head. `split`: by heads or columns, otherwise by tokens.
 
-    `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group, each from
-    what is there by then: what one group costs depends on no other. None: always swapped. `made_by`: the operation that
-    makes the group, on the group's first tensor.
+    `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group,
+    each from what is there by then: what one group costs depends on no other. None: always swapped.
+    `made_by`: the operation that makes the group, on the group's first tensor.
     """
 
     name: str
@@ -82,9 +83,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """`parameters`: {name: Parameter}; `absent`: names of parameters that the family has and this model lacks.
-    `skeletal`: in the order in which the forward makes the tensors. `output`: the operation that makes the next layer's
-    input. `heads`: query heads."""
+    """`parameters`: {name: Parameter}; `absent`: names of parameters that the family has and this model
+    lacks. `skeletal`: in the order in which the forward makes the tensors. `output`: the operation that makes
+    the next layer's input. `heads`: query heads."""
 
     parameters: dict[str, Parameter]
     absent: tuple[str, ...]
@@ -98,8 +99,8 @@ class Layer:
         return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
 
     def tensors(self, B: int, T: int, itemsize: int, tp: int = 1) -> dict[str, Tensor]:
-        """{name: Tensor} of one layer of B sequences; T: the tokens of each that a rank of cp holds. `itemsize` in
-        bytes."""
+        """{name: Tensor} of one layer of B sequences; T: the tokens of each that a rank of cp holds.
+        `itemsize` in bytes."""
         made, N = {}, B * T // tp
         for t in self.skeletal:
             whole_rows = (N, tp, t.width // tp) if t.split else (N, t.width) if t.width else (N,)

@@ -1,5 +1,5 @@
-"""The memory of a run: where the activations live, decided from what is measured; the plan of the temporary tensors; what
-the startup and plan.json say of both."""
+"""The memory of a run: where the activations live, decided from what is measured; the plan of the temporary
+tensors; what the startup and plan.json say of both."""
 
 import sys
 from contextlib import suppress
@@ -57,7 +57,8 @@ def check(cfg, device, dtype, limit):
 
 
 def cpu_room(cfg, model, limit):
-    """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`: host_limit()."""
+    """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`:
+    host_limit()."""
     host = model.mesh.host
     cpu = Machine(device_name(model.device), NODES["workstation"], None, None, None, torch.get_num_threads())
     spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
@@ -65,8 +66,8 @@ def cpu_room(cfg, model, limit):
 
 
 def gpu_room(cfg, model, rates, limit):
-    """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha. Errors:
-    ConfigError where not even two buffers fit at alpha = 0."""
+    """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha.
+    Errors: ConfigError where not even two buffers fit at alpha = 0."""
     if not gpu_decides(cfg, model.device):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))
@@ -84,8 +85,8 @@ def gpu_room(cfg, model, rates, limit):
 
 
 def reserve_activations(cfg, model, limit, streams=None):
-    """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks measure at once,
-    and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
+    """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
+    measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
     rates, host, itemsize = None, model.mesh.host, model.dtype.itemsize
@@ -106,8 +107,9 @@ def reserve_activations(cfg, model, limit, streams=None):
 
 
 def requests_of_a_step(model, arena):
-    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for one on some
-    rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other waiting."""
+    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for
+    one on some rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other
+    waiting."""
     trace, host = None, model.mesh.host
     with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
         trace = rehearsed_requests(model, arena)
@@ -125,8 +127,8 @@ def requests_of_a_step(model, arena):
 
 
 def plan_memory(cfg, model):
-    """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done the run goes on
-    without, and says so."""
+    """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done
+    the run goes on without, and says so."""
     if cfg.memory_plan == "off":
         return
 
@@ -163,8 +165,8 @@ def where_it_lives(cfg, decision, model, optimizer):
 
 
 def memory_table(cfg, decision, lines, expected):
-    """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None: nothing is); what
-    set alpha, and how fast things go."""
+    """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
+    nothing is); what set alpha, and how fast things go."""
     out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB" + ", (estimated)" * bool(expected)]
 
     def row(what, device, host, region):
@@ -201,7 +203,8 @@ def alpha_and_rates(cfg, decision, expected):
 
 
 def plan_record(cfg, decision, model, lines, expected):
-    """plan.json: what the run uses, from which rates, and what was expected of it. `lines`: where_it_lives()."""
+    """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
+    where_it_lives()."""
     plan = decision.swap_plan
     return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,

@@ -1,7 +1,8 @@
-"""AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight decay on matrices
-only, one global norm.
+"""AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight
+decay on matrices only, one global norm.
 
-Every rank of mesh.data has all gradients of its part of the model, and the optimizer's states of its piece of each bucket:
+Every rank of mesh.data has all gradients of its part of the model, and the optimizer's states of its piece of
+each bucket:
 
     backward    as soon as a bucket's gradients are complete they are summed over the ranks, each getting its piece
     clip        what all tp ranks hold, and saw the gradients of their own tokens of, is summed over them; one global norm
@@ -48,8 +49,8 @@ class Range(namedtuple("Range", "start end at")):
 
 
 class Optimizer:
-    """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and whole) and of
-    the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
+    """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and
+    whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
     def __init__(self, model, cfg):
         self.model, self.cfg, data = model, cfg, model.mesh.data
@@ -85,7 +86,8 @@ class Optimizer:
         self.reducing, self.scale = {}, None
 
     def within(self, k, ranges):
-        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is any."""
+        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is
+        any."""
         own = self.own[k]
         cut = [(max(start, own.start), min(end, own.end), what) for start, end, what in ranges]
         return [(Range(a, b, own.at + a - own.start), what) for a, b, what in cut if a < b]
@@ -95,7 +97,8 @@ class Optimizer:
         return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
 
     def load(self, named_tensors):
-        """Copies this rank's part of (name, whole fp32 tensor) pairs into the master weights and the model's parameters."""
+        """Copies this rank's part of (name, whole fp32 tensor) pairs into the master weights and the model's
+        parameters."""
         model = self.model
         mine = views(model.layout, model.params)
         for name, tensor in named_tensors:
@@ -109,8 +112,8 @@ class Optimizer:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
     def pieces(self, saved=False):
-        """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is to save, so that
-        nothing is saved twice."""
+        """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
+        to save, so that nothing is saved twice."""
         made, tp = [], self.model.mesh.tp
         for name, p in self.model.layout.items():
             dim, shape = p.whole.split_dim, p.whole.shape
@@ -170,7 +173,8 @@ class Optimizer:
         return norm
 
     def step(self, lr):
-        """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero again."""
+        """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero
+        again."""
         cfg, scale, staging = self.cfg, self.scale, self.staging
         if staging is not None:
             last = [(r.at, g) for shared in self.shared for r, g in shared]
@@ -195,7 +199,8 @@ class Optimizer:
             self.model.grads.zero_()
 
     def send(self, k):
-        """Sends this rank's part of bucket k's master weights on its way into the parameters of all data ranks."""
+        """Sends this rank's part of bucket k's master weights on its way into the parameters of all data
+        ranks."""
         model, own = self.model, self.own[k]
         part = model.params[own.flat]
         if self.master is not model.params:

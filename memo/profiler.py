@@ -1,6 +1,7 @@
-"""What is found out before the first step, at the run's own shape. The rates that the alpha program needs: seconds of a
-layer's forward, backward and recompute, bytes per second of the copies between device and host. And the memory requests
-of a step, recorded from a rehearsal, or traced with torch's fake tensors, without memory or GPU.
+"""What is found out before the first step, at the run's own shape. The rates that the alpha program needs:
+seconds of a layer's forward, backward and recompute, bytes per second of the copies between device and host.
+And the memory requests of a step, recorded from a rehearsal, or traced with torch's fake tensors, without
+memory or GPU.
 
 The model or the block and its buffers are handed in; what they hold is overwritten, the gradients too.
 """
@@ -41,8 +42,8 @@ LONG_S = 0.5  # what takes longer is measured once
 
 
 def seconds(device, call, before=lambda: None, host=ALONE.host):
-    """Seconds of call(), which has run before: the least of three, or the first where that is long; on the slowest of the
-    ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
+    """Seconds of call(), which has run before: the least of three, or the first where that is long; on the
+    slowest of the ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
     best = float("inf")
     for _ in range(3):
         before()
@@ -87,8 +88,8 @@ def layer_rates(block, swap, turn, device, host):
 
 
 def copy_rates(swap, device, pin):
-    """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a host block
-    of its own."""
+    """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a
+    host block of its own."""
     buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
     nbytes = min(STAGING_BYTES, buffer.nbytes // 2)
     slab = HostSlab(2 * nbytes, device, pin)
@@ -111,7 +112,8 @@ def copy_rates(swap, device, pin):
 
 
 def measure(block, swap, turn, device, pin=True, host=ALONE.host):
-    """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them decide alike."""
+    """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them
+    decide alike."""
     synchronize(device)
     swap.streams.timeline.take()
     forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device, host)

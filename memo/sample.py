@@ -1,4 +1,5 @@
-"""Generate text from a checkpoint: python -m memo.sample out_dir --prompt="def main(" [--max_new_tokens=200] ..."""
+"""Generate text from a checkpoint: python -m memo.sample out_dir --prompt="def main(" [--max_new_tokens=200]
+..."""
 
 import sys
 from pathlib import Path
@@ -38,10 +39,11 @@ from model import GPT
 
 
 def forward_rows(model, tokens, rows):
-    """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in fp32.
+    """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in
+    fp32.
 
-    The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at 0, or
-    it is a single row, for which the plain mathematics serves (not every kernel takes one query).
+    The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at
+    0, or it is a single row, for which the plain mathematics serves (not every kernel takes one query).
     """
     swap, attention = model.swap, model.attention if len(tokens) > 1 else BACKENDS["math"]
     model.embed(tokens, model.positions[rows], out=swap.x[0][rows])

@@ -1,5 +1,6 @@
-"""What a config needs and gives on a machine: bytes of every region, alpha, seconds of a step, MFU. Plain arithmetic; the
-one thing that takes the model itself, the arena of temporary tensors, is handed in or had from trace_step.py.
+"""What a config needs and gives on a machine: bytes of every region, alpha, seconds of a step, MFU. Plain
+arithmetic; the one thing that takes the model itself, the arena of temporary tensors, is handed in or had
+from trace_step.py.
 """
 
 import hashlib
@@ -59,8 +60,8 @@ def trace_elsewhere(keys):
 
 
 def traced_arena(cfg, machine, trace=trace_elsewhere):
-    """The Arena of a rank, from the cache or from trace({key of the config, threads or multiprocessors: value}). Errors:
-    those of `trace`, ConfigError where there is no torch."""
+    """The Arena of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
+    value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
@@ -89,8 +90,9 @@ def believed(stored, keys):
 
 
 def fast_arena(cfg, machine, scale=1.0):
-    """A bound of the Arena, without a trace: the most that is there at one time of attention over a group of heads, of a
-    chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces. `scale` multiplies it."""
+    """A bound of the Arena, without a trace: the most that is there at one time of attention over a group of
+    heads, of a chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces. `scale`
+    multiplies it."""
     e, tp, cp, C = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd
     rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
     own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
@@ -127,8 +129,8 @@ def head_bytes(cfg, itemsize, cpu=False):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where no speeds are
-    known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence."""
+    """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where
+    no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence."""
 
     cfg: object
     machine: object
@@ -201,9 +203,9 @@ def micro_batches(cfg, world):
 
 
 def host_capacity(cfg, machine, world):
-    """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may take: what
-    host_memory_gb grants, or what is left beside the copy that a checkpoint is written from. Errors: ConfigError where
-    the node has not so much."""
+    """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may
+    take: what host_memory_gb grants, or what is left beside the copy that a checkpoint is written from.
+    Errors: ConfigError where the node has not so much."""
     return alpha.granted(cfg.host_memory_gb, machine.node.host_memory_bytes, snapshot_bytes(cfg, machine, world),
                          "what a node has")
 
@@ -220,8 +222,8 @@ def granting(cfg, machine, world, nbytes):
 
 
 def states(cfg, machine, world, itemsize):
-    """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend on the
-    activations)."""
+    """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend
+    on the activations)."""
     data = world // cfg.tp
     layout, buckets = local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.n_embd // cfg.n_head, micro_batches(cfg, world)
@@ -260,8 +262,9 @@ def activation_lines(placement, tensors):
 
 
 def cpu_spare(cfg, machine, lines, limit):
-    """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the host, beside
-    the model's states (the `lines` of states()) and a bound of the temporary tensors. The same in the run."""
+    """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the
+    host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors. The same
+    in the run."""
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
@@ -296,8 +299,8 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
 
 
 def estimate(cfg, machine, world, arena=traced_arena):
-    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> Arena. Errors: ConfigError for what
-    cannot be, a layout that does not fill the world; not for what does not fit."""
+    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> Arena. Errors:
+    ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")

@@ -1,10 +1,10 @@
-"""How long a step takes: the sum of its operations, each at the speed that it gets (hardware.py), and what of its
-messages and copies does not hide behind them.
+"""How long a step takes: the sum of its operations, each at the speed that it gets (hardware.py), and what of
+its messages and copies does not hide behind them.
 
-A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose amounts are
-bytes read and written. Sizes that speeds depend on: of a matrix product the geometric mean of the weight's dims, of
-attention the keys of a rank's block, of elementwise passes their bytes.
-Source: MEMO 4.1 for what hides behind what; DESIGN section 2.
+A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose
+amounts are bytes read and written. Sizes that speeds depend on: of a matrix product the geometric mean of the
+weight's dims, of attention the keys of a rank's block, of elementwise passes their bytes. Source: MEMO 4.1
+for what hides behind what.
 """
 
 from math import fsum, sqrt
@@ -13,7 +13,8 @@ from memo.backends import kernel_of
 from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, group_heads, head_rows, layer_of
 from memo.swap.schedule import schedule, simulate
 
-# units that a pass reads and writes. What was measured on a machine (calibrate.py) counts as one pass, whatever it took
+# units that a pass reads and writes. What was measured on a machine (calibrate.py) counts as one pass,
+# whatever it took
 PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2, "merge": 5}
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}  # with ops=torch on a GPU: memo/ops.py
 
@@ -23,8 +24,8 @@ def passes(cfg, speeds):
 
 
 class LayerSeconds:
-    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of the layer, all rows; `kernel`: of
-    attention, see memo/backends.py."""
+    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of the layer, all
+    rows; `kernel`: of attention, see memo/backends.py."""
 
     def __init__(self, cfg, machine, itemsize):
         self.cfg, self.machine, self.speeds, self.kernel = cfg, machine, machine.speeds, kernel_of(cfg, machine)
@@ -47,7 +48,8 @@ class LayerSeconds:
         self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
 
     def halves(self):
-        """The products before attention and behind it, each input of several of them once: [[operations of one input]]."""
+        """The products before attention and behind it, each input of several of them once: [[operations of
+        one input]]."""
         halves, attention = ([], []), False
         for op in [*self.layer.groups.values(), self.layer.output]:
             attention = attention or op.reads == ATTENTION
@@ -93,7 +95,8 @@ class LayerSeconds:
                 for way, part in (("forward", 1.0), ("backward", 2.5))]
 
     def matmul_s(self, gives, takes):
-        """All rows times a weight that `takes` so many columns and `gives` so many, one of them split among the tp ranks."""
+        """All rows times a weight that `takes` so many columns and `gives` so many, one of them split among
+        the tp ranks."""
         weights = gives * takes / self.tp
         return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
 
@@ -106,9 +109,10 @@ class LayerSeconds:
         return max(1, min(self.rows // self.tp // SPLIT_ROWS, max(2, -(-2 * self.rows // CHUNK_ROWS))))
 
     def exposed_s(self, compute_s, *messages):
-        """Exposed seconds of gathers and scattered sums of all rows beside so much computing, by pieces of rows, two under
-        way: at best the first message of the first piece, and what takes longer than the computing. How far it gets there is
-        the machine's "hidden"; on a CPU, and where it is not known, nothing hides."""
+        """Exposed seconds of gathers and scattered sums of all rows beside so much computing, by pieces of
+        rows, two under way: at best the first message of the first piece, and what takes longer than the
+        computing. How far it gets there is the machine's "hidden"; on a CPU, and where it is not known,
+        nothing hides."""
         if self.tp == 1:
             return 0.0
         seconds = [self.machine.message_s(op, self.u * (self.tp - 1), self.tp) for op in messages]
@@ -117,8 +121,9 @@ class LayerSeconds:
         return sum(seconds) - hidden * max(0.0, sum(seconds) - best)
 
     def exposed_in_backward_s(self):
-        """The half behind attention, then the one before it, each from its last product to its first. A row product gathers
-        its gradient; column products of one input gather that input again and scatter the sum of its gradients."""
+        """The half behind attention, then the one before it, each from its last product to its first. A row
+        product gathers its gradient; column products of one input gather that input again and scatter the sum
+        of its gradients."""
         seconds = 0.0
         for half in reversed(self.halves()):
             messages = [m for ops in reversed(half) for m in (("gather", "scatter") if ops[0].kind == "column" else ("gather",))]
@@ -146,8 +151,8 @@ class LayerSeconds:
         return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.tp)
 
     def late_s(self, nbytes, block_s):
-        """What of a hop does not hide behind the block that is computed meanwhile; on a CPU, which carries the message
-        itself, nothing hides."""
+        """What of a hop does not hide behind the block that is computed meanwhile; on a CPU, which carries
+        the message itself, nothing hides."""
         return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
 
     def exchange_s(self, tensors):
@@ -161,7 +166,8 @@ class LayerSeconds:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + self.exchange_s(4)
-        # to fp32 and back; merged are all queries with an earlier rank's block, half of them with a later one's
+        # to fp32 and back; merged are all queries with an earlier rank's block, half of them with a later
+        # one's
         merge = self.pass_s("copy", 6 + 0.75 * (self.cp - 1) * self.passes["merge"])
         return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
 

@@ -1,4 +1,5 @@
-"""The memory requests of a step: recorded from a rehearsal, or traced with torch's fake tensors, without memory or GPU."""
+"""The memory requests of a step: recorded from a rehearsal, or traced with torch's fake tensors, without
+memory or GPU."""
 
 import weakref
 from contextlib import nullcontext
@@ -16,8 +17,9 @@ from memo.swap.streams import open_streams
 
 
 class Rehearsal:
-    """In the place of a model's arena while it goes through a step and an evaluation: of the segments that make the same
-    requests (the layers are identical) only the first does anything. `order`: {label: that of its first like}."""
+    """In the place of a model's arena while it goes through a step and an evaluation: of the segments that
+    make the same requests (the layers are identical) only the first does anything. `order`: {label: that of
+    its first like}."""
 
     def __init__(self, arena):
         self.arena, self.first, self.order = arena, {}, {}
@@ -34,8 +36,8 @@ class Rehearsal:
 
 
 def rehearsed_requests(model, arena):
-    """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of one layer of
-    each kind. Copies nothing; the model's gradients are zero afterwards."""
+    """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
+    one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
     swap, B, T = model.swap, *model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     steps, before, model.arena = swap.steps, model.arena, Rehearsal(arena)
@@ -53,10 +55,10 @@ def rehearsed_requests(model, arena):
 
 
 def traced_requests(make, B, T, missing, device="meta", requests=None):
-    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as it
-    is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing. requests(name of
-    an operation, its arguments) -> bytes of each request of an attention kernel for itself, see kernel_requests; None
-    leaves them out."""
+    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
+    "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see
+    Placement.missing. requests(name of an operation, its arguments) -> bytes of each request of an attention
+    kernel for itself, see kernel_requests; None leaves them out."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
@@ -68,9 +70,10 @@ def traced_requests(make, B, T, missing, device="meta", requests=None):
 
 
 def kernel_requests(name, args, threads=1, deterministic=False, multiprocessors=0):
-    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for itself.
-    On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in torch's
-    FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and out contiguous."""
+    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for
+    itself. On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in
+    torch's FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and
+    out contiguous."""
     copies = []
     if name == "memo::attention_backward":
         kernel, (B, T, H, D) = args[0], args[1].shape
@@ -96,8 +99,8 @@ def cpu_workspace_bytes(q, k, threads, backward):
 
 
 class FakeArena(TorchDispatchMode):
-    """Records the requests of segments that run on fake tensors: those of each operation's results, and `requests`, see
-    traced_requests()."""
+    """Records the requests of segments that run on fake tensors: those of each operation's results, and
+    `requests`, see traced_requests()."""
 
     def __init__(self, requests=None):
         super().__init__()

@@ -1,7 +1,8 @@
 """The alpha program: how much of every layer's skeletal activations is swapped; what is not is recomputed.
 
-`paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear program, `given`
-takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO 4.1; DESIGN section 2.
+`paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear
+program, `given` takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO
+4.1.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ class OutOfHostMemory(ConfigError):
 
 
 def granted(host_memory_gb, there_bytes, reserved, where):
-    """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved` bytes. Errors:
-    OutOfHostMemory: more than that asked for. `where`: words for what is there."""
+    """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved`
+    bytes. Errors: OutOfHostMemory: more than that asked for. `where`: words for what is there."""
     most = max(0, int(there_bytes * HOST_SHARE) - reserved)
     if host_memory_gb == "auto":
         return most
@@ -72,11 +73,13 @@ class Problem:
 
     @property
     def limits(self):
-        """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone allows. At most 1.
+        """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone
+        allows. At most 1.
 
-        Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for alpha = 0.
-        The copies of the L - n swapped layers, one after the other from the end of the first layer on, must be done when
-        the last layer starts: L - 2 layers' time. With the paper's n = 2 that is a layer's time for each.
+        Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for
+        alpha = 0. The copies of the L - n swapped layers, one after the other from the end of the first layer
+        on, must be done when the last layer starts: L - 2 layers' time. With the paper's n = 2 that is a
+        layer's time for each.
         """
         always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
         device = {}
@@ -132,17 +135,19 @@ def plan(problem, fractions):
 def paper(problem):
     """The SwapPlan with one alpha for all tensors, the largest under all limits. Source: MEMO 4.1.
 
-    Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they are over the
-    host limit some layers keep only x.
+    Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they
+    are over the host limit some layers keep only x.
     """
     return plan(problem, dict.fromkeys(problem.others, problem.largest_alpha))
 
 
 def per_tensor(problem, recompute_s):
-    """The SwapPlan that saves the most recompute seconds under the limits of `paper`. Source: DESIGN section 2.
+    """The SwapPlan that saves the most recompute seconds under the limits of `paper`. Source: DESIGN section
+    2.
 
-    recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of the same sum of
-    bytes, so the linear program is a knapsack: first what saves most per byte, the last one in part.
+    recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
+    the same sum of bytes, so the linear program is a knapsack: first what saves most per byte, the last one
+    in part.
     """
     room, fractions = problem.largest_alpha * problem.others_bytes, {}
     groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
@@ -155,7 +160,8 @@ def per_tensor(problem, recompute_s):
 
 
 def given(problem, alpha, block_size, multiple=1):
-    """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot hold it."""
+    """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot
+    hold it."""
     chosen = plan(problem, dict.fromkeys(problem.others, float(alpha)))
     if chosen.input_only_layers:
         limit = problem.limits["host"]
@@ -175,8 +181,8 @@ def out_of_host_memory(problem, what, layer_bytes, remedy):
 
 
 def rows(fraction, n_rows, granularity):
-    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down, that leaves at least as
-    many; at 1 all of them."""
+    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down, that
+    leaves at least as many; at 1 all of them."""
     if fraction >= 1:
         return n_rows
     most = max(0, n_rows - granularity)
@@ -184,8 +190,8 @@ def rows(fraction, n_rows, granularity):
 
 
 def largest_block_size(problem, block_size, multiple=1, alpha=None):
-    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of all layers;
-    or x, attn_out and `alpha` of the others.
+    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of
+    all layers; or x, attn_out and `alpha` of the others.
 
     `block_size`: that of problem.nbytes. Infinite where no layer is swapped.
     """
@@ -202,11 +208,13 @@ def copies(cfg):
 
 
 def n_buffers(cfg, problem, spare_bytes, cpu=False):
-    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are left for them.
+    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are
+    left for them.
 
-    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken; with
-    alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy frees nothing and
-    takes the time of the cores that compute. Where all do not fit there, the host's limit alone bounds the two.
+    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken;
+    with alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy
+    frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
+    alone bounds the two.
     """
     fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes[INPUT]) // sum(problem.nbytes.values()))
     if fit <= 2 or (fit < cfg.n_layer and (cpu or cfg.alpha_mode == "paper")):
@@ -215,8 +223,9 @@ def n_buffers(cfg, problem, spare_bytes, cpu=False):
 
 
 def place(cfg, problem, n_rows, recompute_s=None):
-    """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and cfg.alpha_mode made
-    rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it.
+    """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
+    cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
+    per_tensor, which needs it.
 
     Errors: OutOfHostMemory, before anything is allocated.
     """

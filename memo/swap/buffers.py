@@ -1,5 +1,5 @@
-"""Rounding buffers, the host slab, and the copies between them: the memory that a schedule of steps is executed in.
-Source: MEMO 4.1 and 4.3.2.
+"""Rounding buffers, the host slab, and the copies between them: the memory that a schedule of steps is
+executed in. Source: MEMO 4.1 and 4.3.2.
 """
 
 from types import SimpleNamespace
@@ -26,11 +26,11 @@ def copy_bytes(pairs):
 class Swap:
     """The activations of all layers of a (B, T) batch that tp ranks share, placed as `placement` says.
 
-    `tensors`: {name: Tensor} of one layer. `layers[i]`: the skeletal tensors of layer i, views of its buffer. `x[i]`: (n, C), the input of layer i, and x[L] the
-    output of the last layer; in the backward their places hold the gradients of the same tensors. `missing[i]`: {tensor:
-    the rows to recompute}. `steps`: the schedule; whoever executes it hands each step to launch(). Nothing is allocated
-    by then, and the host waits for nothing (but on the CPU, which is its own device).
-    Errors: OutOfHostMemory.
+    `tensors`: {name: Tensor} of one layer. `layers[i]`: the skeletal tensors of layer i, views of its buffer.
+    `x[i]`: (n, C), the input of layer i, and x[L] the output of the last layer; in the backward their places
+    hold the gradients of the same tensors. `missing[i]`: {tensor: the rows to recompute}. `steps`: the
+    schedule; whoever executes it hands each step to launch(). Nothing is allocated by then, and the host
+    waits for nothing (but on the CPU, which is its own device). Errors: OutOfHostMemory.
     """
 
     def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype, device, tp=1, streams=None, pin=True):
@@ -73,8 +73,8 @@ class Swap:
         return pairs
 
     def launch(self, step: Step, label=None, work=None, *args):
-        """Hands `step` to its stream: behind the steps that it waits for, and noted for those that wait for it. work(*args):
-        what a step of the compute stream does."""
+        """Hands `step` to its stream: behind the steps that it waits for, and noted for those that wait for
+        it. work(*args): what a step of the compute stream does."""
         stream = getattr(self.streams, step.stream)
         for key in step.waits:
             stream.wait(self.events[key])

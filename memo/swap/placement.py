@@ -11,16 +11,17 @@ from memo.swap.schedule import Fates
 class Placement:
     """Where the skeletal activations of L layers are between their forward and their backward.
 
-    Layer i computes in buffer i % n_buffers. Of a swapped layer, `kept[name]` of the N rows of each tensor survive: `x` on
-    the device if x_stays, all else in the host slab. They are the first rows in an even buffer and the last in an odd one,
-    and two buffers lie in memory so that their other rows, which are recomputed anyway, are the same:
+    Layer i computes in buffer i % n_buffers. Of a swapped layer, `kept[name]` of the N rows of each tensor
+    survive: `x` on the device if x_stays, all else in the host slab. They are the first rows in an even
+    buffer and the last in an odd one, and two buffers lie in memory so that their other rows, which are
+    recomputed anyway, are the same:
 
         buffer 0   kept rows | shared rows                          N + kept rows in all, not 2 N
         buffer 1               shared rows | kept rows
 
-    The last n_buffers layers are not swapped, only the last one is whole. A swapped layer below `input_only` keeps x alone,
-    and so recomputes its attention too. The modes are points of this: keep (a buffer for each layer), recompute (one
-    buffer, x_stays, only inputs), swap and memo.
+    The last n_buffers layers are not swapped, only the last one is whole. A swapped layer below `input_only`
+    keeps x alone, and so recomputes its attention too. The modes are points of this: keep (a buffer for each
+    layer), recompute (one buffer, x_stays, only inputs), swap and memo.
     """
 
     n_layer: int
@@ -32,8 +33,8 @@ class Placement:
 
     @property
     def n_inputs(self):
-        """Buffers for the layers' inputs and the last one's output, which is one more than there are layers in flight:
-        a layer writes the next one's input while an earlier one's is still copied."""
+        """Buffers for the layers' inputs and the last one's output, which is one more than there are layers
+        in flight: a layer writes the next one's input while an earlier one's is still copied."""
         return self.n_layer + 1 if self.x_stays else self.n_buffers + 1
 
     @property
@@ -86,7 +87,8 @@ class Placement:
         return sum(n for i in range(self.n_layer) for _, n in self.swapped(i, tensors).values())
 
     def buffer_bytes(self, tensors):
-        """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer, but for keep."""
+        """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer,
+        but for keep."""
         spans = {name: self.n_rows + (self.n_buffers - 1) * self.shift(name) for name in tensors}
         spans[INPUT] = self.n_inputs * self.n_rows
         return {name: t.nbytes * spans[name] // self.n_rows for name, t in tensors.items()}

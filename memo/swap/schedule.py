@@ -1,15 +1,16 @@
-"""The schedule of a training step: one pure function gives the list of steps; model.GPT executes the list, `simulate` times
-it for the estimate, the timeline draws it, and memo/swap/validator.py checks it. No torch.
+"""The schedule of a training step: one pure function gives the list of steps; model.GPT executes the list,
+`simulate` times it for the estimate, the timeline draws it, and memo/swap/validator.py checks it. No torch.
 
-A unit is one layer at one subsequence: (layer, subsequence). Units are computed in order, one buffer each, in turns:
+A unit is one layer at one subsequence: (layer, subsequence). Units are computed in order, one buffer each, in
+turns:
 
     forward    unit k computes in buffer k % n; then the offload stream copies what survives of it to the host slab, while
                the next units compute
     backward   the last n units are still in their buffers; when unit k is done, the prefetch stream refills its buffer
                with unit k - n, while the units between compute
 
-`memo` and `swap` have n = 2 (or more where the device has room), `keep` has a buffer for each unit, `recompute` has one:
-then nothing is copied. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.
+`memo` and `swap` have n = 2 (or more where the device has room), `keep` has a buffer for each unit,
+`recompute` has one: then nothing is copied. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +23,11 @@ Key = tuple[str, Unit]
 
 
 class Step(NamedTuple):
-    """One thing that one stream does. `waits`: the keys of steps of other streams that must be done before; what a stream
-    was handed earlier is done before anyway.
+    """One thing that one stream does. `waits`: the keys of steps of other streams that must be done before;
+    what a stream was handed earlier is done before anyway.
 
-    kind: embedding, forward, head (with `unit`: the last layer's), offload, prefetch, recompute, backward, embedding
-    backward.
+    kind: embedding, forward, head (with `unit`: the last layer's), offload, prefetch, recompute, backward,
+    embedding backward.
     """
 
     kind: str
@@ -46,8 +47,9 @@ class Step(NamedTuple):
 class Fates:
     """What becomes of the units' activations, each unit by its place in the order of the forward.
 
-    `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed. `input_only`:
-    of these nothing but the input survives. `x_stays`: the inputs of all units stay on the device.
+    `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
+    `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
+    device.
     """
 
     n_buffers: int
@@ -58,8 +60,8 @@ class Fates:
 
 
 def units_in_order(layers: int, subsequences: int = 1, order: str = "layer") -> list[Unit]:
-    """The units in the order of the forward: layer by layer, or subsequence by subsequence. The backward's is the
-    reverse."""
+    """The units in the order of the forward: layer by layer, or subsequence by subsequence. The backward's is
+    the reverse."""
     if order == "layer":
         return [(layer, i) for layer in range(layers) for i in range(subsequences)]
     return [(layer, i) for i in range(subsequences) for layer in range(layers)]
@@ -88,7 +90,8 @@ def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "lay
             waits = ()
         steps.append(Step("backward", unit, waits))
         if k - n in fates.copied:
-            # protects unit k: its backward still reads the buffer that the copy of unit k - n is about to fill
+            # protects unit k: its backward still reads the buffer that the copy of unit k - n is about to
+            # fill
             steps.append(Step("prefetch", units[k - n], (("backward", unit),)))
         if unit[0] == 0:
             steps.append(Step("embedding backward", unit))
@@ -101,15 +104,16 @@ def compute_only(steps: Iterable[Step]) -> list[Step]:
 
 
 class Times(NamedTuple):
-    """What a simulation gives: {key of a step: (start, end)} in seconds, and the seconds that the compute stream waited
-    for copies."""
+    """What a simulation gives: {key of a step: (start, end)} in seconds, and the seconds that the compute
+    stream waited for copies."""
 
     spans: dict[Key, tuple[float, float]]
     stall_s: float
 
 
 def simulate(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
-    """The Times of the steps where each stream does one thing after the other, and a step takes seconds(step)."""
+    """The Times of the steps where each stream does one thing after the other, and a step takes
+    seconds(step)."""
     now, spans, stall_s = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0}, {}, 0.0
     for step in steps:
         before = now[step.stream]

@@ -1,23 +1,23 @@
 """An independent check of a schedule: shares nothing with the function that makes it but the words. No torch.
 
-The validator goes through the steps in the order in which the host launches them, and knows for each place in memory who
-wrote it last, what lies there, and who has read it since. A step is certain to be done before another one only where the
-streams' own order and the waits say so.
-"""
+The validator goes through the steps in the order in which the host launches them, and knows for each place in
+memory who wrote it last, what lies there, and who has read it since. A step is certain to be done before
+another one only where the streams' own order and the waits say so."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from memo.swap.schedule import Fates, Step, Unit, units_in_order
 
-# places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x", place) an input
-# or its gradient; ("slab", unit) the host's copy. What lies there: (what, whose unit)
+# places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
+# place) an input or its gradient; ("slab", unit) the host's copy. What lies there: (what, whose unit)
 Place = tuple
 Content = tuple
 
 
 class Access(NamedTuple):
-    """`reads`: [(place, content that must lie there)]; `writes`: [(place, content that lies there afterwards)]."""
+    """`reads`: [(place, content that must lie there)]; `writes`: [(place, content that lies there
+    afterwards)]."""
 
     reads: list[tuple[Place, Content]]
     writes: list[tuple[Place, Content]]
@@ -84,16 +84,19 @@ class Memory:
         raise ValueError(f"{step.kind} {unit}: no such kind of step")
 
 
-WRONG = {  # what a step finds that is not there, or not there for certain: the rule
+RULES = {  # by what a step finds that is not there, or not there for certain
     "x": "a unit is computed after its input", "dx": "a backward comes after that of the layer above",
-    "kept": "a copy is read after it has arrived", "rest": "rows that were dropped are recomputed before they are read",
+    "kept": "a unit is read after it is computed", "rest": "rows that were dropped are recomputed before they are read",
     "copy": "a copy is fetched after it has left"}
 
 
-def rule_of_read(step: Step, what: str) -> str:
+def rule_of_read(step: Step, what: str, copied: bool) -> str:
+    """The rule that a step breaks which finds other content; `copied`: its unit went to the host."""
     if step.kind == "offload":
         return "a unit is copied after it is computed, and before its buffer is overwritten"
-    return WRONG[what]
+    if step.kind in ("recompute", "backward") and copied and what in ("x", "kept"):
+        return "a copy is read after it has arrived"
+    return RULES[what]
 
 
 def rule_of_write(step: Step, other: Step) -> str:
@@ -125,7 +128,7 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
         streams[step.stream] = step.key
         access = memory.access(step)
         for place, wanted in access.reads:
-            rule = rule_of_read(step, wanted[0])
+            rule = rule_of_read(step, wanted[0], memory.number[step.unit] in fates.copied)
             if content.get(place) != wanted:
                 raise ValueError(f"{rule}: {step.kind} {step.unit} finds {content.get(place)} where {wanted} must lie")
             check_order(step, writer[place], rule)
