@@ -142,8 +142,7 @@ def paper(problem):
 
 
 def per_tensor(problem, recompute_s):
-    """The SwapPlan that saves the most recompute seconds under the limits of `paper`. Source: DESIGN section
-    2.
+    """The SwapPlan that saves the most recompute seconds under the limits of `paper`.
 
     recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
     the same sum of bytes, so the linear program is a knapsack: first what saves most per byte, the last one
