@@ -1,8 +1,9 @@
 """A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here.
 
-    B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t is the t-th
-              token of sequence b
-    n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N rows, in order
+    B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
+              is the t-th token of sequence b
+    n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N
+              rows, in order
     C, H, D   hidden size, heads, head dimension C/H
     V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
     s         the skeletal activations of one layer: named views of one buffer, see memo/layer.py
@@ -157,8 +158,8 @@ class Block:
         `s`."""
         dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
-        dqkv = attend_backward(self.attention, *self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
-                               self.scale)
+        by_heads = self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse)
+        dqkv = attend_backward(self.attention, *by_heads, s.lse, True, self.scale)
         dqkv = [g.reshape(s.q.shape) for g in dqkv]
         for g in dqkv[:2] if turn is not None else ():
             self.ops.rotary(g, turn, back=True)
@@ -185,8 +186,8 @@ class Block:
         yield
         message = column_linear_backward(tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
         yield
-        self.ops.layernorm_backward(dy, message.wait(), s.mid[r], s.ln2_mean[r], s.ln2_rstd[r], w.ln2_w, w.ln2_b,
-                                    dw.ln2_w, dw.ln2_b, out=dy)
+        self.ops.layernorm_backward(dy, message.wait(), s.mid[r], s.ln2_mean[r], s.ln2_rstd[r],
+                                    w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
 
     def projection_backward(self, dy, s, dout, r):
         """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way
@@ -203,10 +204,11 @@ class Block:
         w, dw, tp = self.w, self.dw, self.tp
         message = tp.start_gather(s.ln1_out[r])
         yield
-        message = column_linear_backward(tp, [g[r] for g in dqkv], message.wait(), self.qkv(w)[0], *self.qkv(dw))
+        dys, (matrices, _) = [g[r] for g in dqkv], self.qkv(w)
+        message = column_linear_backward(tp, dys, message.wait(), matrices, *self.qkv(dw))
         yield
-        self.ops.layernorm_backward(dy[r], message.wait(), s.x[r], s.ln1_mean[r], s.ln1_rstd[r], w.ln1_w, w.ln1_b,
-                                    dw.ln1_w, dw.ln1_b, out=s.x[r])
+        self.ops.layernorm_backward(dy[r], message.wait(), s.x[r], s.ln1_mean[r], s.ln1_rstd[r],
+                                    w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x[r])
 
     @staticmethod
     def qkv(w):
@@ -262,7 +264,8 @@ class GPT:
                              for at, (start, end) in zip(begins, self.buckets, strict=True)]
         weights = views(self.layout, self.params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b"))) for tensors in (weights, gradients))
+        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b")))
+                           for tensors in (weights, gradients))
         self.blocks = []
         for i in range(cfg.n_layer):
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", layer_of(cfg).absent))
@@ -291,14 +294,15 @@ class GPT:
         every layer keeps its own on the device. `kw`: see Swap."""
         cfg, tp, cp = self.cfg, self.mesh.tp, self.mesh.cp
         self.close()  # free the old before taking the new
-        self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size), layer_of(cfg), B, T,
-                         self.dtype, self.device, tp.size, **kw)
+        placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
+        self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
         ranges = held(T * cp.size, cp, cfg.context_parallel)
         self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
         self.turn = None
         if cfg.position == "rope":
-            self.turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta).unflatten(0, (-1, tp.size))
+            turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta)
+            self.turn = turn.unflatten(0, (-1, tp.size))
 
     def close(self):
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
@@ -316,7 +320,8 @@ class GPT:
             self.reserve(*tokens.shape)
         self.tokens, self.targets, self.scale = tokens.reshape(-1), targets.reshape(-1), scale
         self.loss = torch.zeros((), device=self.device)
-        self.follow(("embedding", "forward", "head") if scale is None else ("embedding", "forward", "offload", "head"))
+        trains = ("offload",) if scale is not None else ()  # an evaluation keeps nothing
+        self.follow(("embedding", "forward", "head", *trains))
         return self.loss
 
     def backward(self, done=lambda bucket: None):
@@ -342,7 +347,8 @@ class GPT:
             self.arrive(bucket)
             label, *work = self.work_of(step)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
-            if step.kind in ("backward", "embedding backward") and step.unit[1] == 0:  # the last subsequence to come back
+            _, subsequence = step.unit
+            if step.kind in ("backward", "embedding backward") and subsequence == 0:  # it comes back last
                 complete.append(bucket)
         while complete:
             done(complete.pop())
@@ -351,7 +357,8 @@ class GPT:
         """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
         norm's."""
         layer, _ = step.unit
-        return {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}.get(step.kind, layer + 1)
+        others = {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}
+        return others.get(step.kind, layer + 1)
 
     def work_of(self, step):
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory

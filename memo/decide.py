@@ -22,7 +22,7 @@ class Rates:
     recompute_s: dict[str, float]  # {group of the layer: seconds}
     offload_bytes_per_s: float  # device to host and host to device, while both are busy
     prefetch_bytes_per_s: float
-    transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None where that is not known
+    transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None: not known
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def problem_of(cfg, itemsize: int, rates: Rates | None, room: Room) -> Problem:
     """The alpha program's problem with two buffers; without rates every copy hides."""
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
     if not room.cpu and not cfg.pin_memory:
-        seconds = 0.0  # on CUDA a copy to pageable memory holds the host up until it is done, and so hides behind nothing
+        seconds = 0.0  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
     return Problem(tensors_of(cfg, itemsize), cfg.n_layer, seconds, rate, room.host_bytes)
 
 

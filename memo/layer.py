@@ -17,10 +17,11 @@ CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices 
 GROUP_ELEMENTS = 2**26  # elements of a (B, T, heads, D) tensor in attention, which goes by groups of heads
 HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
 MORE_HEAD_ROWS = 4  # the head's gradient, fp32, is read and written once for so many tokens
-HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens; with softmax and gradient each takes 8 bytes
-SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples of this: smaller products may differ in their bits
+HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens; with softmax and gradient 8 bytes each
+SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller products may differ in their bits
 
-INPUT, ATTENTION = "x", "attn_out"  # the skeletal tensors that every family has: a layer's input, attention's output
+# the skeletal tensors that every family has: the layer's input, attention's output
+INPUT, ATTENTION = "x", "attn_out"
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Layer:
 def gpt_layer(C: int, H: int, bias: bool = False, rope: bool = False) -> Layer:
     """A layer of GPT-2: x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid), the MLP four times as wide."""
     F = 4 * C
-    square, bias_of_columns, whole_bias = Parameter((C, C), 0), Parameter((C,), 0, "zeros"), Parameter((C,), None, "zeros")
+    square, bias_of_columns = Parameter((C, C), 0), Parameter((C,), 0, "zeros")
+    whole_bias = Parameter((C,), None, "zeros")
     matrices = {"q_w": square, "k_w": square, "v_w": square, "proj_w": Parameter((C, C), 1, "residual"),
                 "fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
     biases = {"q_b": bias_of_columns, "k_b": bias_of_columns, "v_b": bias_of_columns,
@@ -129,7 +131,8 @@ def gpt_layer(C: int, H: int, bias: bool = False, rope: bool = False) -> Layer:
                 Skeletal(f"ln{number}_mean", group=name), Skeletal(f"ln{number}_rstd", group=name))
 
     def columns(name: str, reads: str, gives: int, rotary: bool = False) -> Skeletal:
-        return Skeletal(name, gives, split=True, group=name, made_by=Operation("column", reads, C, gives, rotary))
+        made_by = Operation("column", reads, C, gives, rotary)
+        return Skeletal(name, gives, split=True, group=name, made_by=made_by)
     skeletal = (
         Skeletal(INPUT, C),
         Skeletal(ATTENTION, C, split=True),  # attention is what costs to compute again
@@ -139,7 +142,8 @@ def gpt_layer(C: int, H: int, bias: bool = False, rope: bool = False) -> Layer:
         Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, C, C)),  # x + attention's branch
         *norm(2, "mid"),
         columns("fc1_out", "ln2_out", F),
-        Skeletal("gelu_out", F, split=True, group="gelu_out", made_by=Operation("activation", "fc1_out", F, F)))
+        Skeletal("gelu_out", F, split=True, group="gelu_out",
+                 made_by=Operation("activation", "fc1_out", F, F)))
     return Layer(parameters, () if bias else tuple(biases), skeletal, Operation("row", "gelu_out", F, C), H)
 
 
@@ -195,5 +199,6 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1) -> int:
 
 def group_heads(cfg) -> int:
     """Heads of a rank of a config that attention takes at a time."""
-    rows, multiple = cfg.batch_size * cfg.block_size // cfg.cp, cfg.cp if cfg.context_parallel == "ulysses" else 1
+    rows = cfg.batch_size * cfg.block_size // cfg.cp
+    multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
     return heads_at_once(rows, cfg.n_embd // cfg.n_head, cfg.n_head // cfg.tp, multiple)

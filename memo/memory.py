@@ -8,10 +8,18 @@ from dataclasses import asdict, replace
 import torch
 
 from memo import profiler
-from memo.decide import GAPS, Decision, Room, decide, problem_of, spare_bytes, with_buffers
+from memo.decide import GAPS, SPARE_TRANSIENTS, Decision, Room, decide, problem_of, spare_bytes, with_buffers
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
-from memo.estimate.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
+from memo.estimate.budget import (
+    HOST_STATES_BYTES,
+    STATES_BYTES,
+    Line,
+    activation_lines,
+    cpu_spare,
+    head_bytes,
+    states,
+)
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
 from memo.layer import groups_of, n_rows, tensors_of
@@ -40,18 +48,20 @@ def host_limit(cfg, launch):
         return share
     needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
     if needs > share:
-        raise OutOfHostMemory(f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a "
-                              f"rank's master weights, moments and gradients, its share is {share / 2**30:.4g} GiB; "
-                              "try a larger host_memory_gb, more ranks, or optimizer_device=auto")
+        raise OutOfHostMemory(
+            f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, "
+            f"moments and gradients, its share is {share / 2**30:.4g} GiB; try a larger host_memory_gb, "
+            "more ranks, or optimizer_device=auto")
     return share - needs
 
 
 def check(cfg, device, dtype, limit):
     """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
     if gpu_decides(cfg, device) and cfg.deterministic:
-        raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from run to run, and so "
-                          "would the rows that are recomputed); try --alpha=0.5 or --activation=keep")
-    if copies(cfg) and not gpu_decides(cfg, device):  # a GPU may have room for all layers: then the host need not
+        raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "
+                          "run to run, and so would the rows that are recomputed); try --alpha=0.5 or "
+                          "--activation=keep")
+    if copies(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
         problem = problem_of(cfg, dtype.itemsize, None, Room(limit, cpu=device.type == "cpu"))
         place(cfg, problem, n_rows(cfg), dict.fromkeys(groups_of(problem.tensors), 1.0))
 
@@ -76,11 +86,13 @@ def gpu_room(cfg, model, rates, limit):
     least = problem_of(cfg, model.dtype.itemsize, None, Room(0)).least_device_bytes
     if spare < least:
         free -= total // GAPS
-        longest = min(cfg.block_size * free // (layer * 5 // 4 + least), cfg.block_size * max(0, free - head) // least)
+        longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
+                      cfg.block_size * max(0, free - head) // least)
         longest -= longest % cfg.block_multiple
-        raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for two buffers of "
-                          f"activations, the model's states and a layer's temporaries leave {spare / 2**30:.4g} GiB; "
-                          f"try --block_size={longest}, or --alpha=0 to try all the same")
+        raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for "
+                          "two buffers of activations, the model's states and a layer's temporaries leave "
+                          f"{spare / 2**30:.4g} GiB; try --block_size={longest}, or --alpha=0 to try all the "
+                          "same")
     return Room(limit, spare)
 
 
@@ -93,7 +105,8 @@ def reserve_activations(cfg, model, limit, streams=None):
     limit = -int(*host.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     room = cpu_room(cfg, model, limit) if cpu else Room(limit)
-    if copies(cfg) and not (cpu and with_buffers(cfg, problem_of(cfg, itemsize, None, room), room).n_buffers == cfg.n_layer):
+    problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room) if cpu else None
+    if copies(cfg) and not (problem and problem.n_buffers == cfg.n_layer):  # not every layer stays on the CPU
         settle(model.device)
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
@@ -116,14 +129,15 @@ def requests_of_a_step(model, arena):
     if all(host.objects(trace is not None)):
         return trace
     if host.rank == 0:
-        print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its requests are traced, "
-              "not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
+        print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its "
+              "requests are traced, not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
     if trace is None:
         arena.recorded()  # half a rehearsal, of no use
     cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
-    return traced_requests(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
-                           model.swap.missing, like)
+    def make(device):
+        return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
+    return traced_requests(make, *model.shape, model.swap.missing, like)
 
 
 def plan_memory(cfg, model):
@@ -157,17 +171,19 @@ def where_it_lives(cfg, decision, model, optimizer):
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
     grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0
+    positions = sum(t.nbytes for t in (model.positions, model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
             *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
-            Line("positions", "positions", model.positions.nbytes + (0 if model.turn is None else model.turn.nbytes))]
+            Line("positions", "positions", positions)]
 
 
 def memory_table(cfg, decision, lines, expected):
     """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
     nothing is); what set alpha, and how fast things go."""
-    out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB" + ", (estimated)" * bool(expected)]
+    unit = "GiB, (estimated)" if expected else "GiB"
+    out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   {unit}"]
 
     def row(what, device, host, region):
         shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
@@ -194,11 +210,13 @@ def alpha_and_rates(cfg, decision, expected):
             lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
         speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
-        lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; {speed[0]} to the host, {speed[1]} back")
+        lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; "
+                     f"{speed[0]} to the host, {speed[1]} back")
     if expected and expected.seconds:
         ms = [f"{s * 1e3:.1f} ms" for s in (expected.layer.forward_s, expected.layer.backward_s)]
         lines.append(f"estimated   a layer's forward {ms[0]}, backward {ms[1]}; "
-                     f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, MFU {percent(expected.mfu)}")
+                     f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, "
+                     f"MFU {percent(expected.mfu)}")
     return lines
 
 
@@ -208,7 +226,8 @@ def plan_record(cfg, decision, model, lines, expected):
     plan = decision.swap_plan
     return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
-                placement=asdict(decision.placement), device_bytes=model.swap.device_bytes, host_bytes=model.swap.host_bytes,
+                placement=asdict(decision.placement), device_bytes=model.swap.device_bytes,
+                host_bytes=model.swap.host_bytes,
                 host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
                 regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])

@@ -15,7 +15,8 @@ def instances(n, seed=0):
     """n random (fates, layers, subsequences, order), all kinds of modes among them."""
     rng = random.Random(seed)
     for _ in range(n):
-        layers, subsequences, order = rng.randint(1, 6), rng.randint(1, 4), rng.choice(["layer", "subsequence"])
+        layers, subsequences = rng.randint(1, 6), rng.randint(1, 4)
+        order = rng.choice(["layer", "subsequence"])
         units = layers * subsequences
         mode = rng.choice(["keep", "recompute", *["swap"] * 6])
         if mode == "keep":
@@ -30,7 +31,8 @@ def instances(n, seed=0):
         rebuilt = copied if rng.random() < 0.7 else frozenset()
         if buffers == 2 and rebuilt:
             rebuilt |= {units - 2}  # it shares rows with the last unit
-        inputs = frozenset(range(rng.randint(0, len(copied)))) if rebuilt and rng.random() < 0.3 else frozenset()
+        some = rebuilt and rng.random() < 0.3
+        inputs = frozenset(range(rng.randint(0, len(copied)))) if some else frozenset()
         yield Fates(buffers, copied, rebuilt, inputs), layers, subsequences, order
 
 
@@ -52,13 +54,16 @@ RULES = {  # by the kind of step whose wait is taken out
     "forward": "a buffer is overwritten after its copy has left",
     "embedding": "a buffer is overwritten after its copy has left",
     "offload": "a unit is copied after it is computed", "recompute": "a copy is read after it has arrived",
-    "backward": "a copy is read after it has arrived", "prefetch": "a buffer is refilled after it was read|a copy is fetched after it has left"}
+    "backward": "a copy is read after it has arrived",
+    "prefetch": "a buffer is refilled after it was read|a copy is fetched after it has left"}
 NEEDED = {  # by the kind of step that is taken out
     "embedding": "there is no embedding|a unit is computed after its input", "forward": "after|waits for",
     "head": "a backward comes after that of the layer above|there is no head",
-    "offload": "a copy is fetched after it has left|waits", "prefetch": "a copy is read after it has arrived|waits",
+    "offload": "a copy is fetched after it has left|waits",
+    "prefetch": "a copy is read after it has arrived|waits",
     "recompute": "rows that were dropped are recomputed|a copy is read|a unit is read after it is computed",
-    "backward": "after|there is no backward|waits|arrived", "embedding backward": "there is no embedding backward"}
+    "backward": "after|there is no backward|waits|arrived",
+    "embedding backward": "there is no embedding backward"}
 
 
 def test_a_schedule_without_one_of_its_waits_is_not():
@@ -68,8 +73,9 @@ def test_a_schedule_without_one_of_its_waits_is_not():
         number = {unit: k for k, unit in enumerate(units_in_order(*instance[1:]))}
         for k, step in enumerate(steps):
             for wait in step.waits:
-                if "offload" in (step.kind, wait[0]) and number[step.unit if step.kind == "offload" else wait[1]] in inputs:
-                    continue  # only an input is copied: it was there before, and its place is not always written next
+                copied = step.unit if step.kind == "offload" else wait[1]
+                if "offload" in (step.kind, wait[0]) and number[copied] in inputs:
+                    continue  # only an input: it was there before, and its place is not always written next
                 left = tuple(w for w in step.waits if w != wait)
                 why = accepts([*steps[:k], step._replace(waits=left), *steps[k + 1:]], instance)
                 assert why and re.match(RULES[step.kind], why), (step, why, instance)
@@ -98,16 +104,16 @@ def test_a_schedule_whose_steps_change_places_is_not():
         place = {step.key: k for k, step in enumerate(steps)}
         units = units_in_order(layers, subsequences, order)
         a = rng.randrange(len(units))
-        pairs = [(("forward", units[a]), ("backward", units[a])), (("head", (layers - 1, 0)), ("backward", (layers - 1, 0)))]
-        if units[a][0]:
-            above = (units[a][0] - 1, units[a][1])
-            pairs += [((kind, x), (kind, y)) for kind, x, y in (("forward", above, units[a]), ("backward", units[a], above))]
-        if units[a][1]:
-            before = (units[a][0], units[a][1] - 1)
-            pairs += [((kind, x), (kind, y)) for kind, x, y in (("forward", before, units[a]), ("backward", units[a], before))]
+        unit, last = units[a], (layers - 1, 0)
+        layer, i = unit
+        pairs = [(("forward", unit), ("backward", unit)), (("head", last), ("backward", last))]
+        for there, before in ((layer > 0, (layer - 1, i)), (i > 0, (layer, i - 1))):
+            if there:
+                pairs += [(("forward", before), ("forward", unit)),
+                          (("backward", unit), ("backward", before))]
         if a in fates.copied:
-            pairs += [(("forward", units[a]), ("offload", units[a])), (("offload", units[a]), ("prefetch", units[a])),
-                      (("prefetch", units[a]), ("backward", units[a]))]
+            pairs += [(("forward", unit), ("offload", unit)), (("offload", unit), ("prefetch", unit)),
+                      (("prefetch", unit), ("backward", unit))]
         for x, y in pairs:
             i, j = place[x], place[y]
             mutant = list(steps)
@@ -137,7 +143,8 @@ def test_a_placement_says_the_fates_of_its_layers(kept, n_buffers, input_only, k
     assert accepts(steps, (p.fates, 5)) is None
     count = {kind: sum(step.kind == kind for step in steps) for kind in {step.kind for step in steps}}
     assert count == kinds | {"embedding": 1, "head": 1, "embedding backward": 1}
-    assert [step.key for step in compute_only(steps)] == [step.key for step in steps if step.stream == "compute"]
+    computing = [step.key for step in steps if step.stream == "compute"]
+    assert [step.key for step in compute_only(steps)] == computing
     whole = Placement(5, 1, 512, {"x": 512, "q": 0}, 5, x_stays=True)
     assert whole.fates == Fates(1, frozenset(), frozenset(range(4)), frozenset(range(4)), x_stays=True)
 
@@ -176,7 +183,7 @@ def test_the_validator_knows_shared_rows():
     its own."""
     fates = Fates(2, frozenset({0}), frozenset({0, 1}))
     steps = [step for step in schedule(fates, 3) if step.key != ("recompute", (1, 0))]
-    with pytest.raises(ValueError, match="rows that were dropped are recomputed before they are read: backward"):
+    with pytest.raises(ValueError, match="rows that were dropped are recomputed before they are read: back"):
         validate_schedule(steps, fates, 3)
     apart = replace(fates, n_buffers=3, copied=frozenset(), rebuilt=frozenset())
     validate_schedule(schedule(apart, 3), apart, 3)

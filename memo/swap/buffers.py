@@ -33,7 +33,8 @@ class Swap:
     waits for nothing (but on the CPU, which is its own device). Errors: OutOfHostMemory.
     """
 
-    def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype, device, tp=1, streams=None, pin=True):
+    def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype, device, tp=1, streams=None,
+                 pin=True):
         p = self.placement = placement
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
         nbytes = p.buffer_bytes(tensors)
@@ -47,8 +48,9 @@ class Swap:
             flat = self.buffers[name][buffer * shift:buffer * shift + t.nbytes]
             return flat.view(torch.float32 if t.fp32 else dtype).view(t.shape)
         self.x = [view(INPUT, i % p.n_inputs) for i in range(p.n_layer + 1)]
-        self.layers = [SimpleNamespace(**{name: view(name, i % p.n_buffers) for name in tensors if name != INPUT},
-                                       x=self.x[i]) for i in range(p.n_layer)]
+        others = [name for name in tensors if name != INPUT]
+        self.layers = [SimpleNamespace(x=self.x[i], **{name: view(name, i % p.n_buffers) for name in others})
+                       for i in range(p.n_layer)]
         self.missing = [p.missing(i) for i in range(p.n_layer)]
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
@@ -58,8 +60,8 @@ class Swap:
     def follow(self, steps: list[Step]):
         """Makes `steps` the schedule."""
         self.steps = steps
-        # of each step that another one waits for
-        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {unit[0]}") for step in steps for kind, unit in step.waits}
+        awaited = [key for step in steps for key in step.waits]
+        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {unit[0]}") for kind, unit in awaited}
 
     def swapped_pairs(self):
         """Of each layer [(bytes on the device, their bytes in the slab)]; empty where nothing is copied."""
@@ -80,7 +82,8 @@ class Swap:
             stream.wait(self.events[key])
         layer, _ = step.unit
         if step.kind == "offload":
-            stream.launch(f"offload {layer}", copy_bytes, [(host, device) for device, host in self.pairs[layer]])
+            to_host = [(host, device) for device, host in self.pairs[layer]]
+            stream.launch(f"offload {layer}", copy_bytes, to_host)
         elif step.kind == "prefetch":
             stream.launch(f"prefetch {layer}", copy_bytes, self.pairs[layer])
         else:

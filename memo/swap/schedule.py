@@ -4,10 +4,10 @@
 A unit is one layer at one subsequence: (layer, subsequence). Units are computed in order, one buffer each, in
 turns:
 
-    forward    unit k computes in buffer k % n; then the offload stream copies what survives of it to the host slab, while
-               the next units compute
-    backward   the last n units are still in their buffers; when unit k is done, the prefetch stream refills its buffer
-               with unit k - n, while the units between compute
+    forward    unit k computes in buffer k % n; then the offload stream copies what survives of it to the host
+               slab, while the next units compute
+    backward   the last n units are still in their buffers; when unit k is done, the prefetch stream refills
+               its buffer with unit k - n, while the units between compute
 
 `memo` and `swap` have n = 2 (or more where the device has room), `keep` has a buffer for each unit,
 `recompute` has one: then nothing is copied. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.

@@ -86,7 +86,8 @@ class Memory:
 
 RULES = {  # by what a step finds that is not there, or not there for certain
     "x": "a unit is computed after its input", "dx": "a backward comes after that of the layer above",
-    "kept": "a unit is read after it is computed", "rest": "rows that were dropped are recomputed before they are read",
+    "kept": "a unit is read after it is computed",
+    "rest": "rows that were dropped are recomputed before they are read",
     "copy": "a copy is fetched after it has left"}
 
 
@@ -107,7 +108,8 @@ def rule_of_write(step: Step, other: Step) -> str:
     return "a place is written after it was read"
 
 
-def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subsequences: int = 1, order: str = "layer"):
+def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subsequences: int = 1,
+                      order: str = "layer"):
     """Errors: ValueError: the rule that the steps violate, and the steps."""
     memory = Memory(fates, layers, subsequences, order)
     streams, clocks, content, writer, readers = {}, {}, {}, {}, {}
@@ -122,15 +124,18 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
         clock = dict(clocks[streams[step.stream]]) if step.stream in streams else {}
         for key in step.waits:
             if key not in clocks:
-                raise ValueError(f"a step waits for steps that are launched before it: {step.kind} {step.unit} waits for {key}")
-            clock = {name: max(clock.get(name, -1), clocks[key].get(name, -1)) for name in clock | clocks[key]}
+                raise ValueError("a step waits for steps that are launched before it: "
+                                 f"{step.kind} {step.unit} waits for {key}")
+            other = clocks[key]
+            clock = {name: max(clock.get(name, -1), other.get(name, -1)) for name in clock | other}
         clocks[step.key] = clock | {step.stream: len(clocks)}
         streams[step.stream] = step.key
         access = memory.access(step)
         for place, wanted in access.reads:
             rule = rule_of_read(step, wanted[0], memory.number[step.unit] in fates.copied)
             if content.get(place) != wanted:
-                raise ValueError(f"{rule}: {step.kind} {step.unit} finds {content.get(place)} where {wanted} must lie")
+                raise ValueError(f"{rule}: {step.kind} {step.unit} finds {content.get(place)} "
+                                 f"where {wanted} must lie")
             check_order(step, writer[place], rule)
             readers.setdefault(place, []).append(step)
         for place, what in access.writes:
@@ -144,10 +149,12 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
     wanted |= {(kind, (0, i)) for i in range(subsequences) for kind in ("embedding", "embedding backward")}
     wanted |= {("head", (layers - 1, i)) for i in range(subsequences)}
     if lacking := sorted(wanted - set(clocks)):
-        raise ValueError(f"every unit has a forward and a backward: there is no {lacking[0][0]} {lacking[0][1]}")
+        kind, unit = lacking[0]
+        raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")
     for layer, i in memory.units:  # attention reads the keys and values of the subsequences before
         for kind, earlier in (("forward", i - 1), ("backward", i + 1)):
             if 0 <= earlier < subsequences:
                 a, b = (kind, (layer, i)), (kind, (layer, earlier))
                 if clocks[a]["compute"] < clocks[b]["compute"]:
-                    raise ValueError(f"subsequences follow each other: {kind} {(layer, i)} comes before {(layer, earlier)}")
+                    raise ValueError(f"subsequences follow each other: {kind} {(layer, i)} comes before "
+                                     f"{(layer, earlier)}")
