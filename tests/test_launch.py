@@ -26,9 +26,9 @@ from memo.metrics import read_metrics
 from memo.parallel.mesh import Launch
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
-from tests.ranks import Ranks, children, pool
+from testing.ranks import Ranks, children, pool
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5, eval_interval=5,
              eval_iters=2, save_interval=0, device="cpu")

@@ -18,13 +18,12 @@ from memo.swap.placement import Placement
 from memo.swap.slab import HostSlab
 from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
 from model import EVERY_ROW, GPT
-from tests.test_model import error, perturbed_weights, random_batch
-from tests.test_slab import resident_bytes
+from tests.helpers import COSTS, error, perturbed_weights, random_batch, resident_bytes
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64)
 EIGHTHS = [i / 8 for i in range(9)]
-COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)  # seconds of recomputing, in proportion
+
 
 
 def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
