@@ -34,7 +34,7 @@ class Rehearsal:
 def rehearsed_requests(model, arena):
     """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of one layer of
     each kind. Copies nothing; the model's gradients are zero afterwards."""
-    swap, B, T = model.swap, *model.shape
+    swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     pairs, before, model.arena = swap.pairs, model.arena, Rehearsal(arena)
     swap.pairs = [[] for _ in pairs]
