@@ -1,6 +1,6 @@
 """Every mode of memo beside plain torch, on one CUDA GPU, 7B-shaped layers, bf16: who is fastest, who fits?
 
-    python bench/gpu_swap.py [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
+    python -m bench.gpu_swap [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
                              [--seconds=0] [--check=true] [--pin_memory=true] [--out=bench/results/gpu_swap.json]
 
 The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain torch with
@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
 from memo import memory
@@ -47,7 +46,7 @@ from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
 from memo.swap.streams import stall_s
 from model import GPT, initial_weights
-from tests.twin import Twin
+from testing.twin import Twin
 
 STATE_BYTES = 18  # a parameter's: bf16 itself, and in fp32 gradient, master weight and two moments
 TRANSIENT_UNITS = 8  # (N, C) tensors beside the buffers; a guess that only chooses the number of layers

@@ -1,7 +1,7 @@
 """The memory planner on the 7B model's step, traced without memory or GPU: every solver on a layer's forward and backward
 and on the whole step, and the plan beside what torch's caching allocator would reserve for the same requests.
 
-    python bench/planner.py [--lengths=65536,...,1048576] [--solve=131072,1048576] [--time_limit=60]
+    python -m bench.planner [--lengths=65536,...,1048576] [--solve=131072,1048576] [--time_limit=60]
 
 Writes bench/results/planner.json, planner.png (reserved bytes against the length) and memory_plan.png (one step, address
 against time). The allocator is simulated (memo/planner/caching.py), from the rules that torch publishes.
@@ -10,14 +10,12 @@ against time). The allocator is simulated (memo/planner/caching.py), from the ru
 import argparse
 import json
 import random
-import sys
 import time
 from pathlib import Path
 
 import matplotlib
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from memo.config import load_config
 from memo.layer import layer_of

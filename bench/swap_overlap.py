@@ -1,6 +1,6 @@
 """Do the copies hide behind compute, and is the alpha that is chosen the best one? On the CPU, with artificial copy rates.
 
-    python bench/swap_overlap.py [--rounds=2] [--steps=1]
+    python -m bench.swap_overlap [--rounds=2] [--steps=1]
 
 The copies run on the CPU's streams, each slowed down to a given rate; everything else is real. Three rates: at them a
 layer's whole skeletal activations take 1.5, 2.5 and 5 times as long to copy as the layer's forward takes to compute.
@@ -12,7 +12,6 @@ bench/results/swap_overlap.json and .png.
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from memo.layer import tensors_of
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from memo import memory
 from memo.config import Config
 from memo.decide import Room, problem_of
+from memo.layer import tensors_of
 from memo.plots import BLUE, GREEN, GREY, ORANGE
 from memo.swap.alpha import place
 from memo.swap.streams import CpuStream, Streams, Timeline

@@ -1,9 +1,7 @@
 """The alpha program against brute force, a greedy knapsack and the paper's Tables 4 and 5."""
 
-import json
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +18,8 @@ from memo.swap.alpha import (
     plan,
     rows,
 )
+from testing.paper import PAPER
 
-PAPER = json.loads((Path(__file__).parent / "facts" / "memo_paper.json").read_text())
 HOST_BYTES = 1.035e12 / PAPER["setup"]["gpus_per_node"]  # half of the 2 TB is lost to blocks rounded up to powers of two
 OFFLOAD_BYTES_PER_S = 10.5e9
 

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 import train
-from bench.estimate import PAPER, of_that_width, paper_config, rows_of_table3
 from memo import command as commands
 from memo import memory, profiler
 from memo.config import Config, load_config
@@ -29,9 +27,10 @@ from memo.parallel.mesh import Axis, Launch, Mesh
 from memo.planner.trace import parse_trace
 from memo.swap.placement import Placement
 from model import GPT
-from tests.test_train import argv as arguments
+from testing.paper import PAPER, of_that_width, paper_config, rows_of_table3
+from tests.helpers import ROOT
+from tests.helpers import argv as arguments
 
-ROOT = Path(__file__).parents[1]
 A800 = hardware.machine("a800-80gb")
 SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
 

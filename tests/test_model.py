@@ -14,26 +14,10 @@ from memo.parallel.tp import CHUNK_ROWS, cut
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import traced_requests
 from model import GPT, initial_weights
-from tests.twin import Twin
+from testing.twin import Twin
+from tests.helpers import error, perturbed_weights, random_batch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-
-
-def perturbed_weights(cfg, device):
-    """Initial weights in which no bias is zero and no gain is one, so that a forgotten one shows."""
-    g = torch.Generator(device).manual_seed(1)
-    for name, w in initial_weights(cfg, 0, device):
-        yield name, w + torch.zeros_like(w).normal_(0.0, 0.1, generator=g) if w.dim() == 1 else w
-
-
-def random_batch(cfg, B, T, device, seed=3):
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, cfg.vocab_size, (B, T + 1), generator=g).to(device)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def error(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 def compare(cfg, B, T, device, dtype, limit):

@@ -24,7 +24,7 @@ import numpy as np
 # joined area.
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
 FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more joining them takes longer than it gains
-WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 LARGE = 10_000  # buffers: with more, a placement that takes little time comes first, and CP-SAT is left out, which would
 # find nothing and overrun its time
 MOST_PAIRS = 200_000  # of conflicting buffers that are handed to a MIP solver: two rows of the matrix for each

@@ -38,7 +38,7 @@ class Rehearsal:
 def rehearsed_requests(model, arena):
     """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
     one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
-    swap, B, T = model.swap, *model.shape
+    swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     steps, before, model.arena = swap.steps, model.arena, Rehearsal(arena)
     swap.follow(compute_only(steps))
