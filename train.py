@@ -141,7 +141,7 @@ def check(argv, launch, passed_over=()):
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
     limit = memory.host_limit(cfg, launch)
-    memory.check(cfg, device, dtype, limit)
+    memory.check_memory(cfg, device, dtype, limit)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
     resolved = replace(cfg, attention=attention.name, ops=ops.name)  # so that the estimate has the kernels of the run
     expected = expect(resolved, device, launch, arena_here, force) if launch.rank == 0 else None

@@ -55,7 +55,7 @@ def host_limit(cfg, launch):
     return share - needs
 
 
-def check(cfg, device, dtype, limit):
+def check_memory(cfg, device, dtype, limit):
     """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
     if gpu_decides(cfg, device) and cfg.deterministic:
         raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "

@@ -226,7 +226,7 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
 # --- too little host memory ---
 
 def check(cfg, device=CPU, limit=PLENTY):
-    memory.check(cfg, device, torch.float32, int(limit))
+    memory.check_memory(cfg, device, torch.float32, int(limit))
 
 
 def test_too_little_host_memory_is_told_before_the_device_is_touched():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memo.swap.placement import Placement
-from memo.swap.schedule import Fates, Step, compute_only, schedule, simulate, units_in_order
+from memo.swap.schedule import Fates, Step, compute_only, schedule, times_of, units_in_order
 from memo.swap.validator import validate_schedule
 
 
@@ -154,7 +154,7 @@ def test_times_by_hand():
     it."""
     steps = schedule(Fates(2, frozenset({0}), frozenset({0, 1})), 3)
     seconds = {"forward": 2.0, "backward": 3.0, "recompute": 1.0, "offload": 5.0, "prefetch": 5.0}
-    times = simulate(steps, lambda step: seconds.get(step.kind, 0.0))
+    times = times_of(steps, lambda step: seconds.get(step.kind, 0.0))
     assert times.spans["offload", (0, 0)] == (2, 7)
     assert times.spans["forward", (2, 0)] == (7, 9)  # 3 s after the second layer
     assert times.spans["backward", (2, 0)] == (9, 12) and times.spans["prefetch", (0, 0)] == (12, 17)
@@ -167,7 +167,7 @@ def test_no_stream_does_two_things_at_once_and_nothing_starts_before_what_it_wai
     for instance in instances(300, seed=4):
         steps = schedule(*instance)
         lengths = {step.key: rng.random() for step in steps}
-        times, ends = simulate(steps, lambda step: lengths[step.key]), {}  # noqa: B023
+        times, ends = times_of(steps, lambda step: lengths[step.key]), {}  # noqa: B023
         for step in steps:
             start, end = times.spans[step.key]
             assert start == max([0.0, ends.get(step.stream, 0.0), *(times.spans[w][1] for w in step.waits)])
@@ -175,7 +175,7 @@ def test_no_stream_does_two_things_at_once_and_nothing_starts_before_what_it_wai
             ends[step.stream] = end
         total = sum(lengths[step.key] for step in steps if step.stream == "compute")
         assert ends["compute"] == pytest.approx(total + times.stall_s)
-        assert simulate(compute_only(steps), lambda step: lengths[step.key]).stall_s == 0  # noqa: B023
+        assert times_of(compute_only(steps), lambda step: lengths[step.key]).stall_s == 0  # noqa: B023
 
 
 def test_the_validator_knows_shared_rows():

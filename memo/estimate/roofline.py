@@ -11,7 +11,7 @@ from math import fsum, sqrt
 
 from memo.backends import kernel_of
 from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, group_heads, head_rows, layer_of
-from memo.swap.schedule import schedule, simulate
+from memo.swap.schedule import schedule, times_of
 
 # units that a pass reads and writes. What was measured on a machine (calibrate.py) counts as one pass,
 # whatever it took
@@ -208,7 +208,7 @@ def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
             case "offload" | "prefetch":
                 return copied[i] / bytes_per_s
         return 0.0  # embedding and head are counted by themselves
-    times = simulate(schedule(placement.fates, placement.n_layer), seconds)
+    times = times_of(schedule(placement.fates, placement.n_layer), seconds)
     forward = times.spans["forward", (placement.n_layer - 1, 0)][1]
     return forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s
 

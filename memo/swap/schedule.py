@@ -111,7 +111,7 @@ class Times(NamedTuple):
     stall_s: float
 
 
-def simulate(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
+def times_of(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
     """The Times of the steps where each stream does one thing after the other, and a step takes
     seconds(step)."""
     now, spans, stall_s = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0}, {}, 0.0
