@@ -90,7 +90,7 @@ class GPT:
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", layer_of(cfg).absent))
                      for tensors in (weights, gradients))
             self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.tp))
-        self.shape = self.swap = None
+        self.shape = self.swap = None  # reserve() takes the activations' memory
         self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
@@ -116,6 +116,7 @@ class GPT:
         placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
+        # row b*T + t has the position of the t-th token here in the whole sequence
         # of the tokens that this rank holds: the ring deals them out in a zigzag
         ranges = held(T * cp.size, cp, cfg.context_parallel)
         self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
@@ -141,6 +142,7 @@ class GPT:
         self.tokens, self.targets, self.scale = tokens.reshape(-1), targets.reshape(-1), scale
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         trains = ("offload",) if scale is not None else ()  # an evaluation keeps nothing
+        # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         self.follow(("embedding", "forward", "head", *trains))
         return self.loss
 
@@ -159,7 +161,7 @@ class GPT:
             if step.kind not in kinds:
                 continue
             if step.stream != "compute":
-                self.swap.launch(step)
+                self.swap.launch(step)  # a copy
                 continue
             # Only now, behind the prefetch that the unit before has set free: copies start before messages.
             while complete:
@@ -219,14 +221,14 @@ class GPT:
     def embed_backward(self, tokens, dx):  # (N,), (n, C)
         tp = self.mesh.tp
         embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
-        if self.dw.wpe is not None:
+        if self.dw.wpe is not None:  # learned positions; rotations have no parameters
             for dx_, positions in chunks(dx, self.positions[tp.rank::tp.size]):
                 # own rows only: the tp ranks' parts are summed in the optimizer
                 self.dw.wpe.index_add_(0, positions, dx_.float())
 
     def logits(self, x):
-        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), logits (tp
-        * n, V/tp)."""
+        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), and logits
+        (tp * n, V/tp)."""
         h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         self.ops.layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
@@ -243,7 +245,7 @@ class GPT:
         Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
         """
         tp = self.mesh.tp.size
-        rows = self.own_head_rows
+        rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
         for x_, target in zip(x.split(rows), targets.view(-1, tp).split(rows), strict=True):
             # rows of a gather come rank by rank, tokens by turns: so do the targets then
             loss += self.head_chunk(x_, target.t().reshape(-1), scale, len(targets))
@@ -258,13 +260,13 @@ class GPT:
         targets (tp * n,)."""
         w, dw, tp = self.w, self.dw, self.mesh.tp
         h, mean, rstd, logits = self.logits(x)
-        p = softmax(tp, logits)
+        p = softmax(tp, logits)  # fp32, over the columns of all tp ranks
         own, mine = own_ids(tp, target[:, None], p.shape[1])  # (tp * n, 1): is the target one of ours?
         p_own = p.gather(1, own)
         p_target = tp.sum(p_own * mine)  # one of the ranks has it
         if scale is not None:
-            # The loss is known and nothing else reads the logits: the gradient is made at once, over them.
-            # The factor scale / N is left for the smaller tensors, where bf16 loses less of it.
+            # Nobody else reads the logits: their gradient is made at once and used up here. The factor
+            # scale / N goes to h and dh, which are smaller.
             dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)  # times N / scale
             accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
             dh = tp.scatter_sum((dlogits @ w.wte).unflatten(0, (tp.size, -1))).mul_(scale / N)
