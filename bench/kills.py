@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo.metrics import read_metrics
+from memo.loggers import read_metrics
 from tests.ranks import children
 
 ROOT = Path(__file__).parents[1]

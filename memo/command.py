@@ -10,12 +10,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from memo.errors import ConfigError, reason
+from memo.errors import ConfigError, last_line, reason
 from memo.keys import CONTROL, check_value, help_width, option, typed
+from memo.signals import handle
 
 FIRST_S = 3  # after so long something is said
 
@@ -53,14 +55,9 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
-def handle(number, handler):
-    """signal.signal(), but for a signal that this process shall ignore, as under nohup."""
-    if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, handler)
-
-
 def run(main, argv=None):
-    """The exit code of a command, main(argv) -> exit code or None for 0. A user's mistake is told in one line."""
+    """The exit code of a command, main(argv) -> exit code or None for 0. The user's mistakes are told in one line, and
+    so are the errors that last_line() knows; others with their traceback."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)
@@ -75,6 +72,9 @@ def run(main, argv=None):
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Exception as e:
+        print(f"error: {line}" if (line := last_line(e)) else traceback.format_exc(), file=sys.stderr)
+        return 1
 
 
 def answer_early(read):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from memo.errors import ConfigError
 from memo.files import load_json, save_json
+from memo.formulas import parameters
 from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
-from memo.metrics import parameters
 
 # Bounds that several keys share. They are generous: what lies beyond is a slip of the keyboard, or could only fail later
 STEPS = dict(most=10**12, why="at a millisecond each these take 31 years")
@@ -328,7 +328,7 @@ def save_config(cfg, path):
     save_json(asdict(cfg), path)
 
 
-def help_text():
+def keys_help():
     rows = []
     for f in KEYS.values():
         m = f.metadata

@@ -14,8 +14,8 @@ from memo.errors import ConfigError
 from memo.estimate.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
+from memo.formulas import parameters, percent
 from memo.layer import n_rows, tensors_of
-from memo.metrics import parameters, percent
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.swap.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from memo.metrics import read_metrics
 from memo.planner.caching import Rectangle, kind, pieces, planned, simulate
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
@@ -53,9 +52,8 @@ def smooth(values):
     return (sum_v + slope * (n * i - sum_j)) / n
 
 
-def loss_curve(metrics_path, png_path, title, vocab_size):
-    """Loss, validation loss and tokens/s of a metrics.jsonl against the steps, as a PNG."""
-    rows = read_metrics(metrics_path)
+def loss_curve(rows: list[dict], png_path, title: str, vocab_size: int) -> None:
+    """Loss, validation loss and tokens/s of the `rows` of a metrics.jsonl against the steps, as a PNG."""
     steps = [r["iter"] for r in rows]
     losses = [r["loss"] for r in rows]
     plt = pyplot()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo.config import KEYS, Config, help_text, load_config
+from memo.config import KEYS, Config, keys_help, load_config
 from memo.errors import ConfigError
+from memo.formulas import parameters
 from memo.keys import check_value
 from memo.manifest import FORMAT, METADATA, sealed
-from memo.metrics import parameters
 from model import GPT
 from tests.test_metrics import PAPER
 
@@ -287,7 +287,7 @@ def test_every_number_has_bounds_with_their_reason():
 @pytest.mark.parametrize("columns", [70, 80, 200])
 def test_help_has_every_key_in_its_section(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = help_text().splitlines()
+    lines = keys_help().splitlines()
     assert max(map(len, lines)) <= min(columns, 110)
     headings = [line.partition(":")[0] for line in lines[1:] if line and not line.startswith(" ")]
     assert headings == ["model", "data", "ranks", "activations", "optimizer", "the run"]

@@ -10,7 +10,8 @@ import pytest
 
 from memo.config import Config
 from memo.estimate.hardware import peak_flops_per_s
-from memo.metrics import JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, percent, read_metrics, tgs
+from memo.formulas import flops_per_sample, mfu, parameters, percent, tgs
+from memo.loggers import JsonlLogger, StepStats, WandbLogger, read_metrics
 
 PAPER = json.loads((Path(__file__).parent / "facts" / "memo_paper.json").read_text())
 

@@ -12,10 +12,10 @@ from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate.budget import estimate, fast_arena, head_bytes
 from memo.estimate.expected import machine_of
+from memo.formulas import parameters
+from memo.launch import Launch
 from memo.layer import TABLE, layout, tensors_of
-from memo.metrics import parameters
 from memo.optim import Optimizer
-from memo.parallel.mesh import Launch
 from memo.profiler import Rates
 from memo.swap import slab
 from memo.swap.alpha import GROUPS, OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place

@@ -19,8 +19,8 @@ from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
 from memo.estimate.roofline import Layer, data_s, head_s, optimizer_s, swap_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
+from memo.formulas import mfu, parameters, tgs
 from memo.layer import CHUNK_ROWS, group_heads, head_rows, n_rows, tensors_of
-from memo.metrics import mfu, parameters, tgs
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import Trace, parse_trace
 from memo.swap import alpha
