@@ -2,12 +2,11 @@
 
 import difflib
 import math
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 
 from memo.errors import ConfigError
-from memo.files import load_json, save_json
 from memo.formulas import parameters
+from memo.gpt2 import gpt2_model_keys
 from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
@@ -15,7 +14,7 @@ from memo.manifest import newest
 # Bounds that several keys share. They are generous: what lies beyond is a slip of the keyboard, or could only fail later
 STEPS = dict(most=10**12, why="at a millisecond each these take 31 years")
 RATE = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
-WIDTH = dict(least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
+LAYER_WIDTH = dict(least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
 MOST_TOGETHER = {  # what is within bounds by itself may be too much together
     "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
     "gradient_accumulation_steps*batch_size*block_size": (2**40, "the ids of a step's tokens alone take 16 TiB"),
@@ -24,11 +23,14 @@ MOST_TOGETHER = {  # what is within bounds by itself may be too much together
 
 @dataclass(frozen=True)
 class Config:
-    n_layer: int = key(4, "L, transformer layers", section="model: these belong to a checkpoint and cannot change under it",
-                       least=1, most=2000, why="the deepest models known have 1,000, and each layer is planned by itself")
-    n_head: int = key(4, "H, attention heads", **WIDTH)
-    n_embd: int = key(256, "C, hidden size", **WIDTH)
-    block_size: int = key(4096, "S, tokens in a sequence", least=1, most=2**31, why="rows are counted in 32 bits")
+    n_layer: int = key(4, "L, transformer layers",
+                       section="model: these belong to a checkpoint and cannot change under it", least=1,
+                       most=2000,
+                       why="the deepest models known have 1,000, and each layer is planned by itself")
+    n_head: int = key(4, "H, attention heads", **LAYER_WIDTH)
+    n_embd: int = key(256, "C, hidden size", **LAYER_WIDTH)
+    block_size: int = key(4096, "S, tokens in a sequence", least=1, most=2**31,
+                          why="rows are counted in 32 bits")
     vocab_size: int = key(0, "V, vocabulary; 0 takes the dataset's", least=0, most=2**32,
                           why="a dataset's tokens have at most 32 bits")
     bias: bool = key(False, "biases in the linears and norms")
@@ -37,9 +39,10 @@ class Config:
     rope_theta: float = key(10000.0, "base of the rotary frequencies", least=1.0, most=1e30,
                             why="the frequencies are its inverse powers, which float32 must hold")
 
-    dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json", section="data",
-                       least=1)
-    batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6, why="they are read one by one")
+    dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json",
+                       section="data", least=1)
+    batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6,
+                          why="they are read one by one")
     gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1, most=10**6,
                                            why="at a millisecond each a step takes 17 minutes")
 
@@ -48,37 +51,41 @@ class Config:
                   why="no node has as many GPUs")
     cp: int = key(1, "ranks that share each sequence: context parallelism", least=1, most=2**20,
                   why="no cluster has as many GPUs")
-    context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, or all-to-all, "
-                                "tokens for heads", choices=("ring", "ulysses"))
+    context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
+                                "or all-to-all, tokens for heads", choices=("ring", "ulysses"))
 
-    activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the device, recomputed "
-                          "from its input, swapped to the host, or swapped as far as that hides and fits",
-                          section="activations", choices=("keep", "recompute", "swap", "memo"))
-    alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, 0 to 1, or auto",
-                       least=0.0, most=1.0, why="1 is all tokens")
-    alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a fraction for "
-                          "each tensor and as many buffers as fit",
+    activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the "
+                          "device, recomputed from its input, swapped to the host, or swapped as far as "
+                          "that hides and fits", section="activations",
+                          choices=("keep", "recompute", "swap", "memo"))
+    alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, "
+                       "0 to 1, or auto", least=0.0, most=1.0, why="1 is all tokens")
+    alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a "
+                          "fraction for each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))
-    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free", least=0.0,
-                                most=9e9, why="bytes are counted in 63 bits")
+    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
+                                least=0.0, most=9e9, why="bytes are counted in 63 bits")
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")
-    memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves them to torch",
-                           choices=("bilevel", "off"))
+    memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves "
+                           "them to torch", choices=("bilevel", "off"))
     memory_plan_check: bool = key(False, "on every request, check that no two live tensors overlap; slow")
     solver: str = key("auto", "the memory plan's solver", choices=("auto", "greedy", "mip", "cpsat"))
 
     max_iters: int = key(1000, "steps in the whole run", section="optimizer", least=1, **STEPS)
     learning_rate: float = key(1e-3, "highest learning rate", **RATE)
     min_lr: float = key(1e-4, "learning rate at the end of the decay", **RATE)
-    warmup_iters: int = key(20, "steps of linear warmup; lowered where a shorter decay is given after it", least=0, **STEPS)
-    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0, **STEPS)
+    warmup_iters: int = key(20, "steps of linear warmup; lowered where a shorter decay is given after it",
+                            least=0, **STEPS)
+    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0,
+                              **STEPS)
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", least=0.0, most=1000.0,
                               why="a step multiplies matrices by 1 - learning_rate*weight_decay")
     beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0, why="a moment of 1 never changes")
     beta2: float = key(0.95, "AdamW's second moment", least=0.0, below=1.0, why="a moment of 1 never changes")
     grad_clip: float = key(1.0, "largest global gradient norm; 0 does not clip", least=0.0, most=1e38,
                            why="float32 holds no larger norm; 0 does not clip")
-    optimizer_device: str = key("auto", "cpu keeps master weights and moments in host memory; auto on the device",
+    optimizer_device: str = key("auto",
+                                "cpu keeps master weights and moments in host memory; auto on the device",
                                 choices=("auto", "cpu"))
 
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
@@ -87,16 +94,17 @@ class Config:
     eval_iters: int = key(8, "batches in an evaluation", least=1, **STEPS)
     log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1, **STEPS)
     save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0, **STEPS)
-    keep_checkpoints: int = key(2, "newest checkpoints to keep: where the newest is damaged, the one before serves",
-                                least=1, most=10**6, why="the folder of all is listed after each save")
+    keep_checkpoints: int = key(2, "newest checkpoints to keep: where the newest is damaged, the one before "
+                                "serves", least=1, most=10**6,
+                                why="the folder of all is listed after each save")
     wandb_log: bool = key(False, "also log to Weights & Biases")
     wandb_project: str = key("memo", "its project")
     wandb_run_name: str = key("", "its run name; empty lets it choose")
     device: str = key("auto", "auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
-    dtype: str = key("auto", "auto is bfloat16 on CUDA, float32 on the CPU", choices=("auto", "float32", "bfloat16"))
+    dtype: str = key("auto", "auto is bfloat16 on CUDA, float32 on the CPU",
+                     choices=("auto", "float32", "bfloat16"))
     attention: str = key("auto", "attention kernels",
-                         choices=("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "flash", "cpu",
-                                  "math"))
+                         choices=("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "flash", "cpu", "math"))
     ops: str = key("auto", "kernels of norms and rotary positions", choices=("auto", "torch", "triton"))
     deterministic: bool = key(False, "the same bits from run to run on a GPU too")
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
@@ -218,30 +226,6 @@ def read_argv(argv):
     return path, values
 
 
-def gpt2_model_keys(folder):
-    """The model keys of a GPT-2 in Hugging Face's format. Errors: not a GPT-2, or one with options that memo lacks."""
-    path = Path(folder) / "config.json"
-    hf = load_json(path, "give a local folder of a GPT-2")
-    model = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", block_size="n_positions", vocab_size="vocab_size")
-    for theirs in model.values():
-        if theirs not in hf:
-            raise ConfigError(f"{path}: {theirs} is missing; give a local folder of a GPT-2")
-        if type(hf[theirs]) is not int or not 1 <= hf[theirs] < 2**31:
-            raise ConfigError(f"{path}: {theirs}={hf[theirs]!r:.100} must be a whole number, at least 1 and below 2**31; "
-                              "give a local folder of a GPT-2")
-    rules = dict(model_type=("gpt2",), activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
-                 layer_norm_epsilon=(1e-5,), n_inner=(None, 4 * hf["n_embd"]), scale_attn_weights=(True,),
-                 scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
-    defaults = dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, n_inner=None, scale_attn_weights=True,
-                    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True, add_cross_attention=False)
-    for name, allowed in rules.items():
-        value = hf.get(name, defaults.get(name))
-        if value not in allowed:
-            raise ConfigError(f"{path}: {name}={value!r:.100} must be {' or '.join(map(repr, allowed))}")
-    return dict({name: hf[theirs] for name, theirs in model.items()}, bias=True, position="learned",
-                gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
-
-
 def stored_config(stored, **changes):
     """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are left out.
     Errors: ConfigError."""
@@ -322,10 +306,6 @@ def communicators(tp, cp, dp):
         if 1 < sizes[name] == sizes["world"]:
             carriers["world"] = name
     return carriers
-
-
-def save_config(cfg, path):
-    save_json(asdict(cfg), path)
 
 
 def keys_help():
