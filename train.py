@@ -7,7 +7,7 @@ import signal
 from memo.signals import handle
 
 if __name__ == "__main__":
-    handle(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback: nothing is to be saved yet
+    handle(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 import contextlib
 import sys
@@ -19,7 +19,8 @@ from memo.manifest import Damaged
 
 
 def read_argv(argv: list[str], passed_over=()) -> tuple[Config, bool]:
-    """(Config, whether --force is given). --help ends the process. `passed_over`: damaged checkpoints not to use."""
+    """(Config, whether --force is given). --help ends the process. `passed_over`: damaged checkpoints not to
+    use."""
     if "--help" in argv or "-h" in argv:
         command.end_with_reader()
         print(f"{__doc__}\n\n{keys_help()}")
@@ -29,7 +30,7 @@ def read_argv(argv: list[str], passed_over=()) -> tuple[Config, bool]:
 
 def answer(argv: list[str]) -> None:
     """What can be said before torch is imported."""
-    with contextlib.suppress(Damaged):  # prepare() passes the damaged checkpoint over
+    with contextlib.suppress(Damaged):  # prepare_run() passes the damaged checkpoint over
         read_argv(argv)
 
 
@@ -54,7 +55,7 @@ from memo.loggers import StepStats
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, connected, open_mesh
 from memo.report import report_step
-from memo.run import Run, open_run, prepare
+from memo.run import Run, open_run, prepare_run
 from memo.signals import Interrupted, StopSignal, handling, interrupt
 from memo.swap.streams import stall_s
 from model import GPT, initial_weights
@@ -65,7 +66,7 @@ from trace_step import trace_step
 def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     """A run that is ready for its first step. `host`: the Axis of all ranks. Errors: ConfigError."""
     # all that can be wrong is found before a device is touched; all ranks agree on it
-    found = prepare(argv, launch, host, read_argv, trace_step)
+    found = prepare_run(argv, launch, host, read_argv, trace_step)
     cfg, device = found.cfg, found.device
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
 
@@ -115,16 +116,19 @@ def evaluate(run: Run) -> float:
     total = torch.zeros((), device=run.device)
     for i in range(mesh.dp.rank, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
         total += run.model.forward(*batch(run, "val", 0, i))
-    return mesh.data.sum(total).item() / (cfg.eval_iters * cfg.cp)  # each of the cp ranks has the mean of its tokens
+    # each of the cp ranks has the mean over its own tokens
+    return mesh.data.sum(total).item() / (cfg.eval_iters * cfg.cp)
 
 
 def forward_backward(run: Run, it: int) -> torch.Tensor:
-    """The gradients of step `it`, over all its micro batches, on their way to the ranks that need them -> loss."""
+    """The gradients of step `it`, over all its micro batches, on their way to the ranks that need them ->
+    loss."""
     cfg, mesh = run.cfg, run.mesh
     # the weight of one micro batch, on one of the cp ranks, in the mean of all tokens
     part, loss = 1 / (cfg.gradient_accumulation_steps * cfg.cp), torch.zeros((), device=run.device)
     micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
-    batches = [batch(run, "train", it, micro) for micro in micros]  # all of them first: the device need not wait later
+    # all batches first: the device need not wait for one later
+    batches = [batch(run, "train", it, micro) for micro in micros]
     for i, (tokens, targets) in enumerate(batches):
         loss += run.model.forward(tokens, targets, scale=part) * part
         # the last backward sends each bucket of gradients as soon as it is complete
@@ -143,7 +147,7 @@ def train(run: Run, stop: StopSignal) -> None:
     for it in range(run.first, cfg.max_iters):
         run.step = it
         last = it == cfg.max_iters - 1
-        with stop.interruptible():  # weights and optimizer do not change here: a second signal gives the step up
+        with stop.interruptible():  # weights and optimizer do not change: a second signal gives the step up
             evaluates = cfg.eval_interval and (it % cfg.eval_interval == 0 or last)
             val_loss = evaluate(run) if evaluates else None
             # the step begins: neither its time nor its figures have the evaluation in them
@@ -151,9 +155,11 @@ def train(run: Run, stop: StopSignal) -> None:
             mesh.take_sent_bytes()
             start, lr = time.perf_counter(), learning_rate(cfg, it)
             loss = forward_backward(run, it)
-            # clip and optimizer run as segments of the memory plan: their temporary tensors have planned addresses
+            # clip and optimizer run as segments of the memory plan: their temporary tensors have planned
+            # addresses
             norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
-            loss, grad_norm = torch.stack((loss, norm)).tolist()  # the one place where the host waits for the device
+            # the one place where the host waits for the device
+            loss, grad_norm = torch.stack((loss, norm)).tolist()
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
         spans = swap.streams.timeline.take()  # before weights come up from the host: no picture shows that
@@ -162,7 +168,8 @@ def train(run: Run, stop: StopSignal) -> None:
         arena.run("optimizer", run.optimizer.step, lr)
         run.done = it + 1
 
-        # the slowest rank's time is the step's; a signal that came to any rank stops all of them at the same step
+        # the slowest rank's time is the step's; a signal that came to any rank stops all of them at the same
+        # step
         step_s = time.perf_counter() - start
         step_s, stalled_s, stopped = mesh.host.max(step_s, stall_s(spans), stop.number)
         rate = tgs(tokens, mesh.host.size, step_s)
@@ -171,7 +178,7 @@ def train(run: Run, stop: StopSignal) -> None:
                           transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
-        replanned = arena.settle()  # requests that no plan knew, an evaluation's first ones, get addresses too
+        replanned = arena.settle()  # plans requests that are new, as those of the first evaluation
         report_step(run, stats, spans, replanned)
         if stopped:
             stop.number = int(stopped)  # a signal that came after the ranks agreed is for another step
@@ -181,8 +188,8 @@ def train(run: Run, stop: StopSignal) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains as `argv` and torchrun say; returns the exit code: 0, or 128 + the signal that stopped the run. Errors:
-    ConfigError for the user's mistakes, TrainingError for a run that failed."""
+    """Trains as `argv` and torchrun say; returns the exit code: 0, or 128 + the signal that stopped the run.
+    Errors: ConfigError for the user's mistakes, TrainingError for a run that failed."""
     argv = sys.argv[1:] if argv is None else argv
     launch = read_launch()
     try:

@@ -1,13 +1,14 @@
-"""Checkpoints: written by all ranks at once while training goes on, whole at any moment, readable in any layout.
+"""Checkpoints: written by all ranks at once while training goes on, whole at any moment, readable in any
+layout.
 
     out_dir/ckpt/<iter>/__<rank>_0.distcp, .metadata    torch.distributed.checkpoint's files, fp32:
         params.<name>, exp_avg.<name>, exp_avg_sq.<name>    master weights and AdamW's moments
-    out_dir/ckpt/<iter>/checkpoint.json                 format, iter to go on with, config, and every file's size and crc32
-    out_dir/ckpt/<iter>.tmp/                            one that is not finished, or no longer needed
-    out_dir/ckpt/<iter>.damaged/                        one that was passed over for the one before it
+    out_dir/ckpt/<iter>/checkpoint.json     format, iter to go on with, config, size and crc32 of each file
+    out_dir/ckpt/<iter>.tmp/                a checkpoint that is not finished, or no longer needed
+    out_dir/ckpt/<iter>.damaged/            a damaged checkpoint: a run went on from the one before it
 
-Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint without
-moments (memo.convert makes them) starts a run of its own. Reading one executes nothing.
+Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint
+without moments (memo.convert makes them) starts a run of its own. Reading one executes nothing.
 """
 
 import contextlib
@@ -70,7 +71,8 @@ class Saver:
 
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
     one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
-    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole one, None where there is none.
+    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole one, None where there is
+    none.
     """
 
     def __init__(self, out_dir, group=None, pin=True, keep=1, whole=None):
@@ -104,8 +106,8 @@ class Saver:
         return self.thread is None or not self.thread.is_alive()
 
     def wait(self):
-        """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or another; the
-        previous checkpoint is whole. Each failure is raised once, on every rank."""
+        """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or
+        another; the previous checkpoint is whole. Each failure is raised once, on every rank."""
         self.join()
         error, self.error = self.error, None
         if error is not None:
@@ -134,7 +136,8 @@ class Saver:
         temporary = path.with_name(f"{iter}.tmp")
         try:
             self.together(self.take, pieces, reached)
-            if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:  # as rank 0 sees it
+            # rank 0 looks whether the newest whole one is still there
+            if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:
                 try:
                     self.write_folder(path, temporary, config, iter)
                 except CheckpointError as e:
@@ -144,7 +147,8 @@ class Saver:
                     self.write_folder(path, temporary, config, iter)
                 self.whole = iter
         except Exception as e:
-            failed, remedy = f"{path} cannot be written ({reason(e)})", "free some space there or choose another folder"
+            failed = f"{path} cannot be written ({reason(e)})"
+            remedy = "free some space there or choose another folder"
             self.error = CheckpointError(f"{failed}; {remedy}")
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
                 if latest(self.folder.parent):
@@ -161,7 +165,8 @@ class Saver:
         self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
 
     def together(self, work, *args):
-        """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on all."""
+        """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on
+        all."""
         try:
             results = [work(*args)]
         except Exception as e:
@@ -243,20 +248,21 @@ class Checkpoint:
             yield name.removeprefix(f"{prefix}."), tensor
 
     def read(self, pieces):
-        """Fills the `pieces` in place, on any device, whatever the layout they were saved in; each rank for itself. Their
-        names and shapes must be those of the checkpoint."""
+        """Fills the `pieces` in place, on any device, whatever the layout they were saved in; each rank for
+        itself. Their names and shapes must be those of the checkpoint."""
         try:
             self.reader.read(pieces)
         except pickle.UnpicklingError:  # torch's text advises to read what may run code
-            raise Damaged(self.path, f"{self.path} holds something that is no tensor; nothing of it was run") from None
+            text = f"{self.path} holds something that is no tensor; nothing of it was run"
+            raise Damaged(self.path, text) from None
         except Exception as e:
             raise Damaged(self.path, f"{self.path} cannot be read ({reason(e)})") from None
 
 
 def load(out_dir, rank=0, world=1, passed_over=()):
-    """The newest Checkpoint in `out_dir`, but for those in `passed_over`, as in manifest.newest(). Each of `world` ranks
-    reads its part of the files to see whether they are intact. Errors: CheckpointError: none there, another format;
-    Damaged: a file of it is missing, truncated or corrupt."""
+    """The newest Checkpoint in `out_dir`, but for those in `passed_over`, as in manifest.newest(). Each of
+    `world` ranks reads its part of the files to see whether they are intact. Errors: CheckpointError: none
+    there, another format; Damaged: a file of it is missing, truncated or corrupt."""
     from memo import dcp  # takes a second: a run starts without it
     path, stored = newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}") if rank == 0 else contextlib.nullcontext():
@@ -285,9 +291,9 @@ def check_files(path, files, rank, world):
 
 
 def read_newest(out_dir, work):
-    """work(the newest intact Checkpoint in `out_dir`), for a reader beside whom a run may go on. A damaged one is passed
-    over for the one before it, with a warning; one that the run removed meanwhile is another's turn. Errors: none is
-    intact."""
+    """work(the newest intact Checkpoint in `out_dir`), for a reader beside whom a run may go on. A damaged
+    one is passed over for the one before it, with a warning; one that the run removed meanwhile is another's
+    turn. Errors: none is intact."""
     passed_over = {}
     while True:
         try:
@@ -299,27 +305,30 @@ def read_newest(out_dir, work):
                     warn(f"checkpoint passed over: {e}")
 
 
-def check(ckpt, model, prefixes):
-    """Errors: a parameter that the model or the checkpoint lacks, one of another shape, another model of equal shapes."""
+def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
+    """Errors: a parameter that the model or the checkpoint lacks, one of another shape, another model of
+    equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
     other = {k for k in MODEL_KEYS if ckpt.config.get(k) != cfg[k]}
     keys = ", ".join(f"{k}={ckpt.config.get(k)}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
-        stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": shape for name, shape in model.full_shapes.items()}
+        stored = ckpt.shapes(prefix)
+        wanted = {f"{prefix}.{name}": shape for name, shape in model.full_shapes.items()}
         for name in {**wanted, **stored}:
             if stored.get(name) != wanted.get(name):
-                raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the checkpoint and "
-                                      f"{wanted.get(name, 'missing')} in the model{remedy}")
+                raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the "
+                                      f"checkpoint and {wanted.get(name, 'missing')} in the model{remedy}")
     if other - {"block_size", "rope_theta"}:  # rotary positions may change under the weights
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 
 def restore(ckpt, model, optimizer=None):
-    """Sets the master weights, the moments and the steps; the model's parameters only where there is no optimizer, otherwise
-    optimizer.publish() does. Talks to no other rank. Errors come before anything is overwritten: see check()."""
+    """Sets the master weights, the moments and the steps; the model's parameters only where there is no
+    optimizer, otherwise optimizer.publish() does. Talks to no other rank. Errors come before anything is
+    overwritten: see check_model()."""
     moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
-    check(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
+    check_model(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:
         model.load(ckpt.tensors("params"))
         return

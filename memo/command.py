@@ -1,4 +1,5 @@
-"""What the commands of memo have in common: how arguments are read, how a command ends, what is said meanwhile.
+"""What the commands of memo have in common: how arguments are read, how a command ends, what is said
+meanwhile.
 
 Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal that ended it.
 """
@@ -31,17 +32,22 @@ class Arguments(argparse.ArgumentParser):
         self.options = []
 
     def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
-        """An argument, or with -- before its name an option, whose value is read and checked as keys.option() says."""
+        """An argument, or with -- before its name an option, whose value is read and checked as keys.option()
+        says."""
         f = option(name.removeprefix("--"), kind, default, help, **bounds)
         self.options.append(f)
-        told = [*filter(None, [" | ".join(f.metadata["choices"])]), *[f"default {default}"] * (default is not None)]
+        told = [" | ".join(f.metadata["choices"])] if f.metadata["choices"] else []
+        if default is not None:
+            told.append(f"default {default}")
         more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
         self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
 
     def device_options(self):
         """--device and --dtype, as the configuration has them."""
-        self.option("--device", default="auto", help="auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
-        self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+        self.option("--device", default="auto", help="auto takes CUDA where there is one",
+                    choices=("auto", "cpu", "cuda"))
+        self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA",
+                    choices=("auto", "float32", "bfloat16"))
 
     def parse_known_args(self, args=None, namespace=None):
         found, rest = super().parse_known_args(args, namespace)
@@ -56,8 +62,8 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run(main, argv=None):
-    """The exit code of a command, main(argv) -> exit code or None for 0. The user's mistakes are told in one line, and
-    so are the errors that last_line() knows; others with their traceback."""
+    """The exit code of a command, main(argv) -> exit code or None for 0. The user's mistakes are told in one
+    line, and so are the errors that last_line() knows; others with their traceback."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)
@@ -78,9 +84,10 @@ def run(main, argv=None):
 
 
 def answer_early(read):
-    """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo, and
-    ends the process (SystemExit) after --help. Ranks of several say nothing here: rank 0 will speak for them.
-    A signal during the imports, or a disk without room for what torch writes then, is no traceback either."""
+    """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo,
+    and ends the process (SystemExit) after --help. Ranks of several say nothing here: rank 0 will speak for
+    them. A signal during the imports, or a disk without room for what torch writes then, is no traceback
+    either."""
     if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -93,13 +100,15 @@ def import_failed(kind, e, trace):
     if not issubclass(kind, OSError):
         sys.__excepthook__(kind, e, trace)
         return
-    print(f"error: torch cannot be imported ({reason(e)}); free some space, or set TMPDIR", file=sys.stderr, flush=True)
+    print(f"error: torch cannot be imported ({reason(e)}); free some space, or set TMPDIR",
+          file=sys.stderr, flush=True)
     os._exit(2)
 
 
 def end_with_reader():
-    """From here on the process ends quietly, by SIGPIPE, where nobody reads its output any more (`| head`), as other
-    commands do; Python ignores that signal. Not for a training run: its sockets may break, and it goes on."""
+    """From here on the process ends quietly, by SIGPIPE, where nobody reads its output any more (`| head`),
+    as other commands do; Python ignores that signal. Not for a training run: its sockets may break, and it
+    goes on."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 

@@ -11,13 +11,14 @@ class Console:
     """stdout or stderr of a run: a full disk or a reader that is gone loses the text, not the run."""
 
     def __init__(self, stream):
-        self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115  closed by the caller
+        # the caller closes it
+        self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
         self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
 
     def write(self, text):
         try:
             return self.stream.write(text)
-        except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal's handler writes while the loop does
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal's handler writes too
             return len(text)
 
     def flush(self):

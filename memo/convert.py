@@ -48,12 +48,12 @@ from memo.config import Config, stored_config
 from memo.errors import ConfigError, reason, warn
 from memo.files import load_json, plain_name, regular, save_json
 from memo.flat import whole
-from memo.gpt2 import gpt2_model_keys, gpt2_parameters, hf_config
+from memo.gpt2 import CONFIG, gpt2_model_keys, gpt2_parameters, hf_config
 from memo.tokens import ENDS, load_tokenizer
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 
 
 def transposed(there: str, w: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def open_weights(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
             "pytorch_model.bin could run code, so save the model again with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else
             "give a local folder of a GPT-2"))
-    weights = {}
+    weights: dict[str, Callable[[], torch.Tensor]] = {}
     for path in [folder / WEIGHTS] if single else shards(folder / INDEX):
         with read_errors(path):
             regular(os.stat(path))

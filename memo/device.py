@@ -11,15 +11,16 @@ from memo.estimate.hardware import CONTEXT_BYTES
 
 
 def pick_device(cfg, local_rank=0):
-    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`, the local_rank-th GPU of this host. Errors: CUDA asked
-    for where there is none, or not so many."""
+    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`, the local_rank-th GPU of this host.
+    Errors: CUDA asked for where there is none, or not so many."""
     cuda = torch.cuda.is_available()
     if cfg.device == "cuda" and not cuda:
         raise ConfigError("device=cuda needs a CUDA GPU that torch can use, there is none; try device=auto")
     device = torch.device(f"cuda:{local_rank}" if cuda and cfg.device != "cpu" else "cpu")
     if device.type == "cuda" and local_rank >= torch.cuda.device_count():
-        raise ConfigError(f"local rank {local_rank} has no GPU of its own, this host has {torch.cuda.device_count()}; start "
-                          "no more ranks on a host than it has GPUs (torchrun --nproc_per_node)")
+        raise ConfigError(f"local rank {local_rank} has no GPU of its own, this host has "
+                          f"{torch.cuda.device_count()}; start no more ranks on a host than it has GPUs "
+                          "(torchrun --nproc_per_node)")
     dtype = cfg.dtype
     if dtype == "auto":
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -37,8 +38,10 @@ def set_deterministic(on):
 
 
 def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def gpu_facts(device):
@@ -63,8 +66,9 @@ def synchronize(device):
 
 
 def settle(device):
-    """Before room is measured: cuBLAS takes its workspace, and what torch's allocator has left of other tensors goes back to
-    the device. Otherwise small tensors that stay would keep large segments of it from going back."""
+    """Before room is measured: cuBLAS takes its workspace, and what torch's allocator has left of other
+    tensors goes back to the device. Otherwise small tensors that stay would keep large segments of it from
+    going back."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         x = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)

@@ -93,12 +93,14 @@ def not_finite(run: Run, loss: float, grad_norm: float) -> NotFinite:
     """The error of a step whose loss or gradient norm is not finite."""
     run.saver.join()  # the save under way is of a good state
     cfg, it, saved = run.cfg, run.step, latest(run.out)
-    good = f"the last good checkpoint is {saved}, before step {saved.name}" if saved else "there is no good checkpoint yet"
+    good = "there is no good checkpoint yet"
+    if saved:
+        good = f"the last good checkpoint is {saved}, before step {saved.name}"
     offsets = [o for micro in range(cfg.gradient_accumulation_steps)
                for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
-    return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the train "
-                     f"split) must be finite; nothing was saved over: {good}; "
-                     "try a lower --learning_rate or more --warmup_iters")
+    return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the "
+                     f"train split) must be finite; nothing was saved over: {good}; try a lower "
+                     "--learning_rate or more --warmup_iters")
 
 
 def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
@@ -113,6 +115,7 @@ def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
             if isinstance(e, (ConfigError, OSError)):  # too late to be a user's mistake
                 raise RunFailed(str(e)) from e
             raise
+        assert run.done is not None  # no step is under way
         if run.done > run.first:
             save_last(run)
         stop.number = int(*run.mesh.host.max(stop.number))  # it may have come to some ranks while they saved

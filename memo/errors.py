@@ -43,5 +43,6 @@ def last_line(e: BaseException) -> str | None:
     if isinstance(e, RuntimeError):
         text = str(e).splitlines()[0] if str(e) else type(e).__name__
         if any(word in text for word in ("gloo", "Gloo", "NCCL", "TCPStore")):
-            return f"lost another rank ({text}); the last checkpoint is whole; the other ranks' errors say why"
+            return (f"lost another rank ({text}); the last checkpoint is whole; the other ranks' errors say "
+                    "why")
     return None

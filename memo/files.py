@@ -1,4 +1,5 @@
-"""Files: read within bounds, whoever made them, and written whole; the folder where things are kept from run to run.
+"""Files: read within bounds, whoever made them, and written whole; the folder where things are kept from run
+to run.
 
 Every text and every JSON that memo reads comes through read_text() or load_json(). A file may be damaged, or
 made by somebody who means harm: a pipe, a device without end, JSON nested without end are refused.
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from memo.errors import ConfigError, reason
 
-MOST_CHARS = 2**28       # of a text that is read at once: above the largest request log of a step
+MOST_TEXT_CHARS = 2**28  # of a text that is read at once: above the largest request log of a step
 MOST_JSON_CHARS = 2**26  # values may take thirty times as much memory
 MOST_DEPTH = 32          # of lists and objects inside each other
 
@@ -30,7 +31,8 @@ def regular(found):
 
 
 def opened(path):
-    """The descriptor of a regular file, open for reading; a pipe in its place holds nobody up. Errors: OSError."""
+    """The descriptor of a regular file, open for reading; a pipe in its place holds nobody up. Errors:
+    OSError."""
     regular(os.stat(path))  # to open a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -41,7 +43,7 @@ def opened(path):
     return descriptor
 
 
-def read_text(path, most_chars=MOST_CHARS):
+def read_text(path, most_chars=MOST_TEXT_CHARS):
     """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
     with open(opened(path), encoding="utf-8-sig") as file:
         text = file.read(most_chars + 1)
@@ -60,8 +62,8 @@ def depth(value):
 
 
 def parse_json(text, kind=dict):
-    """The value of a JSON text. Errors: ValueError: no JSON, no `kind`, nested deeper than MOST_DEPTH, a number that is
-    not finite."""
+    """The value of a JSON text. Errors: ValueError: no JSON, no `kind`, nested deeper than MOST_DEPTH, a
+    number that is not finite."""
     def finite(digits):
         if not isfinite(number := float(digits)):
             raise ValueError(f"{digits[:20]} is no finite number")
@@ -74,7 +76,8 @@ def parse_json(text, kind=dict):
     if nested > MOST_DEPTH:
         raise ValueError(f"it must be nested at most {MOST_DEPTH} deep")
     if not isinstance(value, kind):
-        raise ValueError(f"it must be {'an object' if kind is dict else 'a list'}, not a {type(value).__name__}")
+        raise ValueError(f"it must be {'an object' if kind is dict else 'a list'}, not a "
+                         f"{type(value).__name__}")
     return value
 
 
@@ -88,7 +91,8 @@ def load_json(path, remedy, kind=dict):
 
 def plain_name(name):
     """Whether `name`, read from a file, names a file in its own folder and nothing else."""
-    return isinstance(name, str) and re.fullmatch(r"[\w.\-]{1,255}", name, re.ASCII) is not None and name not in (".", "..")
+    return (isinstance(name, str) and re.fullmatch(r"[\w.\-]{1,255}", name, re.ASCII) is not None
+            and name not in (".", ".."))
 
 
 # --- writing ---
@@ -124,8 +128,8 @@ def ours_alone(found):
 
 
 def cache_folder():
-    """The folder of compiled code, plans and calibrations. None where no such folder is ours alone: others could
-    plant files there. Nothing is kept then."""
+    """The folder of compiled code, plans and calibrations. None where no such folder is ours alone: others
+    could plant files there. Nothing is kept then."""
     return cache_place()[0]
 
 
@@ -153,7 +157,8 @@ def cache_place():
 
 
 def keep_json(value, folder, name):
-    """Stores `value` in cache_folder(), where there is one, for the next run; that it cannot be costs time only."""
+    """Stores `value` in cache_folder(), where there is one, for the next run; that it cannot be costs time
+    only."""
     if folder is not None:
         with suppress(OSError):
             save_json(value, folder / name)

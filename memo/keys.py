@@ -1,5 +1,5 @@
-"""What a key of the configuration is, or an option of a command: its default, its line of --help, the values that it may
-take, and why no others."""
+"""What a key of the configuration is, or an option of a command: its default, its line of --help, the values
+that it may take, and why no others."""
 
 import re
 import shutil
@@ -8,17 +8,18 @@ from dataclasses import field
 
 from memo.errors import ConfigError
 
-MOST_CHARS = 1000  # of a text
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # what breaks a line, or cannot be printed
+MOST_VALUE_CHARS = 1000  # of a text
+# characters that break a line, or cannot be printed
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MOST_COLUMNS = 110
 
 
 def key(default, help, *, section="", choices=(), least=None, below=None, most=None, why=""):
-    """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or `most`. `least`
-    counts the characters of a text. A float whose default is "auto" may be that instead of a number. `section`: the
-    heading of this key and of those that follow."""
-    return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least, below=below,
-                                                most=most, why=why))
+    """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
+    `most`. `least` counts the characters of a text. A float whose default is "auto" may be that instead of a
+    number. `section`: the heading of this key and of those that follow."""
+    return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
+                                                below=below, most=most, why=why))
 
 
 def option(name, kind, default=None, help="", **bounds):
@@ -53,14 +54,15 @@ def check_value(f, value):
     if f.type is str:
         if len(value) < (m["least"] or 0):
             raise ConfigError(f"{given} must not be empty; leave it out, or give one")
-        if len(value) > MOST_CHARS or CONTROL.search(value):
-            raise ConfigError(f"{given} must be one line of at most {MOST_CHARS} characters, all of them printable")
+        if len(value) > MOST_VALUE_CHARS or CONTROL.search(value):
+            raise ConfigError(f"{given} must be one line of at most {MOST_VALUE_CHARS} characters, all of "
+                              "them printable")
         return
     if f.type is float and value in (float("inf"), float("-inf")):
         raise ConfigError(f"{given} must be finite")
     if m["least"] is not None and not value >= m["least"]:
         raise ConfigError(f"{given} must be at least {m['least']}")
-    reason = f" ({m['why']})" * bool(m["why"])
+    reason = f" ({m['why']})" if m["why"] else ""
     if m["below"] is not None and not value < m["below"]:
         raise ConfigError(f"{given} must be below {m['below']}{reason}")
     if m["most"] is not None and not value <= m["most"]:
@@ -86,7 +88,8 @@ def help_width():
 
 
 def columns(rows):
-    """The lines of [(left, right)] in two aligned columns, as wide as help_width(); right None makes a heading."""
+    """The lines of [(left, right)] in two aligned columns, as wide as help_width(); right None makes a
+    heading."""
     width = help_width()
     start = 4 + max(len(left) for left, right in rows if right is not None)
     lines = []
@@ -94,6 +97,7 @@ def columns(rows):
         if right is None:
             lines += ["", *textwrap.wrap(left, width)]
         else:
-            lines += textwrap.wrap(right, width, initial_indent=f"  {left}".ljust(start), subsequent_indent=" " * start,
-                                   break_on_hyphens=False) or [f"  {left}"]
+            first = f"  {left}"
+            lines += textwrap.wrap(right, width, initial_indent=first.ljust(start),
+                                   subsequent_indent=" " * start, break_on_hyphens=False) or [first]
     return "\n".join(lines).removeprefix("\n")

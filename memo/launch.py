@@ -26,7 +26,7 @@ import torch.distributed as dist
 from memo.command import progress
 from memo.errors import ConfigError, TrainingError, last_line
 
-FOREVER = timedelta(days=365)  # of a message: a rank may wait for a forward of hours. Pulse finds ranks that are gone
+FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
 CONNECT_S = 600  # for a first message
 LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
 MOST_RANKS = 2**20
@@ -51,8 +51,8 @@ def whole_number(environment: Mapping[str, str], name: str, default: int | str, 
     """The value of an environment variable. Errors: ConfigError."""
     text = environment.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise ConfigError(f"{name}={text} in the environment must be a whole number from {least} to {most}; start the "
-                          "ranks with torchrun, which sets it")
+        raise ConfigError(f"{name}={text} in the environment must be a whole number from {least} to {most}; "
+                          "start the ranks with torchrun, which sets it")
     return int(text)
 
 
@@ -152,7 +152,7 @@ def meeting(store, rank: int, world: int) -> str:
         name = store.get(f"answer {me}").decode()  # waits
         store.add(f"here {name}", 1)
         return name
-    answered = set()
+    answered: set[str] = set()
     with progress(lambda: f"waiting for {world - 1 - len(answered)} of {world} ranks"):
         while store.add(f"here {me}", 0) < world - 1:
             for r in range(1, world):
@@ -214,8 +214,10 @@ def connection_errors(what: str, rank: int, backend: str) -> Iterator[None]:
     """Ends this process, with a line that names `what`, where its ranks do not reach each other: at the
     library's error, and after CONNECT_S without one."""
     name = f"{backend.upper()}_SOCKET_IFNAME"
-    check = (f"check that their hosts reach each other, past firewalls and over the right interface ({name} is "
-             f"{os.environ.get(name, 'not set')})" + ("; NCCL_DEBUG=INFO says more" if backend == "nccl" else ""))
+    check = ("check that their hosts reach each other, past firewalls and over the right interface "
+             f"({name} is {os.environ.get(name, 'not set')})")
+    if backend == "nccl":
+        check += "; NCCL_DEBUG=INFO says more"
     silence = f"{rank_name(rank)}: {what}: no answer within {CONNECT_S} s; {check}"
     timer = threading.Timer(CONNECT_S, leave, [silence])
     timer.daemon = True

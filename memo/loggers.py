@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
@@ -52,8 +53,9 @@ def say(text: str) -> None:
 
 def usable(row: dict) -> bool:
     """Whether the values of a line that are read again are values that StepStats writes."""
-    numbers = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
-    numbers += [] if row.get("val_loss") is None else [row["val_loss"]]
+    numbers: list[Any] = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
+    if row.get("val_loss") is not None:
+        numbers.append(row["val_loss"])
     return type(row.get("iter")) is int and all(type(n) in (int, float) and 0 <= n < 2**63 for n in numbers)
 
 
@@ -78,7 +80,8 @@ class JsonlLogger:
         with open(f"{path}.tmp", "w") as f:
             f.writelines(json.dumps(r) + "\n" for r in kept)
         os.replace(f"{path}.tmp", path)
-        self.path, self.waiting = path, []
+        self.path = path
+        self.waiting: list[str] = []
 
     def log(self, stats: StepStats) -> None:
         """Errors: OSError; the line waits for the next call."""

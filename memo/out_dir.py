@@ -18,13 +18,16 @@ def lock(out: Path, owner: str) -> IO:
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / ".lock", "a")  # noqa: SIM115  held until the process ends
     except OSError as e:
-        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another --out_dir") from None
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another "
+                          "--out_dir") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
+        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another "
+                          "--out_dir") from None
     except OSError as e:  # some network file systems know no locks
-        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it", file=sys.stderr)
+        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it",
+              file=sys.stderr)
     try:
         file.truncate(0)
         file.write(owner)
@@ -32,8 +35,8 @@ def lock(out: Path, owner: str) -> IO:
     except OSError as e:
         with contextlib.suppress(OSError):
             file.close()
-        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); free some space there or choose another "
-                          "--out_dir") from None
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); free some space there or choose "
+                          "another --out_dir") from None
     return file
 
 
@@ -51,4 +54,5 @@ def check_shared(out: Path, owner: str) -> None:
             if (out / ".lock").read_text() == owner:
                 return
         time.sleep(0.5)  # a network file system may show it late
-    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts share")
+    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts "
+                      "share")

@@ -49,7 +49,8 @@ def print_first_lines(run) -> None:
 
 def title(run) -> str:
     """The title of a run's pictures."""
-    return f"{run.data.folder.name}, {parameters(run.cfg) / 1e6:.1f}M parameters, context {run.cfg.block_size:,}"
+    cfg = run.cfg
+    return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
 
 
 # --- a step ---
@@ -77,7 +78,8 @@ def keep_folder(run) -> None:
     if not is_locked(run.out, run.lock):
         run.lock = lock(run.out, run.owner)
         furnish(run, run.out)
-        print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held", file=sys.stderr)
+        print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held",
+              file=sys.stderr)
 
 
 def furnish(run, folder: Path) -> None:
@@ -103,8 +105,9 @@ def draw_picture(run, name: str, work: Callable[[Path], None]) -> None:
 
 
 def draw_loss(run) -> None:
-    draw_picture(run, "loss.png", lambda path: loss_curve(read_metrics(run.out / "metrics.jsonl"), path, title(run),
-                                                          run.cfg.vocab_size))
+    def work(path):
+        loss_curve(read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size)
+    draw_picture(run, "loss.png", work)
 
 
 def draw_step(run, spans: list[Span], it: int) -> None:
@@ -145,7 +148,9 @@ def print_last_lines(run, number: int) -> None:
     """Prints how the run ended. `number`: of the signal that stopped it, or 0."""
     cfg = run.cfg
     if number:
-        where = f"saved in {run.out}; go on with: {go_on_with(run, run.out)}" if run.done else "nothing to save"
+        where = "nothing to save"
+        if run.done:
+            where = f"saved in {run.out}; go on with: {go_on_with(run, run.out)}"
         print(f"stopped by {signal.Signals(number).name} after {run.done} of {cfg.max_iters} steps, {where}")
         return
     rows = read_metrics(run.out / "metrics.jsonl") if (run.out / "metrics.jsonl").exists() else []
@@ -154,7 +159,9 @@ def print_last_lines(run, number: int) -> None:
         print(f"step {median(steps_s):.3g} s (median), estimated {run.expected.seconds['step']:.3g} s")
     val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
     if val:
-        print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
-    print(f"done: {run.done} steps; {run.out}{os.sep} holds {', '.join(f for f in FILES if (run.out / f).exists())}")
+        print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of "
+              "ln V")
+    print(f"done: {run.done} steps; {run.out}{os.sep} holds "
+          f"{', '.join(f for f in FILES if (run.out / f).exists())}")
     if command := sample_with(run):
         print(f"try: {command}")

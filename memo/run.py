@@ -1,8 +1,8 @@
 """A run up to its first step: what is checked before the device is touched, what all ranks agree on, what is
 set up."""
 
-import contextlib
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -75,9 +75,9 @@ class Run(Checked):
 
     def close(self) -> None:
         """Waits for the save under way, and gives back streams, memory and groups."""
-        with (contextlib.closing(self.mesh), contextlib.closing(self.model.arena), contextlib.closing(self.model),
-              contextlib.closing(self.saver)):
-            pass
+        with ExitStack() as stack:  # the last one is closed first; all of them, even if one fails
+            for part in (self.mesh, self.model.arena, self.model, self.saver):
+                stack.callback(part.close)
 
 
 # --- one rank ---
@@ -87,12 +87,12 @@ def check_same_tokenizer(data: Data, folder, weights: str) -> None:
     mine, theirs = data.folder / "tokenizer.json", Path(folder) / "tokenizer.json"
     if not (mine.exists() and theirs.exists()):
         return
-    with contextlib.suppress(OSError, ValueError):  # load_tokenizer() tells them
+    with suppress(OSError, ValueError):  # load_tokenizer() tells them
         if read_text(mine) == read_text(theirs):
             return
     if load_tokenizer(mine).to_str() != load_tokenizer(theirs).to_str():
-        raise ConfigError(f"dataset={data.folder} was made with another tokenizer than {weights}; prepare it again "
-                          f"with data/text/prepare.py --tokenizer={theirs}")
+        raise ConfigError(f"dataset={data.folder} was made with another tokenizer than {weights}; prepare it "
+                          f"again with data/text/prepare.py --tokenizer={theirs}")
 
 
 def arena_here(trace_step: Callable, cfg: Config, machine):
@@ -111,13 +111,14 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
         raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "
-                          f"dataset={cfg.dataset}; leave it out, or prepare the text with the tokenizer of the weights")
+                          f"dataset={cfg.dataset}; leave it out, or prepare the text with the tokenizer of "
+                          "the weights")
     out, ckpt = Path(cfg.out_dir), None
     if cfg.init_from == "resume":
         ckpt = checkpoint.load(out, launch.rank, launch.world, passed_over)
     elif latest(out):
-        raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would overwrite; "
-                          "go on with --init_from=resume or choose another --out_dir")
+        raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would "
+                          "overwrite; go on with --init_from=resume or choose another --out_dir")
     hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
     if ckpt is not None or hf:
         check_same_tokenizer(data, hf or out, f"the weights of init_from={cfg.init_from}")
@@ -129,10 +130,12 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
     expected = None
     if launch.rank == 0:
-        resolved = replace(cfg, attention=attention.name, ops=ops.name)  # the estimate has the kernels of the run
+        # the estimate has the kernels of the run
+        resolved = replace(cfg, attention=attention.name, ops=ops.name)
         expected = expect(resolved, device, launch, partial(arena_here, trace_step), force)
-    return Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype, host_limit_bytes=limit,
-                   expected=expected, speaks=launch.rank == 0, one_host=launch.local_world == launch.world)
+    return Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
+                   host_limit_bytes=limit, expected=expected, speaks=launch.rank == 0,
+                   one_host=launch.local_world == launch.world)
 
 
 # --- all ranks ---
@@ -142,7 +145,7 @@ def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: C
     from."""
     ours = False  # rank 0 looks
     if host.rank == 0 and any(launch.restarts for launch in launches):
-        with contextlib.suppress(ConfigError, OSError):  # check_rank() tells them
+        with suppress(ConfigError, OSError):  # check_rank() tells them
             cfg, _ = read_argv(argv)
             owner = (Path(cfg.out_dir) / ".lock").read_text().splitlines()
             ours = (cfg.init_from != "resume" and latest(cfg.out_dir) is not None
@@ -175,7 +178,8 @@ def set_aside(passed_over: dict[Path, str]) -> None:
         checkpoint.pass_over(folder)
 
 
-def prepare(argv: list[str], launch: Launch, host: Axis, read_argv: Callable, trace_step: Callable) -> Checked:
+def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable,
+                trace_step: Callable) -> Checked:
     """Checks the run on all ranks, takes out_dir, and sets up torch. `host`: the Axis of all ranks;
     read_argv(argv, passed_over) -> (Config, whether to start although memory lacks); `trace_step`: that of
     trace_step.py. Errors: ConfigError."""
@@ -186,7 +190,8 @@ def prepare(argv: list[str], launch: Launch, host: Axis, read_argv: Callable, tr
     cfg, device = found.cfg, found.device
     here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(found.dtype),
             "checkpoint": found.ckpt and found.ckpt.iter}
-    same_everywhere(host, asdict(cfg) | here, "start all ranks with the same command, on hosts that are alike")
+    same_everywhere(host, asdict(cfg) | here,
+                    "start all ranks with the same command, on hosts that are alike")
     if host.size > 1:  # it reads much of the data
         same_everywhere(host, {f"hash of dataset {cfg.dataset}": found.data.fingerprint()},
                         "give all hosts the same data")
@@ -225,8 +230,8 @@ def open_loggers(run: Run) -> list:
         furnish(run, run.out)
         loggers: list = [JsonlLogger(run.out / "metrics.jsonl", run.first)]
     except OSError as e:
-        raise ConfigError(f"out_dir={run.out} cannot be written ({reason(e)}); free some space there or choose another "
-                          "--out_dir") from None
+        raise ConfigError(f"out_dir={run.out} cannot be written ({reason(e)}); free some space there or "
+                          "choose another --out_dir") from None
     loggers.append(ConsoleLogger(cfg.max_iters, run.first))
     if cfg.wandb_log:
         loggers.append(WandbLogger(cfg, asdict(cfg)))

@@ -75,9 +75,10 @@ class StopSignal:
         self.last_s = now
         self.number, self.requests = self.number or number, self.requests + 1
         if not self.quiet:
-            more = ["again to save without this step", "again to stop at once, unsaved"][min(1, self.requests - 1)]
             doing = "finishing this step, then saving" if self.requests == 1 or not self.alone else "saving"
-            print(f"\n{signal.Signals(number).name}: {doing}" + f" ({more})" * self.alone, file=sys.stderr)
+            more = "to stop at once, unsaved" if self.requests > 1 else "to save without this step"
+            again = f" (again {more})" if self.alone else ""
+            print(f"\n{signal.Signals(number).name}: {doing}{again}", file=sys.stderr)
         if self.alone and self.requests == 2 and self.may_give_up:
             raise StepGivenUp
         if self.requests > 2:

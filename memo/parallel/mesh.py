@@ -24,7 +24,8 @@ from memo.launch import FOREVER, Launch, connection_errors, process_group
 
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 FIRST_BYTES = 2**25
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+# the second name is that before torch 2.13
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -169,7 +170,7 @@ class Mesh:
     # the dp * cp ranks that hold the same parameters, among which the optimizer is sharded
     data: Axis = field(default_factory=partial(Axis, "data"))
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
-    host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, for tensors in host memory
+    host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, for host memory
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""
@@ -228,15 +229,16 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
     backend = "nccl" if device.type == "cuda" else "gloo"
     lines = dict(tp=ranks.view(-1, tp).tolist(), cp=ranks.transpose(1, 2).reshape(-1, cp).tolist(),
                  data=ranks.permute(2, 0, 1).reshape(tp, -1).tolist(), world=ranks.view(1, -1).tolist())
-    shared = ["gather", "scatter_sum", "sum"]
-    kinds = dict(tp=shared, cp=["shift" if context_parallel == "ring" else "exchange"], data=shared, world=["sum"])
+    shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
+    kinds = dict(tp=shared, cp=hops, data=shared, world=["sum"])
     axes = {name: Axis(name) for name in lines}
     for name, carrier in communicators(tp, cp, dp).items():
         [mine] = [line for line in lines[name] if host.rank in line]
         what = f"axis {name} ({len(mine)} ranks, {mine[0]} to {mine[-1]}) over {backend}"
         with connection_errors(what, host.rank, backend):
             if carrier == name:  # each rank makes the groups of all lines
-                group = [dist.new_group(line, FOREVER, backend) for line in lines[name]][lines[name].index(mine)]
+                groups = [dist.new_group(line, FOREVER, backend) for line in lines[name]]
+                group = groups[lines[name].index(mine)]
             else:
                 group = axes[carrier].group
             axes[name] = Axis(name, len(mine), mine.index(host.rank), group)

@@ -98,7 +98,7 @@ def library_of(folder, *flags):
 
 
 @cache
-def load(*flags):
+def load_library(*flags):
     """The compiled library. Errors: Unavailable."""
     folder, why = cache_place()
     if folder is None:
@@ -140,7 +140,7 @@ class Arena:
     """
 
     def __init__(self, device, solver="auto", guard=False, flags=()):
-        self.device, self.solver, self.plans, self.lib = device, solver, [], load(*flags)
+        self.device, self.solver, self.plans, self.lib = device, solver, [], load_library(*flags)
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.init()
