@@ -140,7 +140,7 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
 # --- the loop ---
 
 def train(run: Run, stop: StopSignal) -> None:
-    """All steps from run.first on. run.done counts the steps whose result weights and optimizer hold."""
+    """All steps from run.first on. run.done counts the steps that are done."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     offload_bytes = swap.host_bytes * (cfg.gradient_accumulation_steps // mesh.dp.size)
@@ -164,9 +164,9 @@ def train(run: Run, stop: StopSignal) -> None:
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
         spans = swap.streams.timeline.take()  # before weights come up from the host: no picture shows that
         run.saver.copied()  # the save under way still reads the states that the optimizer is about to change
-        run.done = None  # an error in here finds states of neither step: nothing could be saved
+        run.whole = False  # an error in here leaves states of neither step: nothing could be saved
         arena.run("optimizer", run.optimizer.step, lr)
-        run.done = it + 1
+        run.done, run.whole = it + 1, True
 
         # the slowest rank's time is the step's; a signal that came to any rank stops all of them at the same
         # step

@@ -21,16 +21,17 @@ FINGERPRINT_IDS = 2**16
 class Data:
     """An opened dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
 
-    def __init__(self, folder, meta, tokens):
+    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]"):
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
 
-    def offsets(self, split, step, micro_step, B, S, seed):
+    def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
         """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. They
         depend on the arguments only, so that resuming is free, and every layout of ranks sees the same."""
         rng = np.random.default_rng((seed, SPLITS.index(split), step, micro_step))
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
-    def batch(self, split, step, micro_step, B, S, seed, ranges=None):
+    def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
+              ranges: list[tuple[int, int]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, targets): int64 (B, T) twice, the targets one token on, of the tokens in `ranges` [(first,
         end)] of each sequence; all S without. No others are read. Errors: a token id beyond the vocabulary.
         """
@@ -46,7 +47,7 @@ class Data:
                                   f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
         return torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
 
-    def fingerprint(self):
+    def fingerprint(self) -> int:
         """A hash of the dataset: of meta.json, and of each split's tokens, or of 256 stretches of them where
         it is large."""
         value = zlib.crc32(json.dumps(self.meta, sort_keys=True).encode())
@@ -56,21 +57,21 @@ class Data:
         return value
 
 
-def to_device(t, device, pin):
+def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
     """`t`, from pageable host memory, on the device. With `pin` the host does not wait for the copy: the
     pinned memory in between is torch's, which keeps it for the next one and hands it out again when the
     copy's event has come."""
     return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
 
 
-def prepare_again(folder):
+def prepare_again(folder: Path) -> str:
     if folder == DATA / "stdlib":
         return "run python data/stdlib/prepare.py"
     return ("run python data/text/prepare.py --source=<your text> --tokenizer=<file or train:4096> "
             f"--out_dir={folder}")
 
 
-def read_meta(folder):
+def read_meta(folder: Path) -> dict:
     """meta.json, checked. Errors: not there, or not what memo/tokens.py writes."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
@@ -94,7 +95,7 @@ def read_meta(folder):
     return meta
 
 
-def check_tokenizer(folder, meta):
+def check_tokenizer(folder: Path, meta: dict) -> None:
     """Errors: the folder's tokenizer.json is not the one that made the dataset, or none that can be used."""
     path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
     if path.exists():
@@ -109,7 +110,7 @@ class Ids:
     """The token ids of one .bin, len() of them, read when a slice asks for them: of a mapped file that is cut
     short meanwhile the process would die. Errors: ConfigError: not there, or not `count` ids long."""
 
-    def __init__(self, path, dtype, count):
+    def __init__(self, path: Path, dtype: np.dtype, count: int):
         self.path, self.dtype, self.count = path, dtype, count
         try:
             self.descriptor = opened(path)
@@ -138,7 +139,7 @@ class Ids:
         return np.frombuffer(got, self.dtype)
 
 
-def open_dataset(dataset, block_size):
+def open_dataset(dataset: str, block_size: int) -> Data:
     """Opens `dataset`, a folder's name under data/ or a path, for sequences of `block_size` tokens -> Data.
 
     Errors: no dataset there, files that do not fit its meta.json, a split without one window of block_size +

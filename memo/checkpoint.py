@@ -18,18 +18,20 @@ import pickle
 import shutil
 import threading
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.config import MODEL_KEYS
+from memo.config import MODEL_KEYS, Config
 from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
-from memo.flat import whole
+from memo.flat import Piece, whole
 from memo.manifest import (
     CHECKPOINT,
     CHECKPOINT_JSON,
@@ -48,7 +50,7 @@ READ_BYTES = 2**24
 FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # of a disk, or of a user's share of one
 
 
-def crc32(path):
+def crc32(path: Path) -> int:
     crc = 0
     with open(path, "rb") as file:
         while data := file.read(READ_BYTES):
@@ -56,7 +58,7 @@ def crc32(path):
     return crc
 
 
-def sync(folder):
+def sync(folder: Path) -> None:
     """Waits until the folder's entries are on the disk."""
     fd = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
@@ -75,13 +77,15 @@ class Saver:
     none.
     """
 
-    def __init__(self, out_dir, group=None, pin=True, keep=1, whole=None):
+    def __init__(self, out_dir, group=None, pin: bool = True, keep: int = 1, whole: int | None = None):
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.thread = self.error = self.pieces = None
+        self.thread: threading.Thread | None = None
+        self.error: CheckpointError | None = None
+        self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
 
-    def save(self, pieces, cfg, iter):
+    def save(self, pieces: list[Piece], cfg: Config, iter: int) -> None:
         """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`,
         which must not change before copied() returns. Where `iter` is that of the newest whole one nothing is
         written: the run is in the same state. Errors: those of the save before, as in wait(); then nothing is
@@ -96,16 +100,16 @@ class Saver:
                                        name="memo checkpoint", daemon=True)
         self.thread.start()
 
-    def copied(self):
+    def copied(self) -> None:
         """Returns when the pieces of the save under way, if any, are copied: from now on they may change."""
         if self.thread is not None:
             self.taken.wait()
 
-    def done(self):
+    def done(self) -> bool:
         """Whether wait() would return, or raise, at once."""
         return self.thread is None or not self.thread.is_alive()
 
-    def wait(self):
+    def wait(self) -> None:
         """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or
         another; the previous checkpoint is whole. Each failure is raised once, on every rank."""
         self.join()
@@ -113,12 +117,12 @@ class Saver:
         if error is not None:
             raise error
 
-    def join(self):
+    def join(self) -> None:
         if self.thread is not None:
             self.thread.join()
         self.thread = None
 
-    def close(self):
+    def close(self) -> None:
         """As wait(), but silent, and the last of all; the group goes too."""
         self.join()
         if self.group is not None:
@@ -218,7 +222,7 @@ class Saver:
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
 
-def pass_over(folder):
+def pass_over(folder: Path) -> None:
     """Renames the folder of a damaged checkpoint, so that nobody takes it for a whole one."""
     names = (folder.with_suffix(f".damaged{n or ''}") for n in count())
     folder.rename(next(new for new in names if not os.path.lexists(new)))
@@ -233,21 +237,21 @@ class Checkpoint:
     path: Path
     config: dict
     iter: int
-    reader: object  # a memo.dcp.Reader
+    reader: Any  # a memo.dcp.Reader
 
-    def shapes(self, prefix):
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the tensors under `prefix`."""
         stored = self.reader.metadata.state_dict_metadata
         return {name: tuple(t.size) for name, t in stored.items() if name.startswith(f"{prefix}.")}
 
-    def tensors(self, prefix):
+    def tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name without the prefix, fp32 tensor), one after the other."""
         for name, shape in self.shapes(prefix).items():
             tensor = torch.empty(shape)
             self.read([whole(name, tensor)])
             yield name.removeprefix(f"{prefix}."), tensor
 
-    def read(self, pieces):
+    def read(self, pieces: list[Piece]) -> None:
         """Fills the `pieces` in place, on any device, whatever the layout they were saved in; each rank for
         itself. Their names and shapes must be those of the checkpoint."""
         try:
@@ -259,7 +263,7 @@ class Checkpoint:
             raise Damaged(self.path, f"{self.path} cannot be read ({reason(e)})") from None
 
 
-def load(out_dir, rank=0, world=1, passed_over=()):
+def load(out_dir, rank: int = 0, world: int = 1, passed_over=()) -> Checkpoint:
     """The newest Checkpoint in `out_dir`, but for those in `passed_over`, as in manifest.newest(). Each of
     `world` ranks reads its part of the files to see whether they are intact. Errors: CheckpointError: none
     there, another format; Damaged: a file of it is missing, truncated or corrupt."""
@@ -274,7 +278,7 @@ def load(out_dir, rank=0, world=1, passed_over=()):
     return Checkpoint(path, stored["config"], stored["iter"], reader)
 
 
-def check_files(path, files, rank, world):
+def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) -> None:
     """Reads this rank's part of the `files` of a manifest. Errors: Damaged."""
     for i, (name, (size, crc)) in enumerate(files.items()):
         file = path / name
@@ -290,11 +294,11 @@ def check_files(path, files, rank, world):
             raise unreadable(path, file, e) from None
 
 
-def read_newest(out_dir, work):
+def read_newest(out_dir, work: Callable[[Checkpoint], Any]) -> Any:
     """work(the newest intact Checkpoint in `out_dir`), for a reader beside whom a run may go on. A damaged
     one is passed over for the one before it, with a warning; one that the run removed meanwhile is another's
     turn. Errors: none is intact."""
-    passed_over = {}
+    passed_over: dict[Path, str] = {}
     while True:
         try:
             return work(load(out_dir, passed_over=passed_over))
@@ -323,7 +327,7 @@ def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 
-def restore(ckpt, model, optimizer=None):
+def restore(ckpt: Checkpoint, model, optimizer=None) -> None:
     """Sets the master weights, the moments and the steps; the model's parameters only where there is no
     optimizer, otherwise optimizer.publish() does. Talks to no other rank. Errors come before anything is
     overwritten: see check_model()."""

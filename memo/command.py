@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from memo.errors import ConfigError, last_line, reason
 from memo.keys import CONTROL, check_value, help_width, option, typed
@@ -61,7 +63,7 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
-def run(main, argv=None):
+def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
     """The exit code of a command, main(argv) -> exit code or None for 0. The user's mistakes are told in one
     line, and so are the errors that last_line() knows; others with their traceback."""
     argv = sys.argv[1:] if argv is None else argv
@@ -71,8 +73,9 @@ def run(main, argv=None):
     try:
         return main(argv) or 0
     except (ConfigError, OSError) as e:
-        told = isinstance(e, ConfigError) or not (e.filename and e.strerror)
-        text = str(e) if told else f"{e.filename}: {e.strerror}"
+        text = str(e)
+        if isinstance(e, OSError) and e.filename and e.strerror:
+            text = f"{e.filename}: {e.strerror}"
         print(f"error: {'?'.join(CONTROL.split(text))}", file=sys.stderr)  # an argument may hold line breaks
         return 2
     except KeyboardInterrupt:
@@ -83,7 +86,7 @@ def run(main, argv=None):
         return 1
 
 
-def answer_early(read):
+def answer_early(read: Callable[[list[str]], Any]) -> None:
     """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo,
     and ends the process (SystemExit) after --help. Ranks of several say nothing here: rank 0 will speak for
     them. A signal during the imports, or a disk without room for what torch writes then, is no traceback
@@ -105,7 +108,7 @@ def import_failed(kind, e, trace):
     os._exit(2)
 
 
-def end_with_reader():
+def end_with_reader() -> None:
     """From here on the process ends quietly, by SIGPIPE, where nobody reads its output any more (`| head`),
     as other commands do; Python ignores that signal. Not for a training run: its sockets may break, and it
     goes on."""
@@ -113,7 +116,7 @@ def end_with_reader():
 
 
 @contextmanager
-def progress(text):
+def progress(text: Callable[[], str]) -> Iterator[None]:
     """Meanwhile says text(), a line, on stderr: after FIRST_S seconds, then each time that as long again has
     passed, at the latest every minute."""
     over, start = threading.Event(), time.monotonic()
@@ -134,7 +137,7 @@ def progress(text):
         teller.join()
 
 
-def python():
+def python() -> str:
     """What to type for the running Python: python, where the shell finds the same one, else its path."""
     if Path(shutil.which("python") or "").absolute() == Path(sys.executable):
         return "python"

@@ -124,7 +124,7 @@ def bounded_pickle(path: Path) -> bytes:
     if len(data) > MOST_METADATA_BYTES:
         raise pickle.UnpicklingError(f"it must be at most {MOST_METADATA_BYTES} bytes long")
     for operation, argument, _ in pickletools.genops(data):
-        if "PUT" in operation.name and argument > len(data):
+        if "PUT" in operation.name and (argument or 0) > len(data):
             raise pickle.UnpicklingError(f"its memo has no place {argument}")
     return data
 

@@ -76,7 +76,7 @@ def save_after(run: Run, e: Exception) -> None:
     """Saves the steps done before the run ends with the exception `e`, where the state is good and all ranks
     are here."""
     all_here = run.mesh.host.size == 1 or isinstance(e, TrainingError)
-    if run.done in (None, run.first) or isinstance(e, NotFinite) or not all_here:
+    if not run.whole or run.done == run.first or isinstance(e, NotFinite) or not all_here:
         return
     try:
         save_last(run)
@@ -115,7 +115,6 @@ def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
             if isinstance(e, (ConfigError, OSError)):  # too late to be a user's mistake
                 raise RunFailed(str(e)) from e
             raise
-        assert run.done is not None  # no step is under way
         if run.done > run.first:
             save_last(run)
         stop.number = int(*run.mesh.host.max(stop.number))  # it may have come to some ranks while they saved

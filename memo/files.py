@@ -11,8 +11,9 @@ import os
 import re
 import stat
 from contextlib import suppress
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from memo.errors import ConfigError, reason
 
@@ -23,14 +24,14 @@ MOST_DEPTH = 32          # of lists and objects inside each other
 
 # --- reading ---
 
-def regular(found):
+def regular(found: os.stat_result) -> os.stat_result:
     """What os.stat() `found`. Errors: OSError: it is no regular file, and may have no end."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "is no regular file")
     return found
 
 
-def opened(path):
+def opened(path) -> int:
     """The descriptor of a regular file, open for reading; a pipe in its place holds nobody up. Errors:
     OSError."""
     regular(os.stat(path))  # to open a device may do something
@@ -43,7 +44,7 @@ def opened(path):
     return descriptor
 
 
-def read_text(path, most_chars=MOST_TEXT_CHARS):
+def read_text(path, most_chars: int = MOST_TEXT_CHARS) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
     with open(opened(path), encoding="utf-8-sig") as file:
         text = file.read(most_chars + 1)
@@ -52,7 +53,7 @@ def read_text(path, most_chars=MOST_TEXT_CHARS):
     return text
 
 
-def depth(value):
+def depth(value) -> int:
     """How many lists and objects of a JSON value lie inside each other."""
     level, n = [value], 0
     while level := [v for v in level if isinstance(v, (dict, list))]:
@@ -61,7 +62,7 @@ def depth(value):
     return n
 
 
-def parse_json(text, kind=dict):
+def parse_json(text: str, kind: type = dict) -> Any:
     """The value of a JSON text. Errors: ValueError: no JSON, no `kind`, nested deeper than MOST_DEPTH, a
     number that is not finite."""
     def finite(digits):
@@ -70,10 +71,10 @@ def parse_json(text, kind=dict):
         return number
     try:
         value = json.loads(text, parse_constant=finite, parse_float=finite)
-        nested = depth(value)
+        deep = depth(value) > MOST_DEPTH
     except RecursionError:
-        nested = inf
-    if nested > MOST_DEPTH:
+        deep = True
+    if deep:
         raise ValueError(f"it must be nested at most {MOST_DEPTH} deep")
     if not isinstance(value, kind):
         raise ValueError(f"it must be {'an object' if kind is dict else 'a list'}, not a "
@@ -81,7 +82,7 @@ def parse_json(text, kind=dict):
     return value
 
 
-def load_json(path, remedy, kind=dict):
+def load_json(path, remedy: str, kind: type = dict) -> Any:
     """The value of a JSON file. Errors: ConfigError with the `remedy`."""
     try:
         return parse_json(read_text(path, MOST_JSON_CHARS), kind)
@@ -89,7 +90,7 @@ def load_json(path, remedy, kind=dict):
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
 
 
-def plain_name(name):
+def plain_name(name) -> bool:
     """Whether `name`, read from a file, names a file in its own folder and nothing else."""
     return (isinstance(name, str) and re.fullmatch(r"[\w.\-]{1,255}", name, re.ASCII) is not None
             and name not in (".", ".."))
@@ -97,7 +98,7 @@ def plain_name(name):
 
 # --- writing ---
 
-def readable_json(value, pad=""):
+def readable_json(value, pad: str = "") -> str:
     """`value` as JSON for people: an item a line, but a list of plain values on one."""
     if isinstance(value, dict) and value:
         items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
@@ -108,32 +109,32 @@ def readable_json(value, pad=""):
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
-def save_bytes(data, path):
+def save_bytes(data: bytes, path) -> None:
     """Writes `data` under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
 
-def save_json(value, path):
+def save_json(value, path) -> None:
     """Writes `value` as JSON, as save_bytes() does."""
     save_bytes(f"{readable_json(value)}\n".encode(), path)
 
 
 # --- kept from run to run ---
 
-def ours_alone(found):
+def ours_alone(found: os.stat_result) -> bool:
     """Whether what os.stat() `found` belongs to this user, and nobody else can write it."""
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def cache_folder():
+def cache_folder() -> Path | None:
     """The folder of compiled code, plans and calibrations. None where no such folder is ours alone: others
     could plant files there. Nothing is kept then."""
     return cache_place()[0]
 
 
-def cache_place():
+def cache_place() -> tuple[Path | None, str | None]:
     """(cache_folder(), None), or (None, why there is none and what helps)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
@@ -156,7 +157,7 @@ def cache_place():
         return None, f"no cache folder can be made ({reason(e)}); {other}"
 
 
-def keep_json(value, folder, name):
+def keep_json(value, folder: Path | None, name: str) -> None:
     """Stores `value` in cache_folder(), where there is one, for the next run; that it cannot be costs time
     only."""
     if folder is not None:

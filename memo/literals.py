@@ -6,7 +6,9 @@ fill its memory.
 import ast
 import operator
 import warnings
+from collections.abc import Callable, Iterator
 from math import isfinite
+from typing import Any
 
 from memo.errors import ConfigError, reason
 from memo.files import read_text
@@ -14,9 +16,9 @@ from memo.files import read_text
 MOST_CONFIG_CHARS = 2**16  # of a config file
 MOST_STRING = 2**12        # characters: the longest path
 MOST_INT = 2**63           # integers are below it
-ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-              ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow,
-              ast.UAdd: operator.pos, ast.USub: operator.neg}
+ARITHMETIC: dict[type, Callable] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
 VALUES = "a value is a number, a string, True, False, a key assigned above, or + - * / // ** of numbers"
 
 
@@ -24,14 +26,15 @@ class Refused(ValueError):
     """A value that a config file cannot have."""
 
 
-def assignments(path):
+def assignments(path) -> Iterator[tuple[int, str, Any]]:
     """Yields (line, name, value) of a config file in order; a value is an int, float, str or bool. Errors:
     ConfigError, with the line."""
-    known = {}
+    known: dict[str, Any] = {}
     for node in statements(path):
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             continue  # a docstring
-        if not isinstance(node, ast.Assign) or not all(isinstance(t, ast.Name) for t in node.targets):
+        names = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
+        if not isinstance(node, ast.Assign) or len(names) < len(node.targets):
             raise ConfigError(f"{path}:{node.lineno}: a config file holds assignments only, as in n_layer = "
                               "12")
         try:
@@ -39,12 +42,12 @@ def assignments(path):
         except (Refused, ArithmeticError, RecursionError) as e:
             why = "it is nested too deep" if isinstance(e, RecursionError) else reason(e)
             raise ConfigError(f"{path}:{node.lineno}: {why}") from None
-        for target in node.targets:
-            known[target.id] = value
-            yield node.lineno, target.id, value
+        for name in names:
+            known[name] = value
+            yield node.lineno, name, value
 
 
-def statements(path):
+def statements(path) -> list[ast.stmt]:
     """The syntax trees of a Python file's statements. Errors: ConfigError."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of odd escapes in strings, say
@@ -60,7 +63,7 @@ def statements(path):
                           "config/") from None
 
 
-def value_of(node, known):
+def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
     """The value of an expression's syntax tree. Errors: Refused, ArithmeticError, RecursionError."""
     if isinstance(node, ast.Constant):
         return bounded(node.value)
@@ -81,7 +84,7 @@ def value_of(node, known):
     return bounded(ARITHMETIC[type(node.op)](*values))
 
 
-def bounded(value):
+def bounded(value) -> Any:
     """`value`, an int, float, str or bool within bounds. Errors: Refused."""
     if type(value) not in (int, float, str, bool):
         raise Refused(VALUES)

@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 from memo.errors import CheckpointError, reason
 from memo.files import MOST_JSON_CHARS, parse_json, plain_name, read_text
@@ -21,22 +22,22 @@ REMEDY = "use another copy of the checkpoint or start from scratch"
 class Damaged(CheckpointError):
     """The checkpoint in `folder` is damaged. There may be one before it."""
 
-    def __init__(self, folder, text):
+    def __init__(self, folder: Path, text: str):
         super().__init__(f"{text}; {REMEDY}")
         self.folder = folder
 
 
-def unreadable(folder, path, e):
+def unreadable(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
     """The error of a checkpoint's file that raised the OSError or ValueError `e`: Damaged where the file is
     not what it should be; CheckpointError where the disk or a permission is at fault, which may pass."""
     text = f"{path} cannot be read ({reason(e)})"
     wrong = isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
-    if wrong or e.errno in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
+    if wrong or getattr(e, "errno", 0) in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
         return Damaged(folder, text)
     return CheckpointError(f"{text}; try again, or rename {folder} to go on from the one before it")
 
 
-def checkpoints(out_dir):
+def checkpoints(out_dir) -> list[Path]:
     """The folders of the checkpoints in `out_dir`, the newest first. The name of a folder is the iteration to
     go on with; one that is being written, or removed, has another name."""
     numbers = [f for f in (Path(out_dir) / CHECKPOINT).glob("*")
@@ -44,17 +45,17 @@ def checkpoints(out_dir):
     return sorted(numbers, key=lambda f: int(f.name), reverse=True)
 
 
-def latest(out_dir):
+def latest(out_dir) -> Path | None:
     """The folder of the newest checkpoint in `out_dir`, or None."""
     return next(iter(checkpoints(out_dir)), None)
 
 
-def sealed(stored):
+def sealed(stored: dict[str, Any]) -> str:
     """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
     return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
 
 
-def newest(out_dir, passed_over=()):
+def newest(out_dir, passed_over=()) -> tuple[Path, dict[str, Any]]:
     """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not to be
     used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
@@ -66,7 +67,7 @@ def newest(out_dir, passed_over=()):
     return folder, read_manifest(folder)
 
 
-def read_manifest(folder):
+def read_manifest(folder: Path) -> dict[str, Any]:
     """What checkpoint.json in `folder` holds: dict(format, iter, config, files {name: [bytes, crc32]}).
     Errors: Damaged; CheckpointError: another format."""
     path = folder / CHECKPOINT_JSON

@@ -25,7 +25,7 @@ def pyplot():
     return plt
 
 
-def store(fig, path):
+def store(fig, path) -> None:
     """Writes a figure under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
     try:
@@ -36,7 +36,7 @@ def store(fig, path):
         pyplot().close(fig)
 
 
-def smooth(values):
+def smooth(values) -> np.ndarray:
     """Each value replaced by that of a straight line fitted to its neighbours, a quarter of the values before
     it on either side, 2 to 50: no lag where the values fall, and more smoothing where they hardly change any
     more."""
@@ -82,7 +82,7 @@ def loss_curve(rows: list[dict], png_path, title: str, vocab_size: int) -> None:
     store(fig, png_path)
 
 
-def timeline(spans, json_path, png_path, title):
+def timeline(spans: list, json_path: Path, png_path, title: str) -> None:
     """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three
     rows, compute, offload and prefetch, layer by layer; what the compute stream waited for is red."""
     shown = [s for s in spans if s.kind == "launch" or s.stream == "compute"]
@@ -125,12 +125,12 @@ HOLE = "#d9dbdf"  # reserved, unused
 SPARE = ("#c26a8d", "#4f9d9d", "#a0793d", "#6b7a3a")  # for kinds with a name of their own
 
 
-def scale(nbytes):
+def scale(nbytes: int) -> tuple[int, str]:
     """The unit to print that many bytes in: (its bytes, its name)."""
     return next(((2**p, name) for p, name in ((30, "GiB"), (20, "MiB")) if nbytes >= 2**p), (2**10, "KiB"))
 
 
-def printed(nbytes):
+def printed(nbytes: int) -> str:
     unit, name = scale(nbytes)
     return f"{nbytes / unit:.4g} {name}"
 
@@ -145,7 +145,7 @@ def fill(ax, rectangles, colour, unit, linewidth, edge):
     ax.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edges, linewidths=linewidth))
 
 
-def memory_plan(trace, plan, png_path, title, before=()):
+def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
     """The tensors of a step, address against time: where the Plan puts them and, on the same scale (while
     that is up to 4 times as much), where torch's caching allocator would: simulated from an empty cache, or
     from what the Traces `before` left. Every segment of the step is as wide as the others. Grey is reserved
@@ -174,7 +174,7 @@ def memory_plan(trace, plan, png_path, title, before=()):
     spare = itertools.cycle(SPARE)
     kinds = dict.fromkeys(r.kind for r in tensors)
     colours = {k: MEMORY.get(k.removeprefix("layer ")) or next(spare) for k in kinds}
-    lines = [dict(color=RED, lw=1.5, label=f"planned, {printed(plan.arena_bytes)}")]
+    lines: list[dict] = [dict(color=RED, lw=1.5, label=f"planned, {printed(plan.arena_bytes)}")]
     if plan.proven:
         lines[0]["label"] += ", the lower bound"
     else:

@@ -67,7 +67,8 @@ class Run(Checked):
     peak: float | None  # FLOP/s of the GPU, where they are known
     first: int  # the step to begin with
     step: int  # the step under way
-    done: int | None  # steps whose result weights and optimizer hold; None while the optimizer changes them
+    done: int  # steps
+    whole: bool = True  # whether weights and optimizer are those after `done` steps; False while they change
     loggers: list = field(default_factory=list)
     failed_saves: int = 0  # in a row
     attempt: Attempts = field(default_factory=Attempts)

@@ -3,6 +3,7 @@ small blocks of page-locked host memory, since a GPU's copies to other memory ar
 
 import torch
 
+from memo.flat import Piece
 from memo.swap.slab import HostSlab
 
 STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, nothing beside the copy itself
@@ -11,10 +12,11 @@ STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, nothing bes
 class Copier:
     """Copies pieces to the host, from a thread of its own while training goes on."""
 
-    def __init__(self, pin):
-        self.pin, self.slab = pin, None  # page-locked once
+    def __init__(self, pin: bool):
+        self.pin = pin
+        self.slab: HostSlab | None = None  # page-locked once
 
-    def copy(self, pieces, reached):
+    def copy(self, pieces: list[Piece], reached) -> list[Piece]:
         """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
         if reached is None:
             return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]

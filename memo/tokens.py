@@ -13,8 +13,10 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,7 +28,7 @@ from memo.files import parse_json, read_text
 from memo.keys import check_value, option
 
 DATA = Path(__file__).parents[1] / "data"
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # of a document: the first of these that a vocabulary has
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 VAL_EVERY = 20          # every 20th document goes to val.bin
@@ -34,14 +36,15 @@ PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to t
 # the time to train a tokenizer grows with the square of a word's length
 LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")
 # of a tokenizer that is trained here
-VOCAB_SIZE = dict(least=257, most=2**20, why="the trainer takes memory for each before it starts")
+VOCAB_SIZE: dict[str, Any] = dict(least=257, most=2**20,
+                                  why="the trainer takes memory for each before it starts")
 BATCH_CHARS = 2**22     # read ahead; bounds the memory (about 70 bytes a character while encoding)
 WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 
 
 # --- tokenizers ---
 
-def byte_level(model):
+def byte_level(model) -> Tokenizer:
     """A tokenizer as GPT-2's: bytes, cut into words, decoded without loss."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +52,7 @@ def byte_level(model):
     return tokenizer
 
 
-def train_tokenizer(documents, vocab_size):
+def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: vocab_size out of
     bounds."""
     check_value(option("vocab_size", int, **VOCAB_SIZE), vocab_size)
@@ -71,7 +74,7 @@ def train_tokenizer(documents, vocab_size):
 
 
 @contextmanager
-def quiet():
+def quiet() -> Iterator[None]:
     """No stderr: where the library fails on what it did not foresee, it says more there than it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -83,7 +86,7 @@ def quiet():
         os.close(nowhere)
 
 
-def parsed_tokenizer(text):
+def parsed_tokenizer(text: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
     model = parse_json(text).get("model")
     # the library aborts on merges without such a prefix
@@ -103,7 +106,7 @@ def told(text):
     return nullcontext() if sys.stderr.isatty() else progress(text)
 
 
-def load_tokenizer(path):
+def load_tokenizer(path) -> Tokenizer:
     """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's vocab.json and merges.txt.
     Errors: ConfigError where there is none, or none that can encode."""
     path = Path(path)
@@ -131,12 +134,12 @@ def load_tokenizer(path):
     return tokenizer
 
 
-def tokenizer_vocab_size(tokenizer):
+def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
     """The ids of a tokenizer are below it."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def end_of_document(tokenizer):
+def end_of_document(tokenizer: Tokenizer) -> str:
     """The token that ends every document. Errors: the vocabulary has none of those known."""
     for token in ENDS:
         if tokenizer.token_to_id(token) is not None:
@@ -147,7 +150,7 @@ def end_of_document(tokenizer):
 
 # --- documents to ids ---
 
-def document_pieces(document, chars=PIECE_CHARS):
+def document_pieces(document: str | Iterable[str], chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
     """(piece, is it the document's last) in order, of a document given as a str or as the strs that it
     consists of; none of an empty one. Cut behind `chars` characters between words, since byte-level BPEs
     never merge across them. Where no word ends in as many more, the word is cut: its ids may be others than
@@ -170,7 +173,7 @@ def document_pieces(document, chars=PIECE_CHARS):
         yield rest, True
 
 
-def encodes_by_word(tokenizer):
+def encodes_by_word(tokenizer: Tokenizer) -> bool:
     """Whether pieces give the same ids as their document; not where a tokenizer puts a space before each
     text."""
     words = ("a", " b.\n", "c", " =", " 1\n\n  'D'", " é\n", "7")
@@ -243,7 +246,7 @@ def write_splits(folder, encoded, dtype):
     return counts
 
 
-def write_dataset(out_dir, documents, tokenizer, total_bytes=None):
+def write_dataset(out_dir, documents: Iterable, tokenizer: Tokenizer, total_bytes: int | None = None) -> dict:
     """Writes the folder `out_dir` from documents as document_pieces() takes them, and returns its meta. Empty
     ones are left out.
 
