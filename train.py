@@ -19,8 +19,8 @@ from memo.manifest import Damaged
 
 
 def read_argv(argv: list[str], passed_over=()) -> tuple[Config, bool]:
-    """(Config, whether --force is given). --help ends the process. `passed_over`: damaged checkpoints not to
-    use."""
+    """(Config, whether --force is given). --help ends the process. `passed_over`: checkpoints not
+    to resume from."""
     if "--help" in argv or "-h" in argv:
         command.end_with_reader()
         print(f"{__doc__}\n\n{keys_help()}")
@@ -121,8 +121,8 @@ def evaluate(run: Run) -> float:
 
 
 def forward_backward(run: Run, it: int) -> torch.Tensor:
-    """The gradients of step `it`, over all its micro batches, on their way to the ranks that need them ->
-    loss."""
+    """The loss of step `it`. Its gradients, of all micro batches, are on their way to the ranks
+    that need them."""
     cfg, mesh = run.cfg, run.mesh
     # the weight of one micro batch, on one of the cp ranks, in the mean of all tokens
     part, loss = 1 / (cfg.gradient_accumulation_steps * cfg.cp), torch.zeros((), device=run.device)
@@ -155,8 +155,7 @@ def train(run: Run, stop: StopSignal) -> None:
             mesh.take_sent_bytes()
             start, lr = time.perf_counter(), learning_rate(cfg, it)
             loss = forward_backward(run, it)
-            # clip and optimizer run as segments of the memory plan: their temporary tensors have planned
-            # addresses
+            # clip and optimizer are segments of the memory plan: their temporary tensors have addresses
             norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
             # the one place where the host waits for the device
             loss, grad_norm = torch.stack((loss, norm)).tolist()
@@ -168,8 +167,7 @@ def train(run: Run, stop: StopSignal) -> None:
         arena.run("optimizer", run.optimizer.step, lr)
         run.done, run.whole = it + 1, True
 
-        # the slowest rank's time is the step's; a signal that came to any rank stops all of them at the same
-        # step
+        # a step takes the time of the slowest rank; a signal to one rank stops all ranks at the same step
         step_s = time.perf_counter() - start
         step_s, stalled_s, stopped = mesh.host.max(step_s, stall_s(spans), stop.number)
         rate = tgs(tokens, mesh.host.size, step_s)

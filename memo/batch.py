@@ -1,4 +1,4 @@
-"""Batches from a dataset folder: random windows whose place depends on the seed and the step only."""
+"""Batches from a dataset folder: random windows whose places depend on the seed and the step only."""
 
 import hashlib
 import json
@@ -25,16 +25,16 @@ class Data:
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
-        """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. They
-        depend on the arguments only, so that resuming is free, and every layout of ranks sees the same."""
+        """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. The places
+        depend on the arguments only: a resumed run and every layout of ranks get the same ones."""
         rng = np.random.default_rng((seed, SPLITS.index(split), step, micro_step))
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
     def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
               ranges: list[tuple[int, int]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets): int64 (B, T) twice, the targets one token on, of the tokens in `ranges` [(first,
-        end)] of each sequence; all S without. No others are read. Errors: a token id beyond the vocabulary.
-        """
+        """(tokens, targets): int64 (B, T) each, the targets one token later. `ranges` [(first, end)] are
+        the tokens of each sequence that are read, by default all S. Errors: ConfigError: a token id
+        beyond the vocabulary."""
         ids, offsets = self.tokens[split], self.offsets(split, step, micro_step, B, S, seed)
         windows = []  # (B, end - first + 1)
         for first, end in ranges or [(0, S)]:
@@ -48,8 +48,7 @@ class Data:
         return torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
 
     def fingerprint(self) -> int:
-        """A hash of the dataset: of meta.json, and of each split's tokens, or of 256 stretches of them where
-        it is large."""
+        """A hash of meta.json and of each split's tokens; of a large split 256 stretches."""
         value = zlib.crc32(json.dumps(self.meta, sort_keys=True).encode())
         for ids in self.tokens.values():
             for start in range(0, len(ids), max(FINGERPRINT_IDS, len(ids) // 256)):
@@ -58,9 +57,8 @@ class Data:
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
-    """`t`, from pageable host memory, on the device. With `pin` the host does not wait for the copy: the
-    pinned memory in between is torch's, which keeps it for the next one and hands it out again when the
-    copy's event has come."""
+    """`t`, from pageable host memory, on the device. With `pin` the host does not wait for the copy: torch
+    copies through pinned memory of its own, which it uses again once the copy is done."""
     return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
 
 
@@ -72,7 +70,8 @@ def prepare_again(folder: Path) -> str:
 
 
 def read_meta(folder: Path) -> dict:
-    """meta.json, checked. Errors: not there, or not what memo/tokens.py writes."""
+    """The checked meta.json of a dataset folder. Errors: ConfigError: it is missing, or not as
+    memo/tokens.py writes it."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
@@ -96,7 +95,7 @@ def read_meta(folder: Path) -> dict:
 
 
 def check_tokenizer(folder: Path, meta: dict) -> None:
-    """Errors: the folder's tokenizer.json is not the one that made the dataset, or none that can be used."""
+    """Errors: ConfigError: the folder's tokenizer.json did not make the dataset, or cannot be used."""
     path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
     if path.exists():
         load_tokenizer(path)
@@ -107,8 +106,9 @@ def check_tokenizer(folder: Path, meta: dict) -> None:
 
 
 class Ids:
-    """The token ids of one .bin, len() of them, read when a slice asks for them: of a mapped file that is cut
-    short meanwhile the process would die. Errors: ConfigError: not there, or not `count` ids long."""
+    """The token ids of one .bin: len(), and slices, which are read from the file when they are asked
+    for. A mapped file that is cut short would kill the process. Errors: ConfigError: not there, or not
+    `count` ids long."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int):
         self.path, self.dtype, self.count = path, dtype, count
@@ -142,8 +142,8 @@ class Ids:
 def open_dataset(dataset: str, block_size: int) -> Data:
     """Opens `dataset`, a folder's name under data/ or a path, for sequences of `block_size` tokens -> Data.
 
-    Errors: no dataset there, files that do not fit its meta.json, a split without one window of block_size +
-    1 tokens.
+    Errors: ConfigError: there is no dataset, its files do not fit its meta.json, or a split is shorter than
+    one window of block_size + 1 tokens.
     """
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():

@@ -73,8 +73,7 @@ class Saver:
 
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
     one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
-    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole one, None where there is
-    none.
+    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None.
     """
 
     def __init__(self, out_dir, group=None, pin: bool = True, keep: int = 1, whole: int | None = None):
@@ -86,10 +85,10 @@ class Saver:
         self.copier, self.taken = Copier(pin), threading.Event()
 
     def save(self, pieces: list[Piece], cfg: Config, iter: int) -> None:
-        """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`,
-        which must not change before copied() returns. Where `iter` is that of the newest whole one nothing is
-        written: the run is in the same state. Errors: those of the save before, as in wait(); then nothing is
-        started."""
+        """Starts to write the checkpoint of a run whose next iteration is `iter`. The fp32 `pieces`
+        must not change before copied() returns. Where `iter` is that of the newest whole checkpoint,
+        nothing is written: the state is the same. Errors: those of the save before, as in wait(); then
+        no save starts."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
@@ -123,7 +122,7 @@ class Saver:
         self.thread = None
 
     def close(self) -> None:
-        """As wait(), but silent, and the last of all; the group goes too."""
+        """Waits like join(), and gives the group back. The last call of all."""
         self.join()
         if self.group is not None:
             dist.destroy_process_group(self.group)
@@ -169,8 +168,8 @@ class Saver:
         self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
 
     def together(self, work, *args):
-        """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on
-        all."""
+        """work(*args) on every rank -> the results of all ranks. Errors: an error on one rank is
+        raised on all."""
         try:
             results = [work(*args)]
         except Exception as e:
@@ -223,7 +222,7 @@ class Saver:
 
 
 def pass_over(folder: Path) -> None:
-    """Renames the folder of a damaged checkpoint, so that nobody takes it for a whole one."""
+    """Renames the folder of a damaged checkpoint, so that no reader takes it for a whole one."""
     names = (folder.with_suffix(f".damaged{n or ''}") for n in count())
     folder.rename(next(new for new in names if not os.path.lexists(new)))
 
@@ -252,8 +251,8 @@ class Checkpoint:
             yield name.removeprefix(f"{prefix}."), tensor
 
     def read(self, pieces: list[Piece]) -> None:
-        """Fills the `pieces` in place, on any device, whatever the layout they were saved in; each rank for
-        itself. Their names and shapes must be those of the checkpoint."""
+        """Fills the `pieces` in place, on any device, in any layout; each rank reads for itself. Their names
+        and shapes must be those of the checkpoint."""
         try:
             self.reader.read(pieces)
         except pickle.UnpicklingError:  # torch's text advises to read what may run code
@@ -264,9 +263,9 @@ class Checkpoint:
 
 
 def load(out_dir, rank: int = 0, world: int = 1, passed_over=()) -> Checkpoint:
-    """The newest Checkpoint in `out_dir`, but for those in `passed_over`, as in manifest.newest(). Each of
-    `world` ranks reads its part of the files to see whether they are intact. Errors: CheckpointError: none
-    there, another format; Damaged: a file of it is missing, truncated or corrupt."""
+    """The newest Checkpoint in `out_dir` that is not in `passed_over`, as in manifest.newest(). Each of
+    `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
+    format; Damaged: one of its files is missing, truncated or corrupt."""
     from memo import dcp  # takes a second: a run starts without it
     path, stored = newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}") if rank == 0 else contextlib.nullcontext():
@@ -295,9 +294,9 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
 
 
 def read_newest(out_dir, work: Callable[[Checkpoint], Any]) -> Any:
-    """work(the newest intact Checkpoint in `out_dir`), for a reader beside whom a run may go on. A damaged
-    one is passed over for the one before it, with a warning; one that the run removed meanwhile is another's
-    turn. Errors: none is intact."""
+    """work(the newest intact Checkpoint in `out_dir`), where a run may go on meanwhile. A damaged checkpoint
+    is passed over for the one before it, with a warning; after one that the run has removed, the search
+    starts anew. Errors: no checkpoint is intact."""
     passed_over: dict[Path, str] = {}
     while True:
         try:
@@ -310,8 +309,8 @@ def read_newest(out_dir, work: Callable[[Checkpoint], Any]) -> Any:
 
 
 def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
-    """Errors: a parameter that the model or the checkpoint lacks, one of another shape, another model of
-    equal shapes."""
+    """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
+    shape; or the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
     other = {k for k in MODEL_KEYS if ckpt.config.get(k) != cfg[k]}
     keys = ", ".join(f"{k}={ckpt.config.get(k)}, not {cfg[k]}" for k in sorted(other))
@@ -328,9 +327,9 @@ def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
 
 
 def restore(ckpt: Checkpoint, model, optimizer=None) -> None:
-    """Sets the master weights, the moments and the steps; the model's parameters only where there is no
-    optimizer, otherwise optimizer.publish() does. Talks to no other rank. Errors come before anything is
-    overwritten: see check_model()."""
+    """Sets master weights, moments and the count of steps. Without an optimizer it sets the model's
+    parameters; with one, optimizer.publish() does. Sends nothing to other ranks. Errors, those of
+    check_model(), come before anything is overwritten."""
     moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
     check_model(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:

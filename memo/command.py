@@ -1,5 +1,4 @@
-"""What the commands of memo have in common: how arguments are read, how a command ends, what is said
-meanwhile.
+"""What all commands share: how they read arguments, how they end, what they say meanwhile.
 
 Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal that ended it.
 """
@@ -26,7 +25,7 @@ FIRST_S = 3  # after so long something is said
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse, whose errors are one line, and whose options are never abbreviated and have bounds."""
+    """argparse with errors of one line, without abbreviated options, and with bounds for values."""
 
     def __init__(self, **kwargs):
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
@@ -34,8 +33,8 @@ class Arguments(argparse.ArgumentParser):
         self.options = []
 
     def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
-        """An argument, or with -- before its name an option, whose value is read and checked as keys.option()
-        says."""
+        """An argument, or an option where the name starts with --. Its value is read and checked
+        as keys.option() says."""
         f = option(name.removeprefix("--"), kind, default, help, **bounds)
         self.options.append(f)
         told = [" | ".join(f.metadata["choices"])] if f.metadata["choices"] else []
@@ -65,7 +64,7 @@ class Arguments(argparse.ArgumentParser):
 
 def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
     """The exit code of a command, main(argv) -> exit code or None for 0. The user's mistakes are told in one
-    line, and so are the errors that last_line() knows; others with their traceback."""
+    line, and so are the errors that last_line() knows; other errors with their traceback."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)
@@ -88,9 +87,8 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
 
 def answer_early(read: Callable[[list[str]], Any]) -> None:
     """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo,
-    and ends the process (SystemExit) after --help. Ranks of several say nothing here: rank 0 will speak for
-    them. A signal during the imports, or a disk without room for what torch writes then, is no traceback
-    either."""
+    and ends the process (SystemExit) after --help. One of several ranks says nothing here: rank 0 will speak
+    for all. A signal during the imports, or a full disk on which torch cannot write, gives no traceback."""
     if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -99,7 +97,7 @@ def answer_early(read: Callable[[list[str]], Any]) -> None:
 
 
 def import_failed(kind, e, trace):
-    """Ends the process as bad input does where an import met an OSError."""
+    """Ends the process like bad input where an import met an OSError."""
     if not issubclass(kind, OSError):
         sys.__excepthook__(kind, e, trace)
         return
@@ -109,16 +107,16 @@ def import_failed(kind, e, trace):
 
 
 def end_with_reader() -> None:
-    """From here on the process ends quietly, by SIGPIPE, where nobody reads its output any more (`| head`),
-    as other commands do; Python ignores that signal. Not for a training run: its sockets may break, and it
-    goes on."""
+    """From here on the process ends quietly, by SIGPIPE, when its output has no reader any more (`|
+    head`), as other commands do; Python ignores that signal. A training run must not call this: it goes
+    on when a socket breaks."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 @contextmanager
 def progress(text: Callable[[], str]) -> Iterator[None]:
-    """Meanwhile says text(), a line, on stderr: after FIRST_S seconds, then each time that as long again has
-    passed, at the latest every minute."""
+    """Meanwhile prints text(), a line, on stderr: after FIRST_S seconds, then whenever the time so far has
+    doubled, at least every minute."""
     over, start = threading.Event(), time.monotonic()
 
     def tell():
@@ -138,7 +136,7 @@ def progress(text: Callable[[], str]) -> Iterator[None]:
 
 
 def python() -> str:
-    """What to type for the running Python: python, where the shell finds the same one, else its path."""
+    """How to type the running Python in a shell: python, where that is the same one, else its path."""
     if Path(shutil.which("python") or "").absolute() == Path(sys.executable):
         return "python"
     path = Path(sys.executable)

@@ -1,5 +1,5 @@
-"""The configuration: one frozen dataclass, one way to fill it, every rule checked before a device is
-touched."""
+"""The configuration: one frozen dataclass, one way to fill it, all rules checked before a
+device is touched."""
 
 import difflib
 import math
@@ -13,12 +13,11 @@ from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
 
-# Bounds that several keys share. They are generous: what lies beyond is a slip of the keyboard, or could only
-# fail later
+# Bounds that several keys share. They are generous: a value beyond them is a typing error, or would fail later
 STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 31 years")
 RATE: dict[str, Any] = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
 LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20, why="a layer of that width has 13e12 parameters")
-MOST_TOGETHER = {  # what is within bounds by itself may be too much together
+MOST_TOGETHER = {  # keys within their bounds may be too much together
     "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
     "gradient_accumulation_steps*batch_size*block_size":
         (2**40, "the ids of a step's tokens alone take 16 TiB"),
@@ -250,7 +249,7 @@ def stored_config(stored: dict[str, Any], **changes) -> Config:
 
 
 def inherited(given: dict[str, Any], passed_over) -> dict[str, Any]:
-    """What the run starts from besides the defaults: the saved config of `resume`, the model of `hf:`."""
+    """The keys that the run starts from: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
         folder, stored = newest(out_dir, passed_over)
@@ -304,8 +303,8 @@ def load_config(argv: list[str], passed_over=()) -> Config:
 
 
 def degrees(cfg: Config, world: int) -> int:
-    """dp. Errors: ConfigError: the layout does not fill the world, or the dp ranks do not get equally many
-    micro batches."""
+    """dp. Errors: ConfigError: the layout does not fill the world, or a step's micro batches cannot
+    be shared out."""
     dp = max(1, world // (cfg.cp * cfg.tp))
     if dp * cfg.cp * cfg.tp != world:
         raise ConfigError(f"dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "

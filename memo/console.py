@@ -8,7 +8,7 @@ from memo.errors import reason
 
 
 class Console:
-    """stdout or stderr of a run: a full disk or a reader that is gone loses the text, not the run."""
+    """stdout or stderr of a run: where a disk is full or the reader is gone, text is lost, not the run."""
 
     def __init__(self, stream):
         # the caller closes it
@@ -46,8 +46,8 @@ def guard_console() -> None:
 
 
 class Attempts:
-    """Does what is not worth a run: pictures, loggers, plan.json. A failure is a warning, once for each
-    reason."""
+    """Does work that is not worth a run: pictures, loggers, plan.json. A failure is a warning,
+    once a reason."""
 
     def __init__(self):
         self.told = set()

@@ -98,7 +98,7 @@ def read_tensor(path: Path, opened, name: str) -> torch.Tensor:
 
 
 def shards(path: Path) -> list[Path]:
-    """The files that an index names, all of them beside it. Errors: ConfigError."""
+    """The files that an index names, all of them in its folder. Errors: ConfigError."""
     files = load_json(path, "download the folder again").get("weight_map")
     if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
         raise ConfigError(f"{path}: weight_map must give each tensor the name of a file in its folder; "
@@ -113,9 +113,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def hf_tensors(folder, cfg: Config) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (memo's name, fp32 tensor) of the GPT-2 in `folder`: positions cropped to cfg.block_size, rows
-    of the embedding padded with zeros. Errors: weights that are missing, of another shape or kind, or not
-    GPT-2's."""
+    """Yields (memo's name, fp32 tensor) of the GPT-2 in `folder`: positions cropped to cfg.block_size, the
+    embedding padded with rows of zeros. Errors: ConfigError: a weight is missing, has another shape or kind,
+    or is not GPT-2's."""
     folder = Path(folder)
     weights, rows = open_weights(folder), gpt2_parameters(cfg)
     head = weights.pop("lm_head.weight", None)

@@ -1,7 +1,5 @@
-"""Pieces of tensors to and from the files of torch.distributed.checkpoint (DCP). In a module of its own,
-because DCP takes a second to import: memo/checkpoint.py does that when there is a checkpoint to write or to
-read.
-"""
+"""Pieces of tensors to and from the files of torch.distributed.checkpoint (DCP). DCP takes a second to
+import, so memo/checkpoint.py imports this module only when there is a checkpoint to write or to read."""
 
 import io
 import pickle
@@ -41,8 +39,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single p
 
 @contextmanager
 def first_failure() -> Iterator[None]:
-    """The exception of the first rank that failed, where DCP gathers those of all ranks in one that is no
-    Exception."""
+    """Errors: the exception of the first rank that failed. DCP raises the exceptions of all ranks in one that
+    is no Exception."""
     try:
         yield
     except CheckpointException as e:
@@ -117,8 +115,8 @@ ADMITTED = {("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_g
 
 
 def bounded_pickle(path: Path) -> bytes:
-    """The bytes of a pickle. Errors: pickle.UnpicklingError: it is large, or would make the unpickler's memo
-    larger than itself: a few bytes can ask for all memory there is."""
+    """The bytes of a pickle. Errors: pickle.UnpicklingError: the pickle is too large, or names a memo entry
+    beyond its own size. A few such bytes could ask for all memory there is."""
     with open(path, "rb") as file:
         data = file.read(MOST_METADATA_BYTES + 1)
     if len(data) > MOST_METADATA_BYTES:
@@ -137,12 +135,12 @@ class Unpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads DCP's files; the metadata once, and without executing what it names. Tensors:
-    torch.load(weights_only=True)."""
+    """Reads DCP's files: the metadata once, without executing what it names, the tensors
+    with torch.load(weights_only=True)."""
 
     def __init__(self, path, metadata, files):
         """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and
-        any other."""
+        any other exception."""
         super().__init__(path)
         self.metadata = Unpickler(io.BytesIO(bounded_pickle(path / metadata))).load()
         if not isinstance(self.metadata, Metadata):

@@ -1,4 +1,4 @@
-"""The device a run takes, and how much of its memory it took."""
+"""The device of a run, and how much of its memory is taken."""
 
 import os
 import resource
@@ -13,8 +13,8 @@ from memo.estimate.hardware import CONTEXT_BYTES
 
 
 def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
-    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`, the local_rank-th GPU of this host.
-    Errors: CUDA asked for where there is none, or not so many."""
+    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`: the local_rank-th GPU of this host.
+    Errors: ConfigError: there is no CUDA GPU, or there are too few."""
     cuda = torch.cuda.is_available()
     if cfg.device == "cuda" and not cuda:
         raise ConfigError("device=cuda needs a CUDA GPU that torch can use, there is none; try device=auto")
@@ -62,15 +62,14 @@ def device_peak_bytes(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has done all that it was given."""
+    """Waits until a CUDA device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def settle(device: torch.device) -> None:
-    """Before room is measured: cuBLAS takes its workspace, and what torch's allocator has left of other
-    tensors goes back to the device. Otherwise small tensors that stay would keep large segments of it from
-    going back."""
+    """To be called before room is measured. cuBLAS takes its workspace, and blocks that torch's allocator has
+    cached go back to the device. Otherwise small tensors that stay would hold large segments of the cache."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         x = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
@@ -84,7 +83,7 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def own_bytes(device: torch.device) -> int | None:
-    """What other processes leave of a CUDA device's memory; None where the device is the host."""
+    """The memory of a CUDA device that other processes leave; None where the device is the host."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -73,8 +73,8 @@ def save_last(run: Run) -> None:
 
 
 def save_after(run: Run, e: Exception) -> None:
-    """Saves the steps done before the run ends with the exception `e`, where the state is good and all ranks
-    are here."""
+    """Saves the steps done before the run ends with the exception `e`; only if the state is good, and all
+    ranks are there."""
     all_here = run.mesh.host.size == 1 or isinstance(e, TrainingError)
     if not run.whole or run.done == run.first or isinstance(e, NotFinite) or not all_here:
         return

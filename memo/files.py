@@ -1,8 +1,7 @@
-"""Files: read within bounds, whoever made them, and written whole; the folder where things are kept from run
-to run.
+"""Reading within bounds, writing whole files, and the cache folder.
 
 Every text and every JSON that memo reads comes through read_text() or load_json(). A file may be damaged, or
-made by somebody who means harm: a pipe, a device without end, JSON nested without end are refused.
+made by an attacker: a pipe, an endless device and JSON nested without end are refused.
 """
 
 import errno
@@ -25,15 +24,15 @@ MOST_DEPTH = 32          # of lists and objects inside each other
 # --- reading ---
 
 def regular(found: os.stat_result) -> os.stat_result:
-    """What os.stat() `found`. Errors: OSError: it is no regular file, and may have no end."""
+    """`found`, the result of os.stat(). Errors: OSError: it is no regular file, and may have no end."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "is no regular file")
     return found
 
 
 def opened(path) -> int:
-    """The descriptor of a regular file, open for reading; a pipe in its place holds nobody up. Errors:
-    OSError."""
+    """The descriptor of a regular file, open for reading. A pipe in its place does not
+    block. Errors: OSError."""
     regular(os.stat(path))  # to open a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -63,8 +62,8 @@ def depth(value) -> int:
 
 
 def parse_json(text: str, kind: type = dict) -> Any:
-    """The value of a JSON text. Errors: ValueError: no JSON, no `kind`, nested deeper than MOST_DEPTH, a
-    number that is not finite."""
+    """The value of a JSON text. Errors: ValueError: it is no JSON, no `kind`, nested deeper than MOST_DEPTH,
+    or holds a number that is not finite."""
     def finite(digits):
         if not isfinite(number := float(digits)):
             raise ValueError(f"{digits[:20]} is no finite number")
@@ -99,7 +98,7 @@ def plain_name(name) -> bool:
 # --- writing ---
 
 def readable_json(value, pad: str = "") -> str:
-    """`value` as JSON for people: an item a line, but a list of plain values on one."""
+    """`value` as JSON for people: one item a line, but a list of plain values on one line."""
     if isinstance(value, dict) and value:
         items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
     elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, tuple, dict)) for v in value):
@@ -124,18 +123,19 @@ def save_json(value, path) -> None:
 # --- kept from run to run ---
 
 def ours_alone(found: os.stat_result) -> bool:
-    """Whether what os.stat() `found` belongs to this user, and nobody else can write it."""
+    """Whether a file belongs to this user, and no other user can write it. `found`: the
+    result of os.stat()."""
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def cache_folder() -> Path | None:
-    """The folder of compiled code, plans and calibrations. None where no such folder is ours alone: others
-    could plant files there. Nothing is kept then."""
+    """The folder of compiled code, plans and calibrations. None where there is no such folder that only this
+    user can write: others could plant files there. Nothing is kept then."""
     return cache_place()[0]
 
 
 def cache_place() -> tuple[Path | None, str | None]:
-    """(cache_folder(), None), or (None, why there is none and what helps)."""
+    """(cache_folder(), None), or (None, the reason and a remedy)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
@@ -158,8 +158,7 @@ def cache_place() -> tuple[Path | None, str | None]:
 
 
 def keep_json(value, folder: Path | None, name: str) -> None:
-    """Stores `value` in cache_folder(), where there is one, for the next run; that it cannot be costs time
-    only."""
+    """Stores `value` in cache_folder(), where there is one, for the next run. A failure costs only time."""
     if folder is not None:
         with suppress(OSError):
             save_json(value, folder / name)

@@ -1,5 +1,5 @@
-"""What a key of the configuration is, or an option of a command: its default, its line of --help, the values
-that it may take, and why no others."""
+"""A key of the configuration, or an option of a command: its default, its line of --help, the values that it
+may take, and why no others."""
 
 import re
 import shutil
@@ -17,14 +17,14 @@ MOST_COLUMNS = 110
 
 def key(default, help: str, *, section="", choices=(), least=None, below=None, most=None, why="") -> Any:
     """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
-    `most`. `least` counts the characters of a text. A float whose default is "auto" may be that instead of a
-    number. `section`: the heading of this key and of those that follow."""
+    `most`. For a text `least` counts characters. A float whose default is "auto" may be "auto" too.
+    `section`: the heading of this key and of those that follow."""
     return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
                                                 below=below, most=most, why=why))
 
 
 def option(name: str, kind: type, default=None, help: str = "", **bounds) -> Field:
-    """A key for itself, of `kind` int, float, bool or str."""
+    """A key outside the configuration, of `kind` int, float, bool or str."""
     f = key(default, help, **bounds)
     f.name, f.type = name, kind
     return f
@@ -49,7 +49,7 @@ def shown(value) -> str:
 
 
 def check_value(f: Field, value) -> None:
-    """Raises ConfigError where `value` is not one that key `f` may take."""
+    """Errors: ConfigError: key `f` may not take `value`."""
     if value == "auto" and may_be_auto(f):
         return
     m, given = f.metadata, f"{f.name}={shown(value)}"
@@ -95,8 +95,8 @@ def help_width() -> int:
 
 
 def columns(rows: list[tuple[str, str | None]]) -> str:
-    """The lines of [(left, right)] in two aligned columns, as wide as help_width(); right None makes a
-    heading."""
+    """The lines of [(left, right)] in two aligned columns, as wide as help_width(). Where right is None, left
+    is a heading."""
     width = help_width()
     start = 4 + max(len(left) for left, right in rows if right is not None)
     lines = []

@@ -1,8 +1,6 @@
-"""Several processes as one run: torchrun's environment, how the ranks find each other, how they fail
-together.
+"""Several processes as one run: torchrun's environment, how ranks find each other, how they fail together.
 
-The only reader of torchrun's environment. `host` is the mesh.Axis of all ranks over gloo, as in
-memo/parallel/mesh.py.
+The only reader of torchrun's environment. `host` is the Axis of all ranks over gloo (memo/parallel/mesh.py).
 """
 
 import os
@@ -57,8 +55,7 @@ def whole_number(environment: Mapping[str, str], name: str, default: int | str, 
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The Launch that torchrun put into the environment; without torchrun a single process. Errors:
-    ConfigError."""
+    """The Launch of torchrun's environment; without torchrun a single process. Errors: ConfigError."""
     if "TORCHELASTIC_RUN_ID" not in environment and "WORLD_SIZE" not in environment:
         return Launch(0, 1, 0, 1, 0, "")
     number = partial(whole_number, environment)
@@ -66,7 +63,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     rank, restarts = number("RANK", 0, 0, world - 1), number("TORCHELASTIC_RESTART_COUNT", 0, 0, 10**9 - 1)
     local_world = number("LOCAL_WORLD_SIZE", 1, 1, world)
     local_rank = number("LOCAL_RANK", 0, 0, local_world - 1)
-    name = environment.get("TORCHELASTIC_RUN_ID", "none")  # "none": whoever gave torchrun no id has this one
+    name = environment.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was given no id
     if name == "none":
         name = f"{socket.gethostname()} {os.getppid()}"
     threads = 0
@@ -143,9 +140,8 @@ def rank_errors(host, run=None) -> Iterator[None]:
 # --- connections ---
 
 def meeting(store, rank: int, world: int) -> str:
-    """A name for what the ranks that are there now write into the store. torchrun may keep its store over a
-    restart, and its count of restarts is each node's own: the addresses of ranks that are gone must not be
-    found again."""
+    """A name for all that the present ranks write into the store. torchrun may keep its store over a restart,
+    and each node counts its restarts for itself: the addresses of ranks that are gone must not be found."""
     me = uuid4().hex
     if rank > 0:
         store.set(f"hello {rank}", me)

@@ -1,6 +1,7 @@
-"""Config files: assignments that are evaluated, never run. A value is a literal, a name that the file
-assigned before, or arithmetic on numbers, and stays within bounds: no file can run code, hold a command up or
-fill its memory.
+"""Config files: assignments that are evaluated, never run.
+
+A value is a literal, a name that the file assigned before, or arithmetic on numbers, and stays within bounds:
+no file can run code, block a command or fill its memory.
 """
 
 import ast

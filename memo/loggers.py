@@ -46,7 +46,7 @@ class StepStats:
 
 
 def say(text: str) -> None:
-    """Prints a line, beside a progress bar if there is one."""
+    """Prints a line, above a progress bar if there is one."""
     tqdm.write(text)
     sys.stdout.flush()
 
@@ -60,8 +60,7 @@ def usable(row: dict) -> bool:
 
 
 def read_metrics(path) -> list[dict]:
-    """The lines of a metrics.jsonl; without those of no step, and those that a kill or a full disk cut
-    short."""
+    """The lines of a metrics.jsonl, without lines that a kill or a full disk cut short."""
     rows = []
     with open(opened(path), errors="replace") as f:
         for line in iter(partial(f.readline, MOST_LINE), ""):
@@ -126,8 +125,8 @@ class ConsoleLogger:
 
 
 class WandbLogger:
-    """Weights & Biases. Without an account it logs offline, into `out_dir`; no failure of it stops the
-    run."""
+    """Weights & Biases. Without an account it logs offline, into `out_dir`. No failure of it
+    stops the run."""
 
     def __init__(self, cfg, config_dict):
         self.run = None

@@ -1,5 +1,4 @@
-"""out_dir/ckpt: which checkpoints there are, and checkpoint.json, the manifest that says what each one
-holds."""
+"""The checkpoints in out_dir/ckpt, and checkpoint.json, the manifest of each one."""
 
 import errno
 import json
@@ -28,8 +27,8 @@ class Damaged(CheckpointError):
 
 
 def unreadable(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
-    """The error of a checkpoint's file that raised the OSError or ValueError `e`: Damaged where the file is
-    not what it should be; CheckpointError where the disk or a permission is at fault, which may pass."""
+    """The error of a checkpoint's file that raised the OSError or ValueError `e`. Damaged: the content of the
+    file is wrong. CheckpointError: the disk or a permission is at fault, which may pass."""
     text = f"{path} cannot be read ({reason(e)})"
     wrong = isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
     if wrong or getattr(e, "errno", 0) in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
@@ -39,7 +38,7 @@ def unreadable(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointE
 
 def checkpoints(out_dir) -> list[Path]:
     """The folders of the checkpoints in `out_dir`, the newest first. The name of a folder is the iteration to
-    go on with; one that is being written, or removed, has another name."""
+    go on with. A checkpoint that is being written or removed has another name."""
     numbers = [f for f in (Path(out_dir) / CHECKPOINT).glob("*")
                if re.fullmatch("0|[1-9][0-9]{0,15}", f.name) and f.is_dir()]
     return sorted(numbers, key=lambda f: int(f.name), reverse=True)
@@ -68,7 +67,7 @@ def newest(out_dir, passed_over=()) -> tuple[Path, dict[str, Any]]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What checkpoint.json in `folder` holds: dict(format, iter, config, files {name: [bytes, crc32]}).
+    """The content of checkpoint.json in `folder`: dict(format, iter, config, files {name: [bytes, crc32]}).
     Errors: Damaged; CheckpointError: another format."""
     path = folder / CHECKPOINT_JSON
     try:

@@ -16,7 +16,7 @@ def lock(out: Path, owner: str) -> IO:
     a file with the text `owner`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "a")  # noqa: SIM115  held until the process ends
+        file = open(out / ".lock", "a")  # noqa: SIM115  open until the process ends
     except OSError as e:
         raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another "
                           "--out_dir") from None

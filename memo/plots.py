@@ -18,7 +18,7 @@ STREAMS = ("compute", "offload", "prefetch")
 
 
 def pyplot():
-    """matplotlib's, which takes a second to import: not before there is a picture to draw."""
+    """matplotlib.pyplot, which takes a second to import: only when there is a picture to draw."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -37,9 +37,9 @@ def store(fig, path) -> None:
 
 
 def smooth(values) -> np.ndarray:
-    """Each value replaced by that of a straight line fitted to its neighbours, a quarter of the values before
-    it on either side, 2 to 50: no lag where the values fall, and more smoothing where they hardly change any
-    more."""
+    """Each value replaced by that of a straight line fitted to its neighbours: on either side a quarter as
+    many as there are values before it, 2 to 50. So the curve does not lag where values fall, and is smoother
+    where they hardly change."""
     v = np.asarray(values, dtype=float)
     i = np.arange(len(v))
     half = np.clip(i // 4, 2, 50)
@@ -84,7 +84,7 @@ def loss_curve(rows: list[dict], png_path, title: str, vocab_size: int) -> None:
 
 def timeline(spans: list, json_path: Path, png_path, title: str) -> None:
     """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three
-    rows, compute, offload and prefetch, layer by layer; what the compute stream waited for is red."""
+    rows, compute, offload and prefetch, layer by layer. Red is the time that the compute stream waited."""
     shown = [s for s in spans if s.kind == "launch" or s.stream == "compute"]
     events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row))
               for i, row in enumerate(STREAMS)]
@@ -126,7 +126,7 @@ SPARE = ("#c26a8d", "#4f9d9d", "#a0793d", "#6b7a3a")  # for kinds with a name of
 
 
 def scale(nbytes: int) -> tuple[int, str]:
-    """The unit to print that many bytes in: (its bytes, its name)."""
+    """The unit to print so many bytes in: (its bytes, its name)."""
     return next(((2**p, name) for p, name in ((30, "GiB"), (20, "MiB")) if nbytes >= 2**p), (2**10, "KiB"))
 
 
@@ -136,7 +136,7 @@ def printed(nbytes: int) -> str:
 
 
 def fill(ax, rectangles, colour, unit, linewidth, edge):
-    """Rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
+    """Draws rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
     from matplotlib.collections import PolyCollection
     corners = [[(r.start, low), (r.stop, low), (r.stop, high), (r.start, high)] for r, low, high in
                ((r, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles)]
@@ -146,12 +146,13 @@ def fill(ax, rectangles, colour, unit, linewidth, edge):
 
 
 def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
-    """The tensors of a step, address against time: where the Plan puts them and, on the same scale (while
-    that is up to 4 times as much), where torch's caching allocator would: simulated from an empty cache, or
-    from what the Traces `before` left. Every segment of the step is as wide as the others. Grey is reserved
-    and holds nothing. What the plan leaves to torch is in neither. A PNG.
+    """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
+    torch's caching allocator would. Both have the same scale, while the lower one is up to 4 times as high.
+    The caching allocator is simulated from an empty cache, or from the state that the Traces `before` left.
+    All segments of the step are equally wide. Grey is reserved and holds nothing. Tensors that the plan
+    leaves to torch are in neither.
 
-    Errors: ValueError where the plan has no place for any tensor of the trace.
+    Errors: ValueError: the plan has no place for any tensor of the trace.
     """
     tensors = planned(trace, plan)
     if not tensors:

@@ -1,5 +1,5 @@
-"""What a run tells (a run.Run, in all functions): its first and last lines, each step, plan.json, pictures. A
-picture or plan.json that fails is a warning."""
+"""What a run tells: its first and last lines, each step, plan.json, pictures. `run` is a
+run.Run everywhere."""
 
 import math
 import os
@@ -28,7 +28,7 @@ FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timel
 
 
 def print_first_lines(run) -> None:
-    """Prints what is about to happen, and what lives where."""
+    """Prints what the run will do, and where its tensors live."""
     cfg, m, mesh = run.cfg, run.model, run.mesh
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
@@ -56,8 +56,8 @@ def title(run) -> str:
 # --- a step ---
 
 def report_step(run, stats: StepStats, spans: list[Span], replanned: bool) -> None:
-    """Tells all that is told of a step. No failure of it ends the run. `replanned`: whether the memory plan
-    is new."""
+    """Tells all that is told of a step. No failure ends the run. `replanned`: whether the memory
+    plan is new."""
     cfg, it = run.cfg, stats.iter
     if not run.speaks:
         return
@@ -74,7 +74,7 @@ def report_step(run, stats: StepStats, spans: list[Span], replanned: bool) -> No
 
 
 def keep_folder(run) -> None:
-    """Makes out_dir again where somebody removed it in mid-run. The next checkpoint is written there."""
+    """Makes out_dir again where it was removed in mid-run. The next checkpoint is written there."""
     if not is_locked(run.out, run.lock):
         run.lock = lock(run.out, run.owner)
         furnish(run, run.out)

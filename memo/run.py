@@ -1,5 +1,4 @@
-"""A run up to its first step: what is checked before the device is touched, what all ranks agree on, what is
-set up."""
+"""A run before its first step: the checks of each rank, what all ranks agree on, the Run."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -84,7 +83,8 @@ class Run(Checked):
 # --- one rank ---
 
 def check_same_tokenizer(data: Data, folder, weights: str) -> None:
-    """Errors: the data was made with another tokenizer than the one in `folder`, beside the `weights`."""
+    """Errors: ConfigError: the data was made with another tokenizer than `folder` holds, which belongs
+    to the `weights`."""
     mine, theirs = data.folder / "tokenizer.json", Path(folder) / "tokenizer.json"
     if not (mine.exists() and theirs.exists()):
         return
@@ -142,8 +142,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
 # --- all ranks ---
 
 def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: Callable) -> bool:
-    """Whether torchrun starts this run again after a failure, and a checkpoint of the run is there to go on
-    from."""
+    """Whether torchrun starts this run again after a failure, and the run has left a checkpoint."""
     ours = False  # rank 0 looks
     if host.rank == 0 and any(launch.restarts for launch in launches):
         with suppress(ConfigError, OSError):  # check_rank() tells them
@@ -155,8 +154,8 @@ def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: C
 
 
 def check_ranks(host: Axis, check: Callable) -> tuple[Checked, dict[Path, str]]:
-    """check(passed_over) on all ranks -> what this rank found, and {folder: why} of the checkpoints that were
-    passed over: one that is damaged, whichever rank saw it, for the one before it."""
+    """check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that were
+    passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
     passed_over: dict[Path, str] = {}
 
     def attempt():
@@ -181,9 +180,9 @@ def set_aside(passed_over: dict[Path, str]) -> None:
 
 def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable,
                 trace_step: Callable) -> Checked:
-    """Checks the run on all ranks, takes out_dir, and sets up torch. `host`: the Axis of all ranks;
-    read_argv(argv, passed_over) -> (Config, whether to start although memory lacks); `trace_step`: that of
-    trace_step.py. Errors: ConfigError."""
+    """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
+    read_argv(argv, passed_over) -> (Config, whether to start although memory lacks); `trace_step`: the
+    function of trace_step.py. Errors: ConfigError."""
     launches = host.objects(launch)
     if is_restart(argv, host, launches, read_argv):
         argv = [*argv, "--init_from=resume"]
@@ -210,8 +209,8 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
 
 
 def open_run(found: Checked, mesh: Mesh, model, optimizer: Optimizer, decision: decide.Decision) -> Run:
-    """The Run of a model that is ready to train, in a furnished out_dir. Errors: ConfigError: out_dir cannot
-    be written."""
+    """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
+    out_dir cannot be written."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None)
@@ -225,7 +224,8 @@ def open_run(found: Checked, mesh: Mesh, model, optimizer: Optimizer, decision: 
 
 
 def open_loggers(run: Run) -> list:
-    """The loggers of a run, in a furnished out_dir. Errors: ConfigError: out_dir cannot be written."""
+    """The loggers of a run, after the first files of out_dir. Errors: ConfigError: out_dir
+    cannot be written."""
     cfg = run.cfg
     try:
         furnish(run, run.out)

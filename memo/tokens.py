@@ -1,8 +1,8 @@
-"""From documents to a dataset folder: train.bin, val.bin (token ids, nothing else), tokenizer.json,
-meta.json.
+"""From documents to a dataset folder: train.bin, val.bin (token ids, nothing else),
+tokenizer.json, meta.json.
 
-The one home of that format's writing; memo/batch.py reads it. meta.json comes last: a folder without one is
-no dataset.
+The one home of writing that format; memo/batch.py reads it. meta.json comes last: a folder without one
+is no dataset.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 # --- tokenizers ---
 
 def byte_level(model) -> Tokenizer:
-    """A tokenizer as GPT-2's: bytes, cut into words, decoded without loss."""
+    """A tokenizer like GPT-2's: bytes, cut into words, decoded without loss."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,8 +53,8 @@ def byte_level(model) -> Tokenizer:
 
 
 def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: vocab_size out of
-    bounds."""
+    """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: ConfigError:
+    vocab_size is out of bounds."""
     check_value(option("vocab_size", int, **VOCAB_SIZE), vocab_size)
     tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[ENDS[0]],
@@ -75,7 +75,8 @@ def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No stderr: where the library fails on what it did not foresee, it says more there than it raises."""
+    """Meanwhile there is no stderr: on errors that it did not foresee, the library prints more
+    than it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -96,19 +97,19 @@ def parsed_tokenizer(text: str) -> Tokenizer:
 
 
 def short_words(text):
-    """The text in parts, none of which has a longer word than training bears."""
+    """The text in parts without the long words that training cannot bear."""
     ends = [0, *(word.end() for word in LONG_WORD.finditer(text)), len(text)]
     return (text[start:end] for start, end in itertools.pairwise(ends))
 
 
 def told(text):
-    """progress(text) where stderr is no terminal: there a bar moves."""
+    """progress(text) where stderr is no terminal; a terminal has a moving bar."""
     return nullcontext() if sys.stderr.isatty() else progress(text)
 
 
 def load_tokenizer(path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or of a folder that holds one or GPT-2's vocab.json and merges.txt.
-    Errors: ConfigError where there is none, or none that can encode."""
+    """The tokenizer of a tokenizer.json, or of a folder with a tokenizer.json or with GPT-2's vocab.json and
+    merges.txt. Errors: ConfigError: there is none, or it cannot encode."""
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     vocab, merges = path / "vocab.json", path / "merges.txt"
@@ -135,12 +136,12 @@ def load_tokenizer(path) -> Tokenizer:
 
 
 def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
-    """The ids of a tokenizer are below it."""
+    """One more than the tokenizer's largest id."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def end_of_document(tokenizer: Tokenizer) -> str:
-    """The token that ends every document. Errors: the vocabulary has none of those known."""
+    """The token that ends every document. Errors: ConfigError: the vocabulary has none of the known ones."""
     for token in ENDS:
         if tokenizer.token_to_id(token) is not None:
             return token
@@ -151,11 +152,10 @@ def end_of_document(tokenizer: Tokenizer) -> str:
 # --- documents to ids ---
 
 def document_pieces(document: str | Iterable[str], chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
-    """(piece, is it the document's last) in order, of a document given as a str or as the strs that it
-    consists of; none of an empty one. Cut behind `chars` characters between words, since byte-level BPEs
-    never merge across them. Where no word ends in as many more, the word is cut: its ids may be others than
-    those of the whole.
-    """
+    """Yields (piece, whether it is the document's last), in order. A document is a str, or the strs that it
+    consists of; an empty one has no piece. A piece ends behind `chars` characters between two words, since
+    byte-level BPEs never merge across words. Where no word ends within as many more, the word is cut: its ids
+    may differ from those of the whole."""
     rest = ""
     for part in [document] if isinstance(document, str) else document:
         rest += part
@@ -174,15 +174,15 @@ def document_pieces(document: str | Iterable[str], chars: int = PIECE_CHARS) -> 
 
 
 def encodes_by_word(tokenizer: Tokenizer) -> bool:
-    """Whether pieces give the same ids as their document; not where a tokenizer puts a space before each
-    text."""
+    """Whether pieces have the same ids as their document. They do not where a tokenizer puts a space
+    before each text."""
     words = ("a", " b.\n", "c", " =", " 1\n\n  'D'", " é\n", "7")
     ids = [tokenizer.encode(t, add_special_tokens=False).ids for t in ("".join(words), *words)]
     return ids[0] == sum(ids[1:], [])
 
 
 def batches(documents, chars):
-    """Lists of pieces, about BATCH_CHARS long in all."""
+    """Yields lists of pieces, about BATCH_CHARS long in all."""
     batch, size = [], 0
     for document in documents:
         for piece in document_pieces(document, chars):
@@ -195,8 +195,8 @@ def batches(documents, chars):
 
 
 def encode(documents, tokenizer, total_bytes):
-    """(ids, do they end their document) in order, encoded on all cores. `total_bytes`, for the bar, may be
-    None."""
+    """Yields (ids, whether they end their document), in order, encoded on all cores. `total_bytes`, for the
+    bar, may be None."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True  # a document that merely mentions <|endoftext|> does not end there
     end = tokenizer.token_to_id(end_of_document(tokenizer))
@@ -217,10 +217,9 @@ def encode(documents, tokenizer, total_bytes):
 # --- the folder ---
 
 def write_splits(folder, encoded, dtype):
-    """Documents go whole to train.bin or val.bin: every 20th to val.bin, or the last one where there are
-    fewer, or of a single one its last 20th. Returns {split: {tokens, documents}}. Errors: fewer than two
-    tokens in a split.
-    """
+    """Writes whole documents to train.bin or val.bin: every 20th to val.bin; of fewer than 20 the last one;
+    of a single one its last 20th -> {split: {tokens, documents}}. Errors: ConfigError: a split has fewer
+    than two tokens."""
     counts = {split: dict(tokens=0, documents=0) for split in ("train", "val")}
     start, done = 0, 0  # where train's last document starts; documents so far
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
@@ -248,10 +247,10 @@ def write_splits(folder, encoded, dtype):
 
 def write_dataset(out_dir, documents: Iterable, tokenizer: Tokenizer, total_bytes: int | None = None) -> dict:
     """Writes the folder `out_dir` from documents as document_pieces() takes them, and returns its meta. Empty
-    ones are left out.
+    documents are left out.
 
-    Whatever stops it, `out_dir` holds the dataset it held before, or none. Errors: no documents, no
-    end-of-document token.
+    Whatever stops the writing, `out_dir` holds the dataset of before, or none. Errors: ConfigError: there are
+    no documents, or the tokenizer has no end-of-document token.
     """
     began = time.monotonic()
     out_dir, partial = Path(out_dir), Path(out_dir) / ".partial"

@@ -91,8 +91,8 @@ class Axis:
         return self.start_gather(x).wait()
 
     def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works:
-        """Works of `out`: the sum over all ranks of this rank's part of x, (size, ...) or flat. `out` may be
-        that part."""
+        """Works of `out`: the sum over all ranks of this rank's part of x, (size, ...) or flat. `out` may
+        be that part."""
         if out is None:
             out = x[0] if self.size == 1 else torch.empty_like(x[0])
         return self.start(x.nbytes // self.size * (self.size - 1), REDUCE_SCATTER, out, x)
@@ -134,8 +134,8 @@ class Axis:
         return Works(dist.batch_isend_irecv(ops), tensors, here)
 
     def warm(self, kinds: Iterable[str], device: torch.device) -> None:
-        """Sends first messages, short and long, by each of these methods: communicators are made, and take
-        their memory."""
+        """Sends first messages, short and long, by each of these methods: communicators are made
+        and take memory."""
         for nbytes in (4, FIRST_BYTES) if device.type == "cuda" else (4,):
             x = torch.zeros(self.size, -(-nbytes // 4 // self.size), device=device)
             for kind in kinds:
@@ -189,8 +189,8 @@ class Mesh:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Meanwhile nothing is sent over the devices' network: a rank that fails leaves no other rank
-        waiting."""
+        """Meanwhile nothing is sent over the devices' network: a rank that fails leaves no
+        other one waiting."""
         groups = [axis.group for axis in self.over_network()]
         try:
             for axis in self.over_network():
@@ -201,8 +201,8 @@ class Mesh:
                 axis.group = group
 
     def take_sent_bytes(self) -> dict[str, int]:
-        """{axis: bytes sent since the last call} of the axes that have several ranks, without `world`, which
-        carries single numbers."""
+        """{axis: bytes sent since the last call} of the axes with several ranks; not of `world`,
+        which carries scalars."""
         sent = {}
         for axis in (self.tp, self.cp, self.data):
             if axis.size > 1:
@@ -221,9 +221,9 @@ def connected(launch: Launch) -> Iterator[Axis]:
 
 
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring") -> Mesh:
-    """The Mesh of the ranks on the Axis `host`. All of them must call it. The first messages of each axis are
-    sent: communicators take their memory of the device, and a network that carries no messages is found,
-    now."""
+    """The Mesh of the ranks on the Axis `host`; all of them must call it. Sends the first messages of
+    each axis: so communicators take their memory of the device now, and a network that carries no
+    messages is found."""
     dp = host.size // (cp * tp)
     ranks = torch.arange(host.size).view(dp, cp, tp)
     backend = "nccl" if device.type == "cuda" else "gloo"
