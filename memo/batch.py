@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from memo.errors import ConfigError, reason
-from memo.files import load_json, opened
+from memo.files import load_json, open_file
 from memo.tokens import DATA, DTYPES, load_tokenizer
 
 SPLITS = ("train", "val")
@@ -19,7 +19,7 @@ FINGERPRINT_IDS = 2**16
 
 
 class Data:
-    """An opened dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
+    """An open_file dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
 
     def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]"):
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
@@ -113,7 +113,7 @@ class Ids:
     def __init__(self, path: Path, dtype: np.dtype, count: int):
         self.path, self.dtype, self.count = path, dtype, count
         try:
-            self.descriptor = opened(path)
+            self.descriptor = open_file(path)
         except OSError as e:
             raise self.error("is missing" if isinstance(e, FileNotFoundError) else reason(e), 0) from None
         weakref.finalize(self, os.close, self.descriptor)

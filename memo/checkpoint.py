@@ -40,9 +40,9 @@ from memo.manifest import (
     Damaged,
     checkpoints,
     latest,
+    manifest_text,
     newest,
-    sealed,
-    unreadable,
+    read_error,
 )
 from memo.snapshot import Copier
 
@@ -205,7 +205,7 @@ class Saver:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
         with open(temporary / CHECKPOINT_JSON, "w") as file:
-            file.write(sealed(stored))
+            file.write(manifest_text(stored))
             file.flush()
             os.fsync(file.fileno())
         sync(temporary)
@@ -290,7 +290,7 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
         except FileNotFoundError:
             raise Damaged(path, f"{file} is missing") from None
         except OSError as e:
-            raise unreadable(path, file, e) from None
+            raise read_error(path, file, e) from None
 
 
 def read_newest(out_dir, work: Callable[[Checkpoint], Any]) -> Any:

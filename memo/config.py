@@ -13,7 +13,7 @@ from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
 
-# Bounds that several keys share. They are generous: a value beyond them is a typing error, or would fail later
+# Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
 STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 31 years")
 RATE: dict[str, Any] = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
 LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20, why="a layer of that width has 13e12 parameters")
@@ -248,7 +248,7 @@ def stored_config(stored: dict[str, Any], **changes) -> Config:
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def inherited(given: dict[str, Any], passed_over) -> dict[str, Any]:
+def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
     """The keys that the run starts from: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
@@ -283,7 +283,7 @@ def load_keys(argv: list[str], passed_over=()) -> dict[str, Any]:
         check_value(KEYS[name], value)
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
-    base = inherited(given, passed_over)
+    base = starting_keys(given, passed_over)
     for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
         for name in its if mode in given else ():
             base.pop(name, None)  # the value of another mode

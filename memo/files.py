@@ -30,7 +30,7 @@ def regular(found: os.stat_result) -> os.stat_result:
     return found
 
 
-def opened(path) -> int:
+def open_file(path) -> int:
     """The descriptor of a regular file, open for reading. A pipe in its place does not
     block. Errors: OSError."""
     regular(os.stat(path))  # to open a device may do something
@@ -45,7 +45,7 @@ def opened(path) -> int:
 
 def read_text(path, most_chars: int = MOST_TEXT_CHARS) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
-    with open(opened(path), encoding="utf-8-sig") as file:
+    with open(open_file(path), encoding="utf-8-sig") as file:
         text = file.read(most_chars + 1)
     if len(text) > most_chars:
         raise ValueError(f"it must be at most {most_chars:,} characters long")

@@ -67,7 +67,7 @@ def statements(path) -> list[ast.stmt]:
 def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
     """The value of an expression's syntax tree. Errors: Refused, ArithmeticError, RecursionError."""
     if isinstance(node, ast.Constant):
-        return bounded(node.value)
+        return check_bounds(node.value)
     if isinstance(node, ast.Name):
         if node.id not in known:
             raise Refused(f"{node.id!r} is not assigned above; {VALUES}")
@@ -82,10 +82,10 @@ def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
         base, exponent = values
         if (abs(base).bit_length() - 1) * exponent >= MOST_INT.bit_length():  # before it is computed: 9**9**9
             raise Refused(f"{base}**{exponent} must be below 2**63")
-    return bounded(ARITHMETIC[type(node.op)](*values))
+    return check_bounds(ARITHMETIC[type(node.op)](*values))
 
 
-def bounded(value) -> Any:
+def check_bounds(value) -> Any:
     """`value`, an int, float, str or bool within bounds. Errors: Refused."""
     if type(value) not in (int, float, str, bool):
         raise Refused(VALUES)

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from memo.errors import reason
-from memo.files import opened, parse_json
+from memo.files import open_file, parse_json
 from memo.formulas import percent
 
 MOST_LINE = 2**16  # characters
@@ -51,7 +51,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def usable(row: dict) -> bool:
+def is_step(row: dict) -> bool:
     """Whether the values of a line that are read again are values that StepStats writes."""
     numbers: list[Any] = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
     if row.get("val_loss") is not None:
@@ -62,10 +62,10 @@ def usable(row: dict) -> bool:
 def read_metrics(path) -> list[dict]:
     """The lines of a metrics.jsonl, without lines that a kill or a full disk cut short."""
     rows = []
-    with open(opened(path), errors="replace") as f:
+    with open(open_file(path), errors="replace") as f:
         for line in iter(partial(f.readline, MOST_LINE), ""):
             with contextlib.suppress(ValueError):
-                if usable(row := parse_json(line)):
+                if is_step(row := parse_json(line)):
                     rows.append(row)
     return rows
 

@@ -26,7 +26,7 @@ class Damaged(CheckpointError):
         self.folder = folder
 
 
-def unreadable(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
+def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
     """The error of a checkpoint's file that raised the OSError or ValueError `e`. Damaged: the content of the
     file is wrong. CheckpointError: the disk or a permission is at fault, which may pass."""
     text = f"{path} cannot be read ({reason(e)})"
@@ -49,7 +49,7 @@ def latest(out_dir) -> Path | None:
     return next(iter(checkpoints(out_dir)), None)
 
 
-def sealed(stored: dict[str, Any]) -> str:
+def manifest_text(stored: dict[str, Any]) -> str:
     """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
     return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
 
@@ -75,8 +75,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         stored = parse_json(text)
         stored.pop("crc32", None)
     except (OSError, ValueError) as e:
-        raise unreadable(folder, path, e) from None
-    if text != sealed(stored):
+        raise read_error(folder, path, e) from None
+    if text != manifest_text(stored):
         raise Damaged(folder, f"{path} is corrupt (its crc32 differs from the one at its end)")
     if stored.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format={shown(stored.get('format'))} must be {FORMAT!r}; read it "

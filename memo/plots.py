@@ -130,7 +130,7 @@ def scale(nbytes: int) -> tuple[int, str]:
     return next(((2**p, name) for p, name in ((30, "GiB"), (20, "MiB")) if nbytes >= 2**p), (2**10, "KiB"))
 
 
-def printed(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     unit, name = scale(nbytes)
     return f"{nbytes / unit:.4g} {name}"
 
@@ -175,12 +175,12 @@ def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
     spare = itertools.cycle(SPARE)
     kinds = dict.fromkeys(r.kind for r in tensors)
     colours = {k: MEMORY.get(k.removeprefix("layer ")) or next(spare) for k in kinds}
-    lines: list[dict] = [dict(color=RED, lw=1.5, label=f"planned, {printed(plan.arena_bytes)}")]
+    lines: list[dict] = [dict(color=RED, lw=1.5, label=f"planned, {size_text(plan.arena_bytes)}")]
     if plan.proven:
         lines[0]["label"] += ", the lower bound"
     else:
         lines.append(dict(color="black", lw=1.2, ls=(0, (4, 3)),
-                          label=f"lower bound, {printed(plan.lower_bound)}"))
+                          label=f"lower bound, {size_text(plan.lower_bound)}"))
 
     plt = pyplot()
     fig, axes = plt.subplots(2, 1, figsize=(12, 7.7), dpi=130, sharex=True, height_ratios=heights,
@@ -196,8 +196,8 @@ def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
         if heights[0] == tops[0]:
             ax.yaxis.set_major_locator(plt.FixedLocator(plt.MaxNLocator(8).tick_values(0, max(tops))))
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_title(f"planned: {printed(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
-    axes[1].set_title(f"torch's caching allocator (simulated): reserves {printed(cache.reserved_bytes)}, "
+    axes[0].set_title(f"planned: {size_text(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
+    axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
                       f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
     firsts = {kind(label): i for i, label in reversed(list(enumerate(labels))) if kind(label) in TICKS}
     axes[1].set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),

@@ -68,13 +68,13 @@ def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
             for piece, _ in document_pieces(document):
                 read += len(piece)
                 yield from short_words(piece)
-    with told(lambda: f"training a tokenizer of {vocab_size:,} tokens on {read:,} characters"):
+    with bar_or_progress(lambda: f"training a tokenizer of {vocab_size:,} tokens on {read:,} characters"):
         tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def no_stderr() -> Iterator[None]:
     """Meanwhile there is no stderr: on errors that it did not foresee, the library prints more
     than it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -87,7 +87,7 @@ def quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def parsed_tokenizer(text: str) -> Tokenizer:
+def tokenizer_of(text: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
     model = parse_json(text).get("model")
     # the library aborts on merges without such a prefix
@@ -102,7 +102,7 @@ def short_words(text):
     return (text[start:end] for start, end in itertools.pairwise(ends))
 
 
-def told(text):
+def bar_or_progress(text):
     """progress(text) where stderr is no terminal; a terminal has a moving bar."""
     return nullcontext() if sys.stderr.isatty() else progress(text)
 
@@ -114,9 +114,9 @@ def load_tokenizer(path) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     vocab, merges = path / "vocab.json", path / "merges.txt"
     try:
-        with quiet():
+        with no_stderr():
             if file.is_file():
-                tokenizer = parsed_tokenizer(read_text(file))
+                tokenizer = tokenizer_of(read_text(file))
             elif vocab.is_file() and merges.is_file():
                 tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
                 tokenizer.add_special_tokens([t for t in ENDS if tokenizer.token_to_id(t) is not None])
@@ -203,7 +203,7 @@ def encode(documents, tokenizer, total_bytes):
     chars, done = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 4, 0
     of = f" of {total_bytes / 1e6:,.0f}" if total_bytes else ""
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
-          told(lambda: f"encoding: {done / 1e6:,.0f}{of} MB")):
+          bar_or_progress(lambda: f"encoding: {done / 1e6:,.0f}{of} MB")):
         for batch in batches(documents, chars):
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -14,7 +14,7 @@ from memo.config import KEYS, Config, keys_help, load_config
 from memo.errors import ConfigError
 from memo.formulas import parameters
 from memo.keys import check_value
-from memo.manifest import FORMAT, METADATA, sealed
+from memo.manifest import FORMAT, METADATA, manifest_text
 from model import GPT
 from tests.test_metrics import PAPER
 
@@ -183,7 +183,7 @@ def test_alpha_and_the_hosts_memory_are_numbers_or_auto(tmp_path):
 def save_header(folder, cfg, iter=5):
     path = folder / "ckpt" / str(iter) / "checkpoint.json"
     path.parent.mkdir(parents=True)
-    path.write_text(sealed(dict(format=FORMAT, iter=iter, config=asdict(cfg), files={METADATA: [0, 0]})))
+    path.write_text(manifest_text(dict(format=FORMAT, iter=iter, config=asdict(cfg), files={METADATA: [0, 0]})))
 
 
 def test_a_broken_checkpoint_is_named(tmp_path):

@@ -24,7 +24,7 @@ import torch
 
 from memo.command import progress
 from memo.errors import warn
-from memo.files import cache_folder, cache_place, opened, ours_alone
+from memo.files import cache_folder, cache_place, open_file, ours_alone
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import LogError, parse_trace
 
@@ -63,7 +63,7 @@ def compiled(folder, *flags):
 def loaded(path):
     """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError where it is
     another one."""
-    descriptor = opened(path)
+    descriptor = open_file(path)
     try:
         if not ours_alone(os.fstat(descriptor)):
             raise OSError(errno.EPERM, "others can write it", str(path))
