@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from memo.command import answer_early, end_with_reader, run
-from memo.config import help_text, load_config
+from memo.config import keys_help, load_config
 from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
 
@@ -19,7 +19,7 @@ MULTIPROCESSORS = option("multiprocessors", int, 0, "of the GPU", least=0, most=
 def read_argv(argv):
     """(Config, multiprocessors). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
-        print(f"{__doc__}\n{help_text()}")
+        print(f"{__doc__}\n{keys_help()}")
         sys.exit()
     own = [arg for arg in argv if arg.startswith("--multiprocessors=")]
     cfg, number = load_config([arg for arg in argv if arg not in own]), 0

@@ -22,7 +22,7 @@ from memo.config import Config
 from memo.device import device_name
 from memo.estimate.hardware import peak_flops_per_s
 from memo.flat import views
-from memo.metrics import flops_per_sample, mfu, percent
+from memo.formulas import flops_per_sample, mfu, percent
 from memo.optim import Optimizer
 from model import GPT, initial_weights
 from testing.twin import Twin

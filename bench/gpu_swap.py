@@ -36,10 +36,10 @@ from memo.decide import Room, problem_of
 from memo.device import device_name, synchronize
 from memo.errors import ConfigError
 from memo.estimate.hardware import peak_flops_per_s
+from memo.formulas import mfu, percent, tgs
+from memo.launch import read_launch
 from memo.layer import head_rows
-from memo.metrics import mfu, percent, tgs
 from memo.optim import Optimizer
-from memo.parallel.mesh import launched
 from memo.plots import timeline
 from memo.swap.alpha import OutOfHostMemory, place
 from memo.swap.placement import Placement
@@ -87,7 +87,7 @@ class Ours:
         self.optimizer = Optimizer(self.model, cfg)
         self.optimizer.load(initial_weights(cfg, 0, device))
         self.batch = tokens, targets
-        self.decision = memory.reserve_activations(cfg, self.model, memory.host_limit(cfg, launched()))
+        self.decision = memory.reserve_activations(cfg, self.model, memory.host_limit(cfg, read_launch()))
 
     def step(self):
         self.model.swap.streams.timeline.clear()

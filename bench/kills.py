@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from bench.machine import machine
-from memo.metrics import read_metrics
+from memo.loggers import read_metrics
 from testing.ranks import children
 
 ROOT = Path(__file__).parents[1]

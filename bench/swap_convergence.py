@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 import train
 from bench.machine import machine
-from memo.metrics import read_metrics
+from memo.loggers import read_metrics
 from memo.plots import smooth
 
 MODEL = dict(n_layer=4, n_head=1, n_embd=64, block_size=2048, batch_size=1, dataset="stdlib", device="cpu",

@@ -1,4 +1,4 @@
-"""Batches from a dataset folder: random windows whose place depends on the seed and the step only."""
+"""Batches from a dataset folder: random windows whose places depend on the seed and the step only."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from memo.errors import ConfigError, reason
-from memo.files import load_json, opened
+from memo.files import load_json, open_file
 from memo.tokens import DATA, DTYPES, load_tokenizer
 
 SPLITS = ("train", "val")
@@ -19,34 +19,36 @@ FINGERPRINT_IDS = 2**16
 
 
 class Data:
-    """An opened dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
+    """An open_file dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
 
-    def __init__(self, folder, meta, tokens):
+    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]"):
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
 
-    def offsets(self, split, step, micro_step, B, S, seed):
-        """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. They depend on the
-        arguments only, so that resuming is free, and every layout of ranks sees the same."""
+    def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
+        """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. The places
+        depend on the arguments only: a resumed run and every layout of ranks get the same ones."""
         rng = np.random.default_rng((seed, SPLITS.index(split), step, micro_step))
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
-    def batch(self, split, step, micro_step, B, S, seed, ranges=None):
-        """(tokens, targets): int64 (B, T) twice, the targets one token on, of the tokens in `ranges` [(first, end)] of each
-        sequence; all S without. No others are read. Errors: a token id beyond the vocabulary.
-        """
+    def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
+              ranges: list[tuple[int, int]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, targets): int64 (B, T) each, the targets one token later. `ranges` [(first, end)] are
+        the tokens of each sequence that are read, by default all S. Errors: ConfigError: a token id
+        beyond the vocabulary."""
         ids, offsets = self.tokens[split], self.offsets(split, step, micro_step, B, S, seed)
         windows = []  # (B, end - first + 1)
         for first, end in ranges or [(0, S)]:
-            windows.append(torch.from_numpy(np.stack([ids[o + first:o + end + 1] for o in offsets]).astype(np.int64)))
+            window = np.stack([ids[o + first:o + end + 1] for o in offsets]).astype(np.int64)
+            windows.append(torch.from_numpy(window))
             if windows[-1].max() >= self.vocab_size:
                 row, column = (windows[-1] >= self.vocab_size).nonzero()[0].tolist()
                 raise ConfigError(f"{self.folder / split}.bin: token {windows[-1][row, column]} at position "
-                                  f"{offsets[row] + first + column} must be below meta.json's vocab_size={self.vocab_size}; "
-                                  f"{prepare_again(self.folder)}")
+                                  f"{offsets[row] + first + column} must be below meta.json's "
+                                  f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
         return torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
 
-    def fingerprint(self):
-        """A hash of the dataset: of meta.json, and of each split's tokens, or of 256 stretches of them where it is large."""
+    def fingerprint(self) -> int:
+        """A hash of meta.json and of each split's tokens; of a large split 256 stretches."""
         value = zlib.crc32(json.dumps(self.meta, sort_keys=True).encode())
         for ids in self.tokens.values():
             for start in range(0, len(ids), max(FINGERPRINT_IDS, len(ids) // 256)):
@@ -54,20 +56,22 @@ class Data:
         return value
 
 
-def to_device(t, device, pin):
-    """`t`, from pageable host memory, on the device. With `pin` the host does not wait for the copy: the pinned memory in
-    between is torch's, which keeps it for the next one and hands it out again when the copy's event has come."""
+def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
+    """`t`, from pageable host memory, on the device. With `pin` the host does not wait for the copy: torch
+    copies through pinned memory of its own, which it uses again once the copy is done."""
     return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
 
 
-def prepare_again(folder):
+def prepare_again(folder: Path) -> str:
     if folder == DATA / "stdlib":
         return "run python data/stdlib/prepare.py"
-    return f"run python data/text/prepare.py --source=<your text> --tokenizer=<file or train:4096> --out_dir={folder}"
+    return ("run python data/text/prepare.py --source=<your text> --tokenizer=<file or train:4096> "
+            f"--out_dir={folder}")
 
 
-def read_meta(folder):
-    """meta.json, checked. Errors: not there, or not what memo/tokens.py writes."""
+def read_meta(folder: Path) -> dict:
+    """The checked meta.json of a dataset folder. Errors: ConfigError: it is missing, or not as
+    memo/tokens.py writes it."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
@@ -78,9 +82,10 @@ def read_meta(folder):
             raise ConfigError(f"{path}: {name}={value!r:.100} must be {rule}; {remedy}")
     dtype, vocab_size, counts = meta.get("dtype"), meta.get("vocab_size"), meta.get("counts")
     check("dtype", dtype, isinstance(dtype, str) and dtype in DTYPES, " or ".join(DTYPES))
-    check("vocab_size", vocab_size, type(vocab_size) is int and 1 <= vocab_size <= 2**32, "a whole number, 1 to 2**32")
-    check("counts", counts, isinstance(counts, dict) and all(isinstance(counts.get(split), dict) for split in SPLITS),
-          "those of train and val")
+    check("vocab_size", vocab_size, type(vocab_size) is int and 1 <= vocab_size <= 2**32,
+          "a whole number, 1 to 2**32")
+    both = isinstance(counts, dict) and all(isinstance(counts.get(split), dict) for split in SPLITS)
+    check("counts", counts, both, "those of train and val")
     for split in SPLITS:
         tokens = counts[split].get("tokens")
         check(f"counts.{split}.tokens", tokens, type(tokens) is int and 0 <= tokens < 2**60, "a whole number")
@@ -89,25 +94,26 @@ def read_meta(folder):
     return meta
 
 
-def check_tokenizer(folder, meta):
-    """Errors: the folder's tokenizer.json is not the one that made the dataset, or none that can be used."""
+def check_tokenizer(folder: Path, meta: dict) -> None:
+    """Errors: ConfigError: the folder's tokenizer.json did not make the dataset, or cannot be used."""
     path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
     if path.exists():
         load_tokenizer(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
     if sha256 and found != sha256:
-        raise ConfigError(f"{path} is not the tokenizer that made this dataset, which meta.json names by its sha256; "
-                          f"put that one there, or {prepare_again(folder)}")
+        raise ConfigError(f"{path} is not the tokenizer that made this dataset, which meta.json names by its "
+                          f"sha256; put that one there, or {prepare_again(folder)}")
 
 
 class Ids:
-    """The token ids of one .bin, len() of them, read when a slice asks for them: of a mapped file that is cut short
-    meanwhile the process would die. Errors: ConfigError: not there, or not `count` ids long."""
+    """The token ids of one .bin: len(), and slices, which are read from the file when they are asked
+    for. A mapped file that is cut short would kill the process. Errors: ConfigError: not there, or not
+    `count` ids long."""
 
-    def __init__(self, path, dtype, count):
+    def __init__(self, path: Path, dtype: np.dtype, count: int):
         self.path, self.dtype, self.count = path, dtype, count
         try:
-            self.descriptor = opened(path)
+            self.descriptor = open_file(path)
         except OSError as e:
             raise self.error("is missing" if isinstance(e, FileNotFoundError) else reason(e), 0) from None
         weakref.finalize(self, os.close, self.descriptor)
@@ -116,8 +122,9 @@ class Ids:
             raise self.error("has another length" if size else "is empty", size)
 
     def error(self, what, nbytes):
-        return ConfigError(f"{self.path} {what}: {nbytes} bytes must be the {self.count * self.dtype.itemsize} of the "
-                           f"{self.count} tokens that meta.json counts; {prepare_again(self.path.parent)}")
+        return ConfigError(f"{self.path} {what}: {nbytes} bytes must be the "
+                           f"{self.count * self.dtype.itemsize} of the {self.count} tokens that meta.json "
+                           f"counts; {prepare_again(self.path.parent)}")
 
     def __len__(self):
         return self.count
@@ -132,21 +139,23 @@ class Ids:
         return np.frombuffer(got, self.dtype)
 
 
-def open_dataset(dataset, block_size):
+def open_dataset(dataset: str, block_size: int) -> Data:
     """Opens `dataset`, a folder's name under data/ or a path, for sequences of `block_size` tokens -> Data.
 
-    Errors: no dataset there, files that do not fit its meta.json, a split without one window of block_size + 1 tokens.
+    Errors: ConfigError: there is no dataset, its files do not fit its meta.json, or a split is shorter than
+    one window of block_size + 1 tokens.
     """
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
         command = prepare_again(DATA / dataset)
-        raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; {command}")
+        raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; "
+                          f"{command}")
     meta = read_meta(folder)
     dtype = DTYPES[meta["dtype"]]
     tokens = {split: Ids(folder / f"{split}.bin", dtype, meta["counts"][split]["tokens"]) for split in SPLITS}
     shortest = min(SPLITS, key=lambda split: len(tokens[split]))
     if block_size + 1 > (n := len(tokens[shortest])):
-        raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of {folder / shortest}.bin; "
-                          f"try --block_size={n - 1} or a dataset with more text")
+        raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of "
+                          f"{folder / shortest}.bin; try --block_size={n - 1} or a dataset with more text")
     check_tokenizer(folder, meta)
     return Data(folder, meta, tokens)

@@ -1,13 +1,14 @@
-"""Checkpoints: written by all ranks at once while training goes on, whole at any moment, readable in any layout.
+"""Checkpoints: written by all ranks at once while training goes on, whole at any moment, readable in any
+layout.
 
     out_dir/ckpt/<iter>/__<rank>_0.distcp, .metadata    torch.distributed.checkpoint's files, fp32:
         params.<name>, exp_avg.<name>, exp_avg_sq.<name>    master weights and AdamW's moments
-    out_dir/ckpt/<iter>/checkpoint.json                 format, iter to go on with, config, and every file's size and crc32
-    out_dir/ckpt/<iter>.tmp/                            one that is not finished, or no longer needed
-    out_dir/ckpt/<iter>.damaged/                        one that was passed over for the one before it
+    out_dir/ckpt/<iter>/checkpoint.json     format, iter to go on with, config, size and crc32 of each file
+    out_dir/ckpt/<iter>.tmp/                a checkpoint that is not finished, or no longer needed
+    out_dir/ckpt/<iter>.damaged/            a damaged checkpoint: a run went on from the one before it
 
-Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint without
-moments (memo.convert makes them) starts a run of its own. Reading one executes nothing.
+Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint
+without moments (memo.convert makes them) starts a run of its own. Reading one executes nothing.
 """
 
 import contextlib
@@ -17,18 +18,20 @@ import pickle
 import shutil
 import threading
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.config import MODEL_KEYS
+from memo.config import MODEL_KEYS, Config
 from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
-from memo.flat import whole
+from memo.flat import Piece, whole
 from memo.manifest import (
     CHECKPOINT,
     CHECKPOINT_JSON,
@@ -37,9 +40,9 @@ from memo.manifest import (
     Damaged,
     checkpoints,
     latest,
+    manifest_text,
     newest,
-    sealed,
-    unreadable,
+    read_error,
 )
 from memo.snapshot import Copier
 
@@ -47,7 +50,7 @@ READ_BYTES = 2**24
 FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # of a disk, or of a user's share of one
 
 
-def crc32(path):
+def crc32(path: Path) -> int:
     crc = 0
     with open(path, "rb") as file:
         while data := file.read(READ_BYTES):
@@ -55,7 +58,7 @@ def crc32(path):
     return crc
 
 
-def sync(folder):
+def sync(folder: Path) -> None:
     """Waits until the folder's entries are on the disk."""
     fd = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
@@ -70,20 +73,22 @@ class Saver:
 
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
     one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
-    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole one, None where there is none.
+    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None.
     """
 
-    def __init__(self, out_dir, group=None, pin=True, keep=1, whole=None):
+    def __init__(self, out_dir, group=None, pin: bool = True, keep: int = 1, whole: int | None = None):
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.thread = self.error = self.pieces = None
+        self.thread: threading.Thread | None = None
+        self.error: CheckpointError | None = None
+        self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
 
-    def save(self, pieces, cfg, iter):
-        """Starts to write the checkpoint of a run that has still to do iteration `iter`, of fp32 `pieces`,
-        which must not change before copied() returns. Where `iter` is that of the newest whole one nothing is
-        written: the run is in the same state. Errors: those of the save before, as in wait(); then nothing is
-        started."""
+    def save(self, pieces: list[Piece], cfg: Config, iter: int) -> None:
+        """Starts to write the checkpoint of a run whose next iteration is `iter`. The fp32 `pieces`
+        must not change before copied() returns. Where `iter` is that of the newest whole checkpoint,
+        nothing is written: the state is the same. Errors: those of the save before, as in wait(); then
+        no save starts."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
@@ -94,30 +99,30 @@ class Saver:
                                        name="memo checkpoint", daemon=True)
         self.thread.start()
 
-    def copied(self):
+    def copied(self) -> None:
         """Returns when the pieces of the save under way, if any, are copied: from now on they may change."""
         if self.thread is not None:
             self.taken.wait()
 
-    def done(self):
+    def done(self) -> bool:
         """Whether wait() would return, or raise, at once."""
         return self.thread is None or not self.thread.is_alive()
 
-    def wait(self):
-        """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or another; the
-        previous checkpoint is whole. Each failure is raised once, on every rank."""
+    def wait(self) -> None:
+        """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or
+        another; the previous checkpoint is whole. Each failure is raised once, on every rank."""
         self.join()
         error, self.error = self.error, None
         if error is not None:
             raise error
 
-    def join(self):
+    def join(self) -> None:
         if self.thread is not None:
             self.thread.join()
         self.thread = None
 
-    def close(self):
-        """As wait(), but silent, and the last of all; the group goes too."""
+    def close(self) -> None:
+        """Waits like join(), and gives the group back. The last call of all."""
         self.join()
         if self.group is not None:
             dist.destroy_process_group(self.group)
@@ -134,7 +139,8 @@ class Saver:
         temporary = path.with_name(f"{iter}.tmp")
         try:
             self.together(self.take, pieces, reached)
-            if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:  # as rank 0 sees it
+            # rank 0 looks whether the newest whole one is still there
+            if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:
                 try:
                     self.write_folder(path, temporary, config, iter)
                 except CheckpointError as e:
@@ -144,7 +150,8 @@ class Saver:
                     self.write_folder(path, temporary, config, iter)
                 self.whole = iter
         except Exception as e:
-            failed, remedy = f"{path} cannot be written ({reason(e)})", "free some space there or choose another folder"
+            failed = f"{path} cannot be written ({reason(e)})"
+            remedy = "free some space there or choose another folder"
             self.error = CheckpointError(f"{failed}; {remedy}")
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
                 if latest(self.folder.parent):
@@ -161,7 +168,8 @@ class Saver:
         self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
 
     def together(self, work, *args):
-        """work(*args) on every rank -> the results of all. Errors: where it fails on one rank, it fails on all."""
+        """work(*args) on every rank -> the results of all ranks. Errors: an error on one rank is
+        raised on all."""
         try:
             results = [work(*args)]
         except Exception as e:
@@ -197,7 +205,7 @@ class Saver:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
         with open(temporary / CHECKPOINT_JSON, "w") as file:
-            file.write(sealed(stored))
+            file.write(manifest_text(stored))
             file.flush()
             os.fsync(file.fileno())
         sync(temporary)
@@ -213,8 +221,8 @@ class Saver:
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
 
-def pass_over(folder):
-    """Renames the folder of a damaged checkpoint, so that nobody takes it for a whole one."""
+def pass_over(folder: Path) -> None:
+    """Renames the folder of a damaged checkpoint, so that no reader takes it for a whole one."""
     names = (folder.with_suffix(f".damaged{n or ''}") for n in count())
     folder.rename(next(new for new in names if not os.path.lexists(new)))
 
@@ -228,35 +236,36 @@ class Checkpoint:
     path: Path
     config: dict
     iter: int
-    reader: object  # a memo.dcp.Reader
+    reader: Any  # a memo.dcp.Reader
 
-    def shapes(self, prefix):
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the tensors under `prefix`."""
         stored = self.reader.metadata.state_dict_metadata
         return {name: tuple(t.size) for name, t in stored.items() if name.startswith(f"{prefix}.")}
 
-    def tensors(self, prefix):
+    def tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name without the prefix, fp32 tensor), one after the other."""
         for name, shape in self.shapes(prefix).items():
             tensor = torch.empty(shape)
             self.read([whole(name, tensor)])
             yield name.removeprefix(f"{prefix}."), tensor
 
-    def read(self, pieces):
-        """Fills the `pieces` in place, on any device, whatever the layout they were saved in; each rank for itself. Their
-        names and shapes must be those of the checkpoint."""
+    def read(self, pieces: list[Piece]) -> None:
+        """Fills the `pieces` in place, on any device, in any layout; each rank reads for itself. Their names
+        and shapes must be those of the checkpoint."""
         try:
             self.reader.read(pieces)
         except pickle.UnpicklingError:  # torch's text advises to read what may run code
-            raise Damaged(self.path, f"{self.path} holds something that is no tensor; nothing of it was run") from None
+            text = f"{self.path} holds something that is no tensor; nothing of it was run"
+            raise Damaged(self.path, text) from None
         except Exception as e:
             raise Damaged(self.path, f"{self.path} cannot be read ({reason(e)})") from None
 
 
-def load(out_dir, rank=0, world=1, passed_over=()):
-    """The newest Checkpoint in `out_dir`, but for those in `passed_over`, as in manifest.newest(). Each of `world` ranks
-    reads its part of the files to see whether they are intact. Errors: CheckpointError: none there, another format;
-    Damaged: a file of it is missing, truncated or corrupt."""
+def load(out_dir, rank: int = 0, world: int = 1, passed_over=()) -> Checkpoint:
+    """The newest Checkpoint in `out_dir` that is not in `passed_over`, as in manifest.newest(). Each of
+    `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
+    format; Damaged: one of its files is missing, truncated or corrupt."""
     from memo import dcp  # takes a second: a run starts without it
     path, stored = newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}") if rank == 0 else contextlib.nullcontext():
@@ -268,7 +277,7 @@ def load(out_dir, rank=0, world=1, passed_over=()):
     return Checkpoint(path, stored["config"], stored["iter"], reader)
 
 
-def check_files(path, files, rank, world):
+def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) -> None:
     """Reads this rank's part of the `files` of a manifest. Errors: Damaged."""
     for i, (name, (size, crc)) in enumerate(files.items()):
         file = path / name
@@ -281,14 +290,14 @@ def check_files(path, files, rank, world):
         except FileNotFoundError:
             raise Damaged(path, f"{file} is missing") from None
         except OSError as e:
-            raise unreadable(path, file, e) from None
+            raise read_error(path, file, e) from None
 
 
-def read_newest(out_dir, work):
-    """work(the newest intact Checkpoint in `out_dir`), for a reader beside whom a run may go on. A damaged one is passed
-    over for the one before it, with a warning; one that the run removed meanwhile is another's turn. Errors: none is
-    intact."""
-    passed_over = {}
+def read_newest(out_dir, work: Callable[[Checkpoint], Any]) -> Any:
+    """work(the newest intact Checkpoint in `out_dir`), where a run may go on meanwhile. A damaged checkpoint
+    is passed over for the one before it, with a warning; after one that the run has removed, the search
+    starts anew. Errors: no checkpoint is intact."""
+    passed_over: dict[Path, str] = {}
     while True:
         try:
             return work(load(out_dir, passed_over=passed_over))
@@ -299,27 +308,30 @@ def read_newest(out_dir, work):
                     warn(f"checkpoint passed over: {e}")
 
 
-def check(ckpt, model, prefixes):
-    """Errors: a parameter that the model or the checkpoint lacks, one of another shape, another model of equal shapes."""
+def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
+    """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
+    shape; or the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
     other = {k for k in MODEL_KEYS if ckpt.config.get(k) != cfg[k]}
     keys = ", ".join(f"{k}={ckpt.config.get(k)}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
-        stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": p.whole.shape for name, p in model.layout.items()}
+        stored = ckpt.shapes(prefix)
+        wanted = {f"{prefix}.{name}": p.whole.shape for name, p in model.layout.items()}
         for name in {**wanted, **stored}:
             if stored.get(name) != wanted.get(name):
-                raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the checkpoint and "
-                                      f"{wanted.get(name, 'missing')} in the model{remedy}")
+                raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the "
+                                      f"checkpoint and {wanted.get(name, 'missing')} in the model{remedy}")
     if other - {"block_size", "rope_theta"}:  # rotary positions may change under the weights
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 
-def restore(ckpt, model, optimizer=None):
-    """Sets the master weights, the moments and the steps; the model's parameters only where there is no optimizer, otherwise
-    optimizer.publish() does. Talks to no other rank. Errors come before anything is overwritten: see check()."""
+def restore(ckpt: Checkpoint, model, optimizer=None) -> None:
+    """Sets master weights, moments and the count of steps. Without an optimizer it sets the model's
+    parameters; with one, optimizer.publish() does. Sends nothing to other ranks. Errors, those of
+    check_model(), come before anything is overwritten."""
     moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
-    check(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
+    check_model(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:
         model.load(ckpt.tensors("params"))
         return

@@ -1,4 +1,4 @@
-"""What the commands of memo have in common: how arguments are read, how a command ends, what is said meanwhile.
+"""What all commands share: how they read arguments, how they end, what they say meanwhile.
 
 Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal that ended it.
 """
@@ -11,18 +11,22 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from memo.errors import ConfigError, reason
+from memo.errors import ConfigError, last_line, reason
 from memo.keys import CONTROL, check_value, help_width, option, typed
+from memo.signals import handle
 
 FIRST_S = 3  # after so long something is said
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse, whose errors are one line, and whose options are never abbreviated and have bounds."""
+    """argparse with errors of one line, without abbreviated options, and with bounds for values."""
 
     def __init__(self, **kwargs):
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
@@ -30,17 +34,22 @@ class Arguments(argparse.ArgumentParser):
         self.options = []
 
     def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
-        """An argument, or with -- before its name an option, whose value is read and checked as keys.option() says."""
+        """An argument, or an option where the name starts with --. Its value is read and checked
+        as keys.option() says."""
         f = option(name.removeprefix("--"), kind, default, help, **bounds)
         self.options.append(f)
-        told = [*filter(None, [" | ".join(f.metadata["choices"])]), *[f"default {default}"] * (default is not None)]
+        told = [" | ".join(f.metadata["choices"])] if f.metadata["choices"] else []
+        if default is not None:
+            told.append(f"default {default}")
         more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
         self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
 
     def device_options(self):
         """--device and --dtype, as the configuration has them."""
-        self.option("--device", default="auto", help="auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
-        self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+        self.option("--device", default="auto", help="auto takes CUDA where there is one",
+                    choices=("auto", "cpu", "cuda"))
+        self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA",
+                    choices=("auto", "float32", "bfloat16"))
 
     def parse_known_args(self, args=None, namespace=None):
         found, rest = super().parse_known_args(args, namespace)
@@ -54,14 +63,9 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
-def handle(number, handler):
-    """signal.signal(), but for a signal that this process shall ignore, as under nohup."""
-    if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, handler)
-
-
-def run(main, argv=None):
-    """The exit code of a command, main(argv) -> exit code or None for 0. A user's mistake is told in one line."""
+def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
+    """The exit code of a command, main(argv) -> exit code or None for 0. The user's mistakes are told in one
+    line, and so are the errors that last_line() knows; other errors with their traceback."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)
@@ -69,19 +73,23 @@ def run(main, argv=None):
     try:
         return main(argv) or 0
     except (ConfigError, OSError) as e:
-        told = isinstance(e, ConfigError) or not (e.filename and e.strerror)
-        text = str(e) if told else f"{e.filename}: {e.strerror}"
+        text = str(e)
+        if isinstance(e, OSError) and e.filename and e.strerror:
+            text = f"{e.filename}: {e.strerror}"
         print(f"error: {'?'.join(CONTROL.split(text))}", file=sys.stderr)  # an argument may hold line breaks
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Exception as e:
+        print(f"error: {line}" if (line := last_line(e)) else traceback.format_exc(), file=sys.stderr)
+        return 1
 
 
-def answer_early(read):
-    """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo, and
-    ends the process (SystemExit) after --help. Ranks of several say nothing here: rank 0 will speak for them.
-    A signal during the imports, or a disk without room for what torch writes then, is no traceback either."""
+def answer_early(read: Callable[[list[str]], Any]) -> None:
+    """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo,
+    and ends the process (SystemExit) after --help. One of several ranks says nothing here: rank 0 will speak
+    for all. A signal during the imports, or a full disk on which torch cannot write, gives no traceback."""
     if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -90,17 +98,19 @@ def answer_early(read):
 
 
 def import_failed(kind, e, trace):
-    """Ends the process as bad input does where an import met an OSError."""
+    """Ends the process like bad input where an import met an OSError."""
     if not issubclass(kind, OSError):
         sys.__excepthook__(kind, e, trace)
         return
-    print(f"error: torch cannot be imported ({reason(e)}); free some space, or set TMPDIR", file=sys.stderr, flush=True)
+    print(f"error: torch cannot be imported ({reason(e)}); free some space, or set TMPDIR",
+          file=sys.stderr, flush=True)
     os._exit(2)
 
 
-def end_with_reader():
-    """From here on the process ends quietly, by SIGPIPE, where nobody reads its output any more (`| head`), as other
-    commands do; Python ignores that signal. Not for a training run: its sockets may break, and it goes on."""
+def end_with_reader() -> None:
+    """From here on the process ends quietly, by SIGPIPE, when its output has no reader any more (`|
+    head`), as other commands do; Python ignores that signal. A training run must not call this: it goes
+    on when a socket breaks."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -110,9 +120,9 @@ def installed():
 
 
 @contextmanager
-def progress(text):
-    """Meanwhile says text(), a line, on stderr: after FIRST_S seconds, then each time that as long again has
-    passed, at the latest every minute."""
+def progress(text: Callable[[], str]) -> Iterator[None]:
+    """Meanwhile prints text(), a line, on stderr: after FIRST_S seconds, then whenever the time so far has
+    doubled, at least every minute."""
     over, start = threading.Event(), time.monotonic()
 
     def tell():
@@ -131,8 +141,8 @@ def progress(text):
         teller.join()
 
 
-def python():
-    """What to type for the running Python: python, where the shell finds the same one, else its path."""
+def python() -> str:
+    """How to type the running Python in a shell: python, where that is the same one, else its path."""
     if Path(shutil.which("python") or "").absolute() == Path(sys.executable):
         return "python"
     path = Path(sys.executable)

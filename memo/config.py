@@ -1,34 +1,39 @@
-"""The configuration: one frozen dataclass, one way to fill it, every rule checked before a device is touched."""
+"""The configuration: one frozen dataclass, one way to fill it, all rules checked before a
+device is touched."""
 
 import difflib
 import math
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 from memo.errors import ConfigError
-from memo.files import load_json, save_json
+from memo.formulas import parameters
+from memo.gpt2 import gpt2_model_keys
 from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
-from memo.metrics import parameters
 
-# Bounds that several keys share. They are generous: what lies beyond is a slip of the keyboard, or could only fail later
-STEPS = dict(most=10**12, why="at a millisecond each these take 31 years")
-RATE = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
-WIDTH = dict(least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
-MOST_TOGETHER = {  # what is within bounds by itself may be too much together
+# Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
+STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 31 years")
+RATE: dict[str, Any] = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
+LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20, why="a layer of that width has 13e12 parameters")
+MOST_TOGETHER = {  # keys within their bounds may be too much together
     "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
-    "gradient_accumulation_steps*batch_size*block_size": (2**40, "the ids of a step's tokens alone take 16 TiB"),
+    "gradient_accumulation_steps*batch_size*block_size":
+        (2**40, "the ids of a step's tokens alone take 16 TiB"),
     "parameters": (10**14, "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size")}
 
 
 @dataclass(frozen=True)
 class Config:
-    n_layer: int = key(4, "L, transformer layers", section="model: these belong to a checkpoint and cannot change under it",
-                       least=1, most=2000, why="the deepest models known have 1,000, and each layer is planned by itself")
-    n_head: int = key(4, "H, attention heads", **WIDTH)
-    n_embd: int = key(256, "C, hidden size", **WIDTH)
-    block_size: int = key(4096, "S, tokens in a sequence", least=1, most=2**31, why="rows are counted in 32 bits")
+    n_layer: int = key(4, "L, transformer layers",
+                       section="model: these belong to a checkpoint and cannot change under it", least=1,
+                       most=2000,
+                       why="the deepest models known have 1,000, and each layer is planned by itself")
+    n_head: int = key(4, "H, attention heads", **LAYER_WIDTH)
+    n_embd: int = key(256, "C, hidden size", **LAYER_WIDTH)
+    block_size: int = key(4096, "S, tokens in a sequence", least=1, most=2**31,
+                          why="rows are counted in 32 bits")
     vocab_size: int = key(0, "V, vocabulary; 0 takes the dataset's", least=0, most=2**32,
                           why="a dataset's tokens have at most 32 bits")
     bias: bool = key(False, "biases in the linears and norms")
@@ -37,9 +42,10 @@ class Config:
     rope_theta: float = key(10000.0, "base of the rotary frequencies", least=1.0, most=1e30,
                             why="the frequencies are its inverse powers, which float32 must hold")
 
-    dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json", section="data",
-                       least=1)
-    batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6, why="they are read one by one")
+    dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json",
+                       section="data", least=1)
+    batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6,
+                          why="they are read one by one")
     gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1, most=10**6,
                                            why="at a millisecond each a step takes 17 minutes")
 
@@ -48,37 +54,41 @@ class Config:
                   why="no node has as many GPUs")
     cp: int = key(1, "ranks that share each sequence: context parallelism", least=1, most=2**20,
                   why="no cluster has as many GPUs")
-    context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, or all-to-all, "
-                                "tokens for heads", choices=("ring", "ulysses"))
+    context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
+                                "or all-to-all, tokens for heads", choices=("ring", "ulysses"))
 
-    activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the device, recomputed "
-                          "from its input, swapped to the host, or swapped as far as that hides and fits",
-                          section="activations", choices=("keep", "recompute", "swap", "memo"))
-    alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, 0 to 1, or auto",
-                       least=0.0, most=1.0, why="1 is all tokens")
-    alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a fraction for "
-                          "each tensor and as many buffers as fit",
+    activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the "
+                          "device, recomputed from its input, swapped to the host, or swapped as far as "
+                          "that hides and fits", section="activations",
+                          choices=("keep", "recompute", "swap", "memo"))
+    alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, "
+                       "0 to 1, or auto", least=0.0, most=1.0, why="1 is all tokens")
+    alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a "
+                          "fraction for each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))
-    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free", least=0.0,
-                                most=9e9, why="bytes are counted in 63 bits")
+    host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
+                                least=0.0, most=9e9, why="bytes are counted in 63 bits")
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")
-    memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves them to torch",
-                           choices=("bilevel", "off"))
+    memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves "
+                           "them to torch", choices=("bilevel", "off"))
     memory_plan_check: bool = key(False, "on every request, check that no two live tensors overlap; slow")
     solver: str = key("auto", "the memory plan's solver", choices=("auto", "greedy", "mip", "cpsat"))
 
     max_iters: int = key(1000, "steps in the whole run", section="optimizer", least=1, **STEPS)
     learning_rate: float = key(1e-3, "highest learning rate", **RATE)
     min_lr: float = key(1e-4, "learning rate at the end of the decay", **RATE)
-    warmup_iters: int = key(20, "steps of linear warmup; lowered where a shorter decay is given after it", least=0, **STEPS)
-    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0, **STEPS)
+    warmup_iters: int = key(20, "steps of linear warmup; lowered where a shorter decay is given after it",
+                            least=0, **STEPS)
+    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0,
+                              **STEPS)
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", least=0.0, most=1000.0,
                               why="a step multiplies matrices by 1 - learning_rate*weight_decay")
     beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0, why="a moment of 1 never changes")
     beta2: float = key(0.95, "AdamW's second moment", least=0.0, below=1.0, why="a moment of 1 never changes")
     grad_clip: float = key(1.0, "largest global gradient norm; 0 does not clip", least=0.0, most=1e38,
                            why="float32 holds no larger norm; 0 does not clip")
-    optimizer_device: str = key("auto", "cpu keeps master weights and moments in host memory; auto on the device",
+    optimizer_device: str = key("auto",
+                                "cpu keeps master weights and moments in host memory; auto on the device",
                                 choices=("auto", "cpu"))
 
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
@@ -87,16 +97,18 @@ class Config:
     eval_iters: int = key(8, "batches in an evaluation", least=1, **STEPS)
     log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1, **STEPS)
     save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0, **STEPS)
-    keep_checkpoints: int = key(2, "newest checkpoints to keep: where the newest is damaged, the one before serves",
-                                least=1, most=10**6, why="the folder of all is listed after each save")
+    keep_checkpoints: int = key(2, "newest checkpoints to keep: where the newest is damaged, the one before "
+                                "serves", least=1, most=10**6,
+                                why="the folder of all is listed after each save")
     wandb_log: bool = key(False, "also log to Weights & Biases")
     wandb_project: str = key("memo", "its project")
     wandb_run_name: str = key("", "its run name; empty lets it choose")
     device: str = key("auto", "auto takes CUDA where there is one", choices=("auto", "cpu", "cuda"))
-    dtype: str = key("auto", "auto is bfloat16 on CUDA, float32 on the CPU", choices=("auto", "float32", "bfloat16"))
+    dtype: str = key("auto", "auto is bfloat16 on CUDA, float32 on the CPU",
+                     choices=("auto", "float32", "bfloat16"))
     attention: str = key("auto", "attention kernels",
-                         choices=("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "flash", "cpu",
-                                  "math"))
+                         choices=("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "flash",
+                                  "cpu", "math"))
     ops: str = key("auto", "kernels of norms and rotary positions", choices=("auto", "torch", "triton"))
     deterministic: bool = key(False, "the same bits from run to run on a GPU too")
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
@@ -107,27 +119,31 @@ class Config:
             check_value(f, getattr(self, f.name))
         C, H = self.n_embd, self.n_head
         if H > C:
-            raise ConfigError(f"n_head={H} must be at most n_embd={C} (each head has columns of its own); lower n_head")
+            raise ConfigError(f"n_head={H} must be at most n_embd={C} (each head has columns of its own); "
+                              "lower n_head")
         if C % H:
             nearest = next(h for k in range(C) for h in (H - k, H + k) if h > 0 and C % h == 0)
-            raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try n_head={nearest}")
+            raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try "
+                              f"n_head={nearest}")
         if self.position == "rope" and (C // H) % 2:
             raise ConfigError(f"n_embd/n_head={C // H} must be even for position=rope (it rotates pairs); "
                               "try another n_head or position=learned")
         self.check_sizes()
         self.check_layout()
         if self.min_lr > self.learning_rate:
-            raise ConfigError(f"min_lr={self.min_lr} must be <= learning_rate={self.learning_rate}; lower min_lr")
+            raise ConfigError(f"min_lr={self.min_lr} must be <= learning_rate={self.learning_rate}; lower "
+                              "min_lr")
         if self.decay_iters < self.warmup_iters:
             name = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
-            raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= {name}={self.decay_iters}; lower warmup_iters, "
-                              f"or raise {name}")
+            raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= {name}={self.decay_iters}; lower "
+                              f"warmup_iters, or raise {name}")
         if self.alpha != "auto" and self.activation != "memo":
-            raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not activation={self.activation}; "
-                              "leave one of them out")
+            raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not "
+                              f"activation={self.activation}; leave one of them out")
         if self.memory_plan == "off" and (self.memory_plan_check or self.solver != "auto"):
             name = "memory_plan_check" if self.memory_plan_check else "solver"
-            raise ConfigError(f"{name}={getattr(self, name)} goes with memory_plan=bilevel only; leave one of them out")
+            raise ConfigError(f"{name}={getattr(self, name)} goes with memory_plan=bilevel only; leave one "
+                              "of them out")
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 
@@ -144,57 +160,64 @@ class Config:
         """tp and cp must divide what they share out."""
         H, S, tp, cp = self.n_head, self.block_size, self.tp, self.cp
         if H % tp:
-            raise ConfigError(f"n_head={H} % tp={tp} != 0 (the heads are shared out); try tp={math.gcd(H, tp)}")
+            raise ConfigError(f"n_head={H} % tp={tp} != 0 (the heads are shared out); try "
+                              f"tp={math.gcd(H, tp)}")
         if self.context_parallel == "ulysses" and H // tp % cp:
-            raise ConfigError(f"n_head/tp={H // tp} % cp={cp} != 0 (context_parallel=ulysses shares out a tp rank's heads "
-                              f"again); try cp={math.gcd(H // tp, cp)} or context_parallel=ring")
+            raise ConfigError(f"n_head/tp={H // tp} % cp={cp} != 0 (context_parallel=ulysses shares out a tp "
+                              f"rank's heads again); try cp={math.gcd(H // tp, cp)} or context_parallel=ring")
         if S % self.block_multiple:
             rule = "2*cp*tp" if self.zigzag else "cp*tp"
             why = "zigzag gives each rank two chunks" if self.zigzag else "the tokens are shared out"
             most = max(1, S // self.block_multiple) * self.block_multiple
-            raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try block_size={most}")
+            raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try "
+                              f"block_size={most}")
         if self.vocab_size and self.padded_vocab_size % tp:
-            raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, padded to a "
-                              f"multiple of 128, is shared out); try tp={math.gcd(self.padded_vocab_size, tp)}")
+            raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
+                              "padded to a multiple of 128, is shared out); try "
+                              f"tp={math.gcd(self.padded_vocab_size, tp)}")
 
     @property
-    def zigzag(self):
+    def zigzag(self) -> bool:
         """Whether a rank of cp holds two chunks of a sequence, an early and a late one."""
         return self.cp > 1 and self.context_parallel == "ring"
 
     @property
-    def block_multiple(self):
+    def block_multiple(self) -> int:
         """What block_size must be a multiple of."""
         return (2 if self.zigzag else 1) * self.cp * self.tp
 
     @property
-    def padded_vocab_size(self):
+    def padded_vocab_size(self) -> int:
         """Rows of the embedding: a multiple of 128 keeps matrix products aligned and divides among ranks."""
         return -(-self.vocab_size // 128) * 128
 
     @property
-    def finds_alpha(self):
+    def finds_alpha(self) -> bool:
         """Whether the alpha program chooses; otherwise alpha is given, or the mode has none."""
         return self.activation == "memo" and self.alpha == "auto"
 
     @property
-    def decay_iters(self):
+    def decay_iters(self) -> int:
         return self.lr_decay_iters or self.max_iters
 
 
-MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "rope_theta")
+# that the weights of a checkpoint depend on
+MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position",
+              "rope_theta")
 KEYS = {f.name: f for f in fields(Config)}
 
 
-def known_key(name, where):
+def known_key(name: str, where: str) -> Field:
     if name not in KEYS:
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
-        raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
+        remedy = f"did you mean {near[0]!r}?" if near else "see --help"
+        raise ConfigError(f"{where}: unknown key {name!r}; {remedy}")
     return KEYS[name]
 
 
-def read_file(path):
-    """{key: value} of a config file, which is evaluated, not run. Errors: anything but assignments to known keys."""
+def read_file(path: str) -> dict[str, Any]:
+    """{key: value} of a config file, which is evaluated, not run. Errors: ConfigError: it holds anything but
+    assignments to known keys."""
     given = {}
     for line, name, value in assignments(path):
         where = f"{path}:{line}"
@@ -202,13 +225,14 @@ def read_file(path):
     return given
 
 
-def read_argv(argv):
+def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
     """(config file or None, {key: value}) of a command line."""
     path, values = None, {}
     for arg in argv:
         if not arg.startswith("-"):
             if path is not None:
-                raise ConfigError(f"{arg!r}: there is a config file already, {path!r}; keys are given as --key=value")
+                raise ConfigError(f"{arg!r}: there is a config file already, {path!r}; keys are given as "
+                                  "--key=value")
             path = arg
             continue
         name, equals, value = arg[2:].partition("=")
@@ -218,46 +242,23 @@ def read_argv(argv):
     return path, values
 
 
-def gpt2_model_keys(folder):
-    """The model keys of a GPT-2 in Hugging Face's format. Errors: not a GPT-2, or one with options that memo lacks."""
-    path = Path(folder) / "config.json"
-    hf = load_json(path, "give a local folder of a GPT-2")
-    model = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", block_size="n_positions", vocab_size="vocab_size")
-    for theirs in model.values():
-        if theirs not in hf:
-            raise ConfigError(f"{path}: {theirs} is missing; give a local folder of a GPT-2")
-        if type(hf[theirs]) is not int or not 1 <= hf[theirs] < 2**31:
-            raise ConfigError(f"{path}: {theirs}={hf[theirs]!r:.100} must be a whole number, at least 1 and below 2**31; "
-                              "give a local folder of a GPT-2")
-    rules = dict(model_type=("gpt2",), activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
-                 layer_norm_epsilon=(1e-5,), n_inner=(None, 4 * hf["n_embd"]), scale_attn_weights=(True,),
-                 scale_attn_by_inverse_layer_idx=(False,), tie_word_embeddings=(True,), add_cross_attention=(False,))
-    defaults = dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, n_inner=None, scale_attn_weights=True,
-                    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True, add_cross_attention=False)
-    for name, allowed in rules.items():
-        value = hf.get(name, defaults.get(name))
-        if value not in allowed:
-            raise ConfigError(f"{path}: {name}={value!r:.100} must be {' or '.join(map(repr, allowed))}")
-    return dict({name: hf[theirs] for name, theirs in model.items()}, bias=True, position="learned",
-                gelu="exact" if hf.get("activation_function") == "gelu" else "tanh")
-
-
-def stored_config(stored, **changes):
-    """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are left out.
-    Errors: ConfigError."""
+def stored_config(stored: dict[str, Any], **changes) -> Config:
+    """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
+    left out. Errors: ConfigError."""
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def inherited(given, passed_over):
-    """What the run starts from besides the defaults: the saved config of `resume`, the model of `hf:`."""
+def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
+    """The keys that the run starts from: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
         folder, stored = newest(out_dir, passed_over)
         base = stored["config"]  # out_dir's config.json is for people
         if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
             base = {k: v for k, v in base.items() if k in MODEL_KEYS}
-        rope = base.get("position") == "rope"  # no weight depends on the positions: the context may grow
-        fixed = {k: base[k] for k in MODEL_KEYS if k in base and not (rope and k in ("block_size", "rope_theta"))}
+        fixed = {k: base[k] for k in MODEL_KEYS if k in base}
+        if base.get("position") == "rope":  # no weight depends on the positions: the context may grow
+            fixed = {k: v for k, v in fixed.items() if k not in ("block_size", "rope_theta")}
     elif init_from.startswith("hf:"):
         base = fixed = gpt2_model_keys(init_from.removeprefix("hf:"))
         if given.get("block_size", 0) < base["block_size"]:  # a shorter context only crops the positions
@@ -266,25 +267,26 @@ def inherited(given, passed_over):
         return {}
     for name, value in fixed.items():
         if given.get(name, value) != value:
-            raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that init_from={init_from} "
-                              "loads; leave it out, or start a new run in another --out_dir")
+            raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that "
+                              f"init_from={init_from} loads; leave it out, or start a new run in another "
+                              "--out_dir")
     return {k: v for k, v in base.items() if k in KEYS}
 
 
-def load_keys(argv, passed_over=()):
-    """argv -> {key: value}, each of which may be: what `init_from` brings, then the config file, then --key=value.
-    warmup_iters is always there. Whoever gives a shorter run, and no warmup with it, gets one that is no longer than the
-    learning rate decays."""
-    path, values = read_argv(argv)
+def load_keys(argv: list[str], passed_over=()) -> dict[str, Any]:
+    """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
+    counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
+    warmup is cut to the length of the decay."""
+    path, values = read_keys(argv)
     given = {**(read_file(path) if path else {}), **values}
     for name, value in given.items():
         check_value(KEYS[name], value)
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
-    base = inherited(given, passed_over)
+    base = starting_keys(given, passed_over)
     for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
         for name in its if mode in given else ():
-            base.pop(name, None)  # that of another mode
+            base.pop(name, None)  # the value of another mode
     for name, value in base.items():
         check_value(KEYS[name], value)
     keys = {**base, **given}
@@ -294,28 +296,32 @@ def load_keys(argv, passed_over=()):
     return keys
 
 
-def load_config(argv, passed_over=()):
-    """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as newest() in
-    memo/manifest.py has them."""
+def load_config(argv: list[str], passed_over=()) -> Config:
+    """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as
+    newest() in memo/manifest.py has them."""
     return Config(**load_keys(argv, passed_over))
 
 
-def degrees(cfg, world):
-    """dp. Errors: a layout that does not fill the world, or whose dp ranks would not get equally many micro batches."""
+def degrees(cfg: Config, world: int) -> int:
+    """dp. Errors: ConfigError: the layout does not fill the world, or a step's micro batches cannot
+    be shared out."""
     dp = max(1, world // (cfg.cp * cfg.tp))
     if dp * cfg.cp * cfg.tp != world:
-        raise ConfigError(f"dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with torchrun "
-                          f"--nproc_per_node={cfg.cp * cfg.tp} (or a multiple) on one node, or change tp or cp")
+        raise ConfigError(f"dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
+                          f"torchrun --nproc_per_node={cfg.cp * cfg.tp} (or a multiple) on one node, or "
+                          "change tp or cp")
     if cfg.gradient_accumulation_steps % dp:
         more = -(-cfg.gradient_accumulation_steps // dp) * dp
-        raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a step's micro "
-                          f"batches are dealt to the dp ranks); try --gradient_accumulation_steps={more}")
+        raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a "
+                          "step's micro batches are dealt to the dp ranks); try "
+                          f"--gradient_accumulation_steps={more}")
     return dp
 
 
-def communicators(tp, cp, dp):
-    """{axis: the axis whose communicator carries its messages} of the axes that have several ranks. Each has one of its own,
-    but `world` where another has the same ranks: its sums of scalars come when that one has nothing under way."""
+def communicators(tp: int, cp: int, dp: int) -> dict[str, str]:
+    """{axis: the axis whose communicator carries its messages} of the axes that have several ranks. Each axis
+    has a communicator of its own. Only `world` shares that of another axis with the same ranks: `world` sums
+    scalars, at times when the other axis has nothing under way."""
     sizes = dict(tp=tp, cp=cp, data=dp * cp, world=dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
     for name in ("tp", "data"):
@@ -324,14 +330,13 @@ def communicators(tp, cp, dp):
     return carriers
 
 
-def save_config(cfg, path):
-    save_json(asdict(cfg), path)
-
-
-def help_text():
-    rows = []
+def keys_help() -> str:
+    """The part of --help that lists all keys."""
+    rows: list[tuple[str, str | None]] = []
     for f in KEYS.values():
         m = f.metadata
-        rows += [(m["section"], None)] * bool(m["section"])
-        rows.append((f"--{f.name}={f.default!s}", m["help"] + f" ({' | '.join(m['choices'])})" * bool(m["choices"])))
+        if m["section"]:
+            rows.append((m["section"], None))
+        choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
+        rows.append((f"--{f.name}={f.default!s}", m["help"] + choices))
     return f"The keys, with their defaults\n\n{columns(rows)}"

@@ -1,17 +1,19 @@
 """GPT-2 in Hugging Face's format <-> memo checkpoints.
 
-    python -m memo.convert from-hf <hf_folder> <out_dir>    a local GPT-2 -> a checkpoint in <out_dir>, config.json
+    python -m memo.convert from-hf <hf_folder> <out_dir>    a local GPT-2 -> a checkpoint, config.json
     python -m memo.convert to-hf <out_dir> <hf_folder>      a run -> a folder that transformers loads
 
-GPT-2 keeps a linear as (in, out), memo as (out, in), and q, k and v side by side in one; memo pads the rows of the
-embedding to a multiple of 128.
+GPT-2 keeps a linear as (in, out), memo as (out, in). GPT-2 keeps q, k and v side by side in one matrix. memo
+pads the rows of the embedding to a multiple of 128.
 """
 
 import json
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +21,14 @@ from memo.command import Arguments, answer_early, end_with_reader, run
 
 
 def read_argv(argv):
-    parser = Arguments(prog="python -m memo.convert", description="GPT-2 of Hugging Face <-> memo checkpoints.")
+    parser = Arguments(prog="python -m memo.convert",
+                       description="GPT-2 of Hugging Face <-> memo checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     for command, source, target, text in (
-            ("from-hf", "hf_folder", "out_dir", "a local GPT-2 in safetensors -> a checkpoint to resume from"),
-            ("to-hf", "out_dir", "hf_folder", "a checkpoint with learned positions -> a folder that transformers loads")):
+            ("from-hf", "hf_folder", "out_dir",
+             "a local GPT-2 in safetensors -> a checkpoint to resume from"),
+            ("to-hf", "out_dir", "hf_folder",
+             "a checkpoint with learned positions -> a folder that transformers loads")):
         sub = commands.add_parser(command, help=text, description=text)
         sub.option(source, help="from where", least=1)
         sub.option(target, help="where to", least=1)
@@ -39,38 +44,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from memo import checkpoint
-from memo.config import Config, gpt2_model_keys, save_config, stored_config
+from memo.config import Config, stored_config
 from memo.errors import ConfigError, reason, warn
 from memo.files import load_json, plain_name, regular, save_json
 from memo.flat import whole
+from memo.gpt2 import CONFIG, gpt2_model_keys, gpt2_parameters, hf_config
 from memo.tokens import ENDS, load_tokenizer
 
-LAYER = {"ln1": ("ln_1", 1, 0), "q k v": ("attn.c_attn", 3, 1), "proj": ("attn.c_proj", 1, 1),  # name there, (out, in)
-         "ln2": ("ln_2", 1, 0), "fc1": ("mlp.c_fc", 4, 1), "fc2": ("mlp.c_proj", 1, 4)}       # in units of C
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-WEIGHTS, INDEX, CONFIG, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
 
 
-def gpt2_parameters(cfg):
-    """[(memo's names, GPT-2's name, GPT-2's shape)] of a GPT-2 with the dimensions of `cfg`."""
-    C = cfg.n_embd
-    rows = [(["wte"], "wte.weight", (cfg.vocab_size, C)), (["wpe"], "wpe.weight", (cfg.block_size, C))]
-    for i in range(cfg.n_layer):
-        for parts, (there, n_out, n_in) in LAYER.items():
-            w, b = ([f"h.{i}.{part}_{kind}" for part in parts.split()] for kind in "wb")
-            rows += [(w, f"h.{i}.{there}.weight", (n_in * C, n_out * C) if n_in else (C,)),
-                     (b, f"h.{i}.{there}.bias", (n_out * C,))]
-    return [*rows, (["lnf_w"], "ln_f.weight", (C,)), (["lnf_b"], "ln_f.bias", (C,))]
-
-
-def other_layout(there, w):
-    """A linear's matrix from (in, out) to (out, in) or back, as a view; the rest as it is."""
+def transposed(there: str, w: torch.Tensor) -> torch.Tensor:
+    """The matrix of a linear from (in, out) to (out, in) or back, as a view; all else as it is."""
     return w.t() if there.startswith("h.") and w.dim() == 2 else w
 
 
 # --- from Hugging Face ---
 
-def open_weights(folder):
+def open_weights(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
     """{GPT-2's name: function that reads the tensor}, from one file or from shards."""
     single, index = (folder / WEIGHTS).exists(), (folder / INDEX).exists()
     if not single and not index:
@@ -79,18 +72,19 @@ def open_weights(folder):
             "pytorch_model.bin could run code, so save the model again with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else
             "give a local folder of a GPT-2"))
-    weights = {}
+    weights: dict[str, Callable[[], torch.Tensor]] = {}
     for path in [folder / WEIGHTS] if single else shards(folder / INDEX):
-        with readable(path):
+        with read_errors(path):
             regular(os.stat(path))
             opened = safe_open(path, "pt")
             names = opened.keys()
-            weights |= {name.removeprefix("transformer."): partial(tensor, path, opened, name) for name in names}
+            weights |= {name.removeprefix("transformer."): partial(read_tensor, path, opened, name)
+                        for name in names}
     return weights
 
 
 @contextmanager
-def readable(path):
+def read_errors(path: Path) -> Iterator[None]:
     """Errors: ConfigError where a file of weights is damaged."""
     try:
         yield
@@ -98,13 +92,13 @@ def readable(path):
         raise ConfigError(f"{path} cannot be read ({reason(e)}); download the folder again") from None
 
 
-def tensor(path, opened, name):
-    with readable(path):
+def read_tensor(path: Path, opened, name: str) -> torch.Tensor:
+    with read_errors(path):
         return opened.get_tensor(name)
 
 
-def shards(path):
-    """The files that an index names, all of them beside it. Errors: ConfigError."""
+def shards(path: Path) -> list[Path]:
+    """The files that an index names, all of them in its folder. Errors: ConfigError."""
     files = load_json(path, "download the folder again").get("weight_map")
     if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
         raise ConfigError(f"{path}: weight_map must give each tensor the name of a file in its folder; "
@@ -112,20 +106,24 @@ def shards(path):
     return [path.with_name(name) for name in sorted(set(files.values()))]
 
 
-def same(a, b):
-    """Whether two tensors are, NaN for NaN."""
-    return a.dtype in FLOATS and (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a.nan_to_num(), b.nan_to_num())
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have equal elements; NaN equals NaN."""
+    alike = a.dtype in FLOATS and (a.shape, a.dtype) == (b.shape, b.dtype)
+    return alike and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def hf_tensors(folder, cfg):
-    """Yields (memo's name, fp32 tensor) of the GPT-2 in `folder`: positions cropped to cfg.block_size, rows of the
-    embedding padded with zeros. Errors: weights that are missing, of another shape or kind, or not GPT-2's."""
+def hf_tensors(folder, cfg: Config) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (memo's name, fp32 tensor) of the GPT-2 in `folder`: positions cropped to cfg.block_size, the
+    embedding padded with rows of zeros. Errors: ConfigError: a weight is missing, has another shape or kind,
+    or is not GPT-2's."""
     folder = Path(folder)
     weights, rows = open_weights(folder), gpt2_parameters(cfg)
     head = weights.pop("lm_head.weight", None)
     if head and "wte.weight" in weights and not same(head(), weights["wte.weight"]()):
-        raise ConfigError(f"{folder}: lm_head.weight differs from wte.weight; memo's head is tied to its embedding")
-    unknown = {n for n in weights if not n.endswith((".attn.bias", ".attn.masked_bias"))} - {there for _, there, _ in rows}
+        raise ConfigError(f"{folder}: lm_head.weight differs from wte.weight; memo's head is tied to its "
+                          "embedding")
+    masks = (".attn.bias", ".attn.masked_bias")  # constants of old versions of transformers
+    unknown = {name for name in weights if not name.endswith(masks)} - {there for _, there, _ in rows}
     if unknown:
         raise ConfigError(f"{folder}: {min(unknown)} is not a tensor of a GPT-2 with n_layer={cfg.n_layer}; "
                           "give the folder of a plain GPT-2")
@@ -138,7 +136,7 @@ def hf_tensors(folder, cfg):
             found = "missing" if w is None else f"{tuple(w.shape)} {w.dtype}"
             raise ConfigError(f"{folder}: {there} is {found}, must be {shape} in fp32, fp16 or bf16; "
                               f"see its {CONFIG}")
-        w = other_layout(there, w).float()
+        w = transposed(there, w).float()
         if not w.isfinite().all():
             damaged.append(there)
         if names == ["wte"]:
@@ -146,19 +144,19 @@ def hf_tensors(folder, cfg):
         yield from zip(names, w.chunk(len(names)), strict=True)
     if damaged:
         n = len(damaged) - 1
-        more = f" and in {n} more tensor{'s' * (n > 1)}" * (n > 0)
+        more = f" and in {n} more tensor{'s' if n > 1 else ''}" if n else ""
         warn(f"{folder}: there are NaN or infinities in {damaged[0]}{more}; the model cannot train")
 
 
-def from_hf(hf_folder, out_dir):
-    hf_folder, out_dir = Path(hf_folder), Path(out_dir)
+def from_hf(hf_folder: Path, out_dir: Path) -> None:
     if checkpoint.latest(out_dir) or (out_dir / CONFIG).exists():
-        raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another folder")
+        raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another "
+                          "folder")
     cfg = Config(**gpt2_model_keys(hf_folder), out_dir=str(out_dir))
     tokenizer_in(hf_folder)  # refused now, not when it is needed
     pieces = [whole(f"params.{name}", w) for name, w in hf_tensors(hf_folder, cfg)]
     out_dir.mkdir(parents=True, exist_ok=True)
-    save_config(cfg, out_dir / CONFIG)
+    save_json(asdict(cfg), out_dir / CONFIG)
     copy_tokenizer(hf_folder, out_dir)
     saver = checkpoint.Saver(out_dir)
     saver.save(pieces, cfg, 0)
@@ -168,19 +166,19 @@ def from_hf(hf_folder, out_dir):
 
 # --- to Hugging Face ---
 
-def to_hf(out_dir, hf_folder):
-    out_dir, hf_folder = Path(out_dir), Path(hf_folder)
+def to_hf(out_dir: Path, hf_folder: Path) -> None:
     if any(hf_folder.glob("model*.safetensors")) or (hf_folder / CONFIG).exists():
         raise ConfigError(f"{hf_folder} holds a {WEIGHTS} or a {CONFIG} already; choose another folder")
-    cfg, mine = checkpoint.read_newest(out_dir, lambda ckpt: (stored_config(ckpt.config), dict(ckpt.tensors("params"))))
+    cfg, mine = checkpoint.read_newest(
+        out_dir, lambda ckpt: (stored_config(ckpt.config), dict(ckpt.tensors("params"))))
     if cfg.position != "learned":
-        raise ConfigError(f"position={cfg.position} must be learned for to-hf (GPT-2 has no rotary positions); "
-                          "train with --position=learned")
+        raise ConfigError(f"position={cfg.position} must be learned for to-hf (GPT-2 has no rotary "
+                          "positions); train with --position=learned")
     tokenizer = tokenizer_in(out_dir)
     tensors = {}
     for names, there, shape in gpt2_parameters(cfg):
         absent = names[0] not in mine  # bias=False
-        w = torch.zeros(shape) if absent else other_layout(there, torch.cat([mine.pop(name) for name in names]))
+        w = torch.zeros(shape) if absent else transposed(there, torch.cat(list(map(mine.pop, names))))
         tensors[f"transformer.{there}"] = w[:shape[0]].contiguous()  # without the embedding's padding
     hf_folder.mkdir(parents=True, exist_ok=True)
     (hf_folder / CONFIG).write_text(json.dumps(hf_config(cfg), indent=1) + "\n")
@@ -191,8 +189,9 @@ def to_hf(out_dir, hf_folder):
     print(f"{hf_folder}: load it with transformers.GPT2LMHeadModel.from_pretrained")
 
 
-def save_weights(tensors, path):
-    """Writes them under another name first. Errors: they cannot be written; then nothing is left of them."""
+def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes the tensors under another name first. Errors: ConfigError: they cannot be written; then no file
+    is left of them."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, {"format": "pt"})
@@ -203,36 +202,29 @@ def save_weights(tensors, path):
                           "free some space there or choose another folder") from None
 
 
-def hf_config(cfg):
-    return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=cfg.vocab_size, n_positions=cfg.block_size,
-                n_embd=cfg.n_embd, n_layer=cfg.n_layer, n_head=cfg.n_head, tie_word_embeddings=True,
-                activation_function="gelu" if cfg.gelu == "exact" else "gelu_new", layer_norm_epsilon=1e-5,
-                attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None, eos_token_id=None)
-
-
-def tokenizer_in(folder):
-    """The tokenizer that lies beside the weights, None where there is none. Errors: it cannot be used."""
+def tokenizer_in(folder: Path):
+    """The tokenizer beside the weights, None where there is none. Errors: it cannot be used."""
     return load_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None
 
 
-def copy_tokenizer(source, target):
+def copy_tokenizer(source: Path, target: Path) -> None:
     if (source / TOKENIZER).exists():
         shutil.copyfile(source / TOKENIZER, target / TOKENIZER)
 
 
-def tokenizer_config(cfg, tokenizer):
+def tokenizer_config(cfg: Config, tokenizer) -> dict:
     """What transformers.AutoTokenizer needs beside a tokenizer.json."""
-    ends = [token for token in ENDS if tokenizer.token_to_id(token) is not None][:1]
+    end = next((token for token in ENDS if tokenizer.token_to_id(token) is not None), None)
     return dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.block_size,
-                clean_up_tokenization_spaces=False, **{name: ends[0] for name in ("bos_token", "eos_token") if ends})
+                clean_up_tokenization_spaces=False) | (dict(bos_token=end, eos_token=end) if end else {})
 
 
 def main(argv):
     args = read_argv(argv)
     if args.command == "from-hf":
-        from_hf(args.hf_folder, args.out_dir)
+        from_hf(Path(args.hf_folder), Path(args.out_dir))
     else:
-        to_hf(args.out_dir, args.hf_folder)
+        to_hf(Path(args.out_dir), Path(args.hf_folder))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Pieces of tensors to and from the files of torch.distributed.checkpoint (DCP). In a module of its own, because DCP takes a
-second to import: memo/checkpoint.py does that when there is a checkpoint to write or to read.
-"""
+"""Pieces of tensors to and from the files of torch.distributed.checkpoint (DCP). DCP takes a second to
+import, so memo/checkpoint.py imports this module only when there is a checkpoint to write or to read."""
 
 import io
 import pickle
 import pickletools
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,19 +32,22 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from memo.flat import Piece
+
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 
 
 @contextmanager
-def first_failure():
-    """The exception of the first rank that failed, where DCP gathers those of all ranks in one that is no Exception."""
+def first_failure() -> Iterator[None]:
+    """Errors: the exception of the first rank that failed. DCP raises the exceptions of all ranks in one that
+    is no Exception."""
     try:
         yield
     except CheckpointException as e:
         raise e.failures[min(e.failures)][0] from None
 
 
-def box(piece):
+def box(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
 
 
@@ -59,14 +63,17 @@ class Boxes(SavePlanner):
         pass
 
     def create_local_plan(self):
-        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
-            box(p), TensorProperties(p.tensor.dtype), torch.Size(p.shape))) for index, p in self.pieces.items()])
+        def data(p):
+            return TensorWriteData(box(p), TensorProperties(p.tensor.dtype), torch.Size(p.shape))
+        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data(p))
+                         for index, p in self.pieces.items()])
 
     def create_global_plan(self, all_plans):
         plans, metadata = create_default_global_save_plan(all_plans)
         for name, t in metadata.state_dict_metadata.items():
             if (found := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
-                raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {found} elements, must be {prod(t.size)}")
+                raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {found} elements, must be "
+                                 f"{prod(t.size)}")
         return plans, metadata
 
     def finish_plan(self, new_plan):
@@ -77,21 +84,24 @@ class Boxes(SavePlanner):
 
 
 class Writer(dcp.FileSystemWriter):
+    """Writes DCP's files, and raises the disk's own error."""
+
     def storage_meta(self):
         return StorageMeta()  # the usual one holds the path, which is about to change
 
     def write_data(self, plan, planner):
         try:
             return super().write_data(plan, planner)
-        except RuntimeError as e:  # torch.save's, about what the disk had to say; a rank sends no context to the others
+        except RuntimeError as e:  # of torch.save; its context is the disk's, which other ranks would not get
             raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
 
 
-def write(folder, pieces, group):
+def write(folder: Path, pieces: list[Piece], group) -> None:
     """Writes the pieces of all ranks of `group`, a gloo process group, into the folder. None: one process."""
-    with first_failure():  # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread
-        dcp.save({}, storage_writer=Writer(folder, per_thread_copy_ahead=0), planner=Boxes(pieces), process_group=group,
-                 no_dist=group is None)
+    # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread
+    writer = Writer(folder, per_thread_copy_ahead=0)
+    with first_failure():
+        dcp.save({}, storage_writer=writer, planner=Boxes(pieces), process_group=group, no_dist=group is None)
 
 
 # --- reading ---
@@ -104,15 +114,15 @@ ADMITTED = {("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_g
                 "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"))}
 
 
-def bounded_pickle(path):
-    """The bytes of a pickle. Errors: pickle.UnpicklingError: it is large, or would make the unpickler's memo larger than
-    itself: a few bytes can ask for all memory there is."""
+def bounded_pickle(path: Path) -> bytes:
+    """The bytes of a pickle. Errors: pickle.UnpicklingError: the pickle is too large, or names a memo entry
+    beyond its own size. A few such bytes could ask for all memory there is."""
     with open(path, "rb") as file:
         data = file.read(MOST_METADATA_BYTES + 1)
     if len(data) > MOST_METADATA_BYTES:
         raise pickle.UnpicklingError(f"it must be at most {MOST_METADATA_BYTES} bytes long")
     for operation, argument, _ in pickletools.genops(data):
-        if "PUT" in operation.name and argument > len(data):
+        if "PUT" in operation.name and (argument or 0) > len(data):
             raise pickle.UnpicklingError(f"its memo has no place {argument}")
     return data
 
@@ -125,10 +135,12 @@ class Unpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads DCP's files; the metadata once, and without executing what it names. Tensors: torch.load(weights_only=True)."""
+    """Reads DCP's files: the metadata once, without executing what it names, the tensors
+    with torch.load(weights_only=True)."""
 
     def __init__(self, path, metadata, files):
-        """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and any other."""
+        """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and
+        any other exception."""
         super().__init__(path)
         self.metadata = Unpickler(io.BytesIO(bounded_pickle(path / metadata))).load()
         if not isinstance(self.metadata, Metadata):
@@ -146,7 +158,7 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args, **kwargs):
         return self.metadata
 
-    def read(self, pieces):
+    def read(self, pieces: list[Piece]) -> None:
         """Fills the `pieces` in place."""
         with first_failure():
             dcp.load({}, storage_reader=self, planner=Targets(pieces), no_dist=True)
@@ -176,7 +188,8 @@ class Targets(LoadPlanner):
 
     def resolve_tensor(self, read_item):
         begin, sizes = read_item.dest_offsets, read_item.lengths
-        return self.pieces[read_item.dest_index].tensor[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
+        part = tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))
+        return self.pieces[read_item.dest_index].tensor[part]
 
     def commit_tensor(self, read_item, tensor):
         pass

@@ -1,25 +1,28 @@
-"""The device a run takes, and how much of its memory it took."""
+"""The device of a run, and how much of its memory is taken."""
 
 import os
 import resource
 import sys
+from typing import Any
 
 import torch
 
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate.hardware import CONTEXT_BYTES
 
 
-def pick_device(cfg, local_rank=0):
-    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`, the local_rank-th GPU of this host. Errors: CUDA asked
-    for where there is none, or not so many."""
+def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
+    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`: the local_rank-th GPU of this host.
+    Errors: ConfigError: there is no CUDA GPU, or there are too few."""
     cuda = torch.cuda.is_available()
     if cfg.device == "cuda" and not cuda:
         raise ConfigError("device=cuda needs a CUDA GPU that torch can use, there is none; try device=auto")
     device = torch.device(f"cuda:{local_rank}" if cuda and cfg.device != "cpu" else "cpu")
     if device.type == "cuda" and local_rank >= torch.cuda.device_count():
-        raise ConfigError(f"local rank {local_rank} has no GPU of its own, this host has {torch.cuda.device_count()}; start "
-                          "no more ranks on a host than it has GPUs (torchrun --nproc_per_node)")
+        raise ConfigError(f"local rank {local_rank} has no GPU of its own, this host has "
+                          f"{torch.cuda.device_count()}; start no more ranks on a host than it has GPUs "
+                          "(torchrun --nproc_per_node)")
     dtype = cfg.dtype
     if dtype == "auto":
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -27,21 +30,23 @@ def pick_device(cfg, local_rank=0):
     return device, getattr(torch, dtype)
 
 
-def set_deterministic(on):
+def set_deterministic(on: bool) -> None:
     """The same bits from run to run on CUDA, at some cost in speed. Must come before CUDA starts."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if on != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: over a second
         torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def device_name(device):
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def gpu_facts(device):
+def gpu_facts(device: torch.device) -> dict[str, Any]:
     """dict(capability=, multiprocessors=) of a CUDA device, as in hardware.Machine."""
     if device.type != "cuda":
         return dict(capability=(0, 0), multiprocessors=0)
@@ -49,36 +54,36 @@ def gpu_facts(device):
                 multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def device_peak_bytes(device):
+def device_peak_bytes(device: torch.device) -> int:
     """The most device memory that tensors took so far; on the CPU the process's peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def synchronize(device):
-    """Waits until a CUDA device has done all that it was given."""
+def synchronize(device: torch.device) -> None:
+    """Waits until a CUDA device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def settle(device):
-    """Before room is measured: cuBLAS takes its workspace, and what torch's allocator has left of other tensors goes back to
-    the device. Otherwise small tensors that stay would keep large segments of it from going back."""
+def settle(device: torch.device) -> None:
+    """To be called before room is measured. cuBLAS takes its workspace, and blocks that torch's allocator has
+    cached go back to the device. Otherwise small tensors that stay would hold large segments of the cache."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         x = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
         torch.mm(x, x)
 
 
-def free_bytes(device):
+def free_bytes(device: torch.device) -> tuple[int, int]:
     """(bytes still free on a CUDA device, bytes it has)."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
 
 
-def own_bytes(device):
-    """What other processes leave of a CUDA device's memory; None where the device is the host."""
+def own_bytes(device: torch.device) -> int | None:
+    """The memory of a CUDA device that other processes leave; None where the device is the host."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

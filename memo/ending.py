@@ -1,133 +1,143 @@
-"""How a run ends, and what cannot end it: signals, a console that fails, pictures and loggers that fail."""
+"""How a run saves and how it ends: whatever ends it, the steps done are saved first."""
 
-import atexit
-import os
-import signal
+import contextlib
+import shutil
 import sys
-import time
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
-from memo.errors import reason
+from memo import checkpoint, command
+from memo.errors import CheckpointError, ConfigError, NotFinite, RunFailed, TrainingError, reason
+from memo.estimate.expected import growing
+from memo.launch import together
+from memo.manifest import latest
+from memo.report import draw_loss, furnish, go_on_with, print_first_lines, print_last_lines
+from memo.run import Run
+from memo.signals import StepGivenUp, StopSignal, handling
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm can send SIGUSR1 before a job's time is up
-SAME_S = 1.0  # signals within so many seconds are one request: a terminal and torchrun both send SIGINT
-
-
-class Interrupted(BaseException):
-    """A signal ends the process while no step is under way."""
-
-    def __init__(self, number):
-        super().__init__(number)
-        self.number = number
-
-
-class StepGivenUp(BaseException):
-    """A second signal: the step under way is not to be finished."""
+MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 
 
-@contextmanager
-def handling(handler):
-    """Meanwhile handler(number, frame) is called for SIGNALS, but for those that the process shall ignore (nohup)."""
-    before = {s: signal.signal(s, handler) for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+# --- saving ---
+
+def save(run: Run) -> None:
+    """Starts to save a checkpoint of the steps done, and waits for the last one. A failure of the last one is
+    a warning: this one may succeed. Errors: TrainingError, after too many failures."""
     try:
-        yield
-    finally:
-        for s, earlier in before.items():
-            signal.signal(s, earlier)
+        run.saver.wait()
+        run.failed_saves = 0
+    except CheckpointError as e:
+        run.failed_saves += 1
+        if run.failed_saves == MOST_FAILED_SAVES:
+            raise TrainingError(f"{run.failed_saves} saves in a row failed: {e}") from None
+        if run.speaks:
+            print(f"\nwarning: {e}; training goes on", file=sys.stderr)
+    run.saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
 
 
-def interrupt(number, frame):
-    raise Interrupted(number)
+def save_and_wait(run: Run, saver: checkpoint.Saver) -> None:
+    """Saves the steps done, to the last byte, on all ranks. Errors: ConfigError, on all ranks."""
+    saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
+    with command.progress(lambda: f"writing {saver.folder}") if run.speaks else contextlib.nullcontext():
+        together(run.mesh.host, saver.wait)
 
 
-class StopSignal:
-    """The handler of signals while a run trains. The first one only takes a note in `number`, so that the step is finished
-    and saved. A second one raises StepGivenUp in a with-block of interruptible(): the state before the step is saved. A
-    third one ends the process. Where several ranks have to agree the second one is not heard. `quiet`: says nothing."""
+def save_last(run: Run) -> None:
+    """Saves the steps done, in another folder where out_dir cannot take them, and waits. Errors:
+    TrainingError, on all ranks: it says where they are saved, if they are."""
+    with contextlib.suppress(CheckpointError):  # of the save before
+        run.saver.wait()
+    try:
+        save_and_wait(run, run.saver)
+        return
+    except ConfigError as e:
+        error = str(e)
+    folder = None
+    with contextlib.suppress(OSError):
+        if run.speaks and run.one_host:  # a temporary folder is of one host
+            folder = Path(tempfile.mkdtemp(prefix="memo-saved-"))
+    folder = run.mesh.host.objects(folder)[0]
+    if folder is None:
+        raise TrainingError(error)
+    try:
+        save_and_wait(run, checkpoint.Saver(folder, run.saver.group, run.cfg.pin_memory))
+    except ConfigError as e:
+        if run.speaks:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise TrainingError(f"{error}; nor could it be saved elsewhere: {e}") from None
+    if run.speaks:
+        run.attempt("config.json", furnish, run, folder)
+    raise TrainingError(f"{error}; {run.done} steps are saved in {folder} instead; "
+                        f"go on with: {go_on_with(run, folder)}")
 
-    def __init__(self, quiet, alone):
-        self.quiet, self.alone, self.may_give_up = quiet, alone, False
-        self.number, self.requests, self.last_s = 0, 0, -SAME_S
 
-    @contextmanager
-    def interruptible(self):
-        """Meanwhile weights and optimizer do not change: the step may be given up."""
-        self.may_give_up = True
+def save_after(run: Run, e: Exception) -> None:
+    """Saves the steps done before the run ends with the exception `e`; only if the state is good, and all
+    ranks are there."""
+    all_here = run.mesh.host.size == 1 or isinstance(e, TrainingError)
+    if not run.whole or run.done == run.first or isinstance(e, NotFinite) or not all_here:
+        return
+    try:
+        save_last(run)
+        line = f"{run.done} steps are saved in {run.out}; go on with: {go_on_with(run, run.out)}"
+    except Exception as again:  # a device that is lost, say
+        line = f"after {run.done} steps: {reason(again)}"
+    if run.speaks:
+        print(line, file=sys.stderr)
+
+
+# --- the end ---
+
+def not_finite(run: Run, loss: float, grad_norm: float) -> NotFinite:
+    """The error of a step whose loss or gradient norm is not finite."""
+    run.saver.join()  # the save under way is of a good state
+    cfg, it, saved = run.cfg, run.step, latest(run.out)
+    good = "there is no good checkpoint yet"
+    if saved:
+        good = f"the last good checkpoint is {saved}, before step {saved.name}"
+    offsets = [o for micro in range(cfg.gradient_accumulation_steps)
+               for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
+    return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the "
+                     f"train split) must be finite; nothing was saved over: {good}; try a lower "
+                     "--learning_rate or more --warmup_iters")
+
+
+def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
+    """train(run, stop), then the last save. Errors: those of `train`; what can be saved is saved before."""
+    with handling(stop), growing(run.expected, run.device, "transient"):
         try:
-            yield
-        finally:
-            self.may_give_up = False
-
-    def __call__(self, number, frame):
-        now = time.monotonic()
-        if now - self.last_s < SAME_S:
-            return
-        self.last_s = now
-        self.number, self.requests = self.number or number, self.requests + 1
-        if not self.quiet:
-            more = ["again to save without this step", "again to stop at once, unsaved"][min(1, self.requests - 1)]
-            doing = "finishing this step, then saving" if self.requests == 1 or not self.alone else "saving"
-            print(f"\n{signal.Signals(number).name}: {doing}" + f" ({more})" * self.alone, file=sys.stderr)
-        if self.alone and self.requests == 2 and self.may_give_up:
-            raise StepGivenUp
-        if self.requests > 2:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-
-# --- what is only told ---
-
-class Console:
-    """stdout or stderr of a run: a full disk or a reader that is gone loses the text, not the run."""
-
-    def __init__(self, stream):
-        self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115  closed by the caller
-        self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
-
-    def write(self, text):
-        try:
-            return self.stream.write(text)
-        except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal's handler writes while the loop does
-            return len(text)
-
-    def flush(self):
-        try:
-            self.stream.flush()
-        except (OSError, ValueError):
-            return
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def close(self):
-        """Drops what cannot be written, so that Python's own end of the process does not fail on it."""
-        try:
-            self.stream.flush()
-        except (OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-
-def guard_console():
-    """From here on stdout and stderr are Consoles, to the end of the process."""
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
-    atexit.register(sys.stderr.close)
-    atexit.register(sys.stdout.close)
-
-
-class Beside:
-    """Does what is not worth a run: pictures, loggers, plan.json. A failure is a warning, once for each reason."""
-
-    def __init__(self):
-        self.told = set()
-
-    def __call__(self, what, work, *args):
-        """work(*args) -> whether it succeeded. `what`: its name in the warning."""
-        try:
-            work(*args)
-            return True
+            train(run, stop)
+        except StepGivenUp:
+            pass
         except Exception as e:
-            line = f"warning: {what} failed ({type(e).__name__}: {reason(e)}); training goes on"
-            if line not in self.told:
-                self.told.add(line)
-                print(line, file=sys.stderr)
-            return False
+            save_after(run, e)
+            if isinstance(e, (ConfigError, OSError)):  # too late to be a user's mistake
+                raise RunFailed(str(e)) from e
+            raise
+        if run.done > run.first:
+            save_last(run)
+        stop.number = int(*run.mesh.host.max(stop.number))  # it may have come to some ranks while they saved
+
+
+def complete(run: Run, train: Callable) -> int:
+    """From the first printed lines to the last ones, around train(run, stop) -> the exit code: 0, or 128 +
+    the number of the signal that stopped the run. Errors: those of train_and_save()."""
+    cfg = run.cfg
+    stop = StopSignal(quiet=not run.speaks, alone=run.mesh.host.size == 1)
+    try:
+        if run.speaks:
+            print_first_lines(run)
+        if run.first >= cfg.max_iters:
+            if run.speaks:
+                print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
+            return 0
+        train_and_save(run, train, stop)
+    finally:
+        for logger in run.loggers:
+            run.attempt(type(logger).__name__, logger.close)
+    if run.speaks:
+        if stop.number or not cfg.eval_interval:  # otherwise the last step was evaluated, and the loss drawn
+            draw_loss(run)
+        run.attempt("last lines", print_last_lines, run, stop.number)
+    return 128 + stop.number if stop.number else 0

@@ -1,4 +1,5 @@
-"""The errors that a user can mend: one line each, with name, value, rule and remedy."""
+"""The errors that a user can mend, and those that end a run: one line each, with name, value, rule and
+remedy."""
 
 import os
 import sys
@@ -12,12 +13,36 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be written, read, or used for this model."""
 
 
-def warn(text):
+class RunFailed(RuntimeError):
+    """An error of this rank while it trains. One line."""
+
+
+class TrainingError(RunFailed):
+    """A run that cannot go on, on all ranks alike."""
+
+
+class NotFinite(TrainingError):
+    """The loss is not finite. The state must not be saved."""
+
+
+def warn(text: str) -> None:
     """A line on stderr, said by one rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {text}", file=sys.stderr)
 
 
-def reason(e):
+def reason(e: BaseException) -> str:
     """Why, in one line: the part of the exception `e` that a user can act on."""
     return getattr(e, "strerror", None) or (str(e).splitlines() or [type(e).__name__])[0]
+
+
+def last_line(e: BaseException) -> str | None:
+    """What is said of the exception that ends a run; None where the whole traceback should be shown."""
+    if isinstance(e, (ConfigError, RunFailed, OSError)):
+        return str(e)
+    if isinstance(e, RuntimeError):
+        text = str(e).splitlines()[0] if str(e) else type(e).__name__
+        if any(word in text for word in ("gloo", "Gloo", "NCCL", "TCPStore")):
+            return (f"lost another rank ({text}); the last checkpoint is whole; the other ranks' errors say "
+                    "why")
+    return None

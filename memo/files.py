@@ -1,7 +1,7 @@
-"""Files: read within bounds, whoever made them, and written whole; the folder where things are kept from run to run.
+"""Reading within bounds, writing whole files, and the cache folder.
 
 Every text and every JSON that memo reads comes through read_text() or load_json(). A file may be damaged, or
-made by somebody who means harm: a pipe, a device without end, JSON nested without end are refused.
+made by an attacker: a pipe, an endless device and JSON nested without end are refused.
 """
 
 import errno
@@ -10,27 +10,29 @@ import os
 import re
 import stat
 from contextlib import suppress
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from memo.errors import ConfigError, reason
 
-MOST_CHARS = 2**28       # of a text that is read at once: above the largest request log of a step
+MOST_TEXT_CHARS = 2**28  # of a text that is read at once: above the largest request log of a step
 MOST_JSON_CHARS = 2**26  # values may take thirty times as much memory
 MOST_DEPTH = 32          # of lists and objects inside each other
 
 
 # --- reading ---
 
-def regular(found):
-    """What os.stat() `found`. Errors: OSError: it is no regular file, and may have no end."""
+def regular(found: os.stat_result) -> os.stat_result:
+    """`found`, the result of os.stat(). Errors: OSError: it is no regular file, and may have no end."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "is no regular file")
     return found
 
 
-def opened(path):
-    """The descriptor of a regular file, open for reading; a pipe in its place holds nobody up. Errors: OSError."""
+def open_file(path) -> int:
+    """The descriptor of a regular file, open for reading. A pipe in its place does not
+    block. Errors: OSError."""
     regular(os.stat(path))  # to open a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -41,16 +43,16 @@ def opened(path):
     return descriptor
 
 
-def read_text(path, most_chars=MOST_CHARS):
+def read_text(path, most_chars: int = MOST_TEXT_CHARS) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
-    with open(opened(path), encoding="utf-8-sig") as file:
+    with open(open_file(path), encoding="utf-8-sig") as file:
         text = file.read(most_chars + 1)
     if len(text) > most_chars:
         raise ValueError(f"it must be at most {most_chars:,} characters long")
     return text
 
 
-def depth(value):
+def depth(value) -> int:
     """How many lists and objects of a JSON value lie inside each other."""
     level, n = [value], 0
     while level := [v for v in level if isinstance(v, (dict, list))]:
@@ -59,26 +61,27 @@ def depth(value):
     return n
 
 
-def parse_json(text, kind=dict):
-    """The value of a JSON text. Errors: ValueError: no JSON, no `kind`, nested deeper than MOST_DEPTH, a number that is
-    not finite."""
+def parse_json(text: str, kind: type = dict) -> Any:
+    """The value of a JSON text. Errors: ValueError: it is no JSON, no `kind`, nested deeper than MOST_DEPTH,
+    or holds a number that is not finite."""
     def finite(digits):
         if not isfinite(number := float(digits)):
             raise ValueError(f"{digits[:20]} is no finite number")
         return number
     try:
         value = json.loads(text, parse_constant=finite, parse_float=finite)
-        nested = depth(value)
+        deep = depth(value) > MOST_DEPTH
     except RecursionError:
-        nested = inf
-    if nested > MOST_DEPTH:
+        deep = True
+    if deep:
         raise ValueError(f"it must be nested at most {MOST_DEPTH} deep")
     if not isinstance(value, kind):
-        raise ValueError(f"it must be {'an object' if kind is dict else 'a list'}, not a {type(value).__name__}")
+        raise ValueError(f"it must be {'an object' if kind is dict else 'a list'}, not a "
+                         f"{type(value).__name__}")
     return value
 
 
-def load_json(path, remedy, kind=dict):
+def load_json(path, remedy: str, kind: type = dict) -> Any:
     """The value of a JSON file. Errors: ConfigError with the `remedy`."""
     try:
         return parse_json(read_text(path, MOST_JSON_CHARS), kind)
@@ -86,15 +89,16 @@ def load_json(path, remedy, kind=dict):
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
 
 
-def plain_name(name):
+def plain_name(name) -> bool:
     """Whether `name`, read from a file, names a file in its own folder and nothing else."""
-    return isinstance(name, str) and re.fullmatch(r"[\w.\-]{1,255}", name, re.ASCII) is not None and name not in (".", "..")
+    return (isinstance(name, str) and re.fullmatch(r"[\w.\-]{1,255}", name, re.ASCII) is not None
+            and name not in (".", ".."))
 
 
 # --- writing ---
 
-def readable_json(value, pad=""):
-    """`value` as JSON for people: an item a line, but a list of plain values on one."""
+def readable_json(value, pad: str = "") -> str:
+    """`value` as JSON for people: one item a line, but a list of plain values on one line."""
     if isinstance(value, dict) and value:
         items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
     elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, tuple, dict)) for v in value):
@@ -104,33 +108,34 @@ def readable_json(value, pad=""):
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
-def save_bytes(data, path):
+def save_bytes(data: bytes, path) -> None:
     """Writes `data` under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
 
-def save_json(value, path):
+def save_json(value, path) -> None:
     """Writes `value` as JSON, as save_bytes() does."""
     save_bytes(f"{readable_json(value)}\n".encode(), path)
 
 
 # --- kept from run to run ---
 
-def ours_alone(found):
-    """Whether what os.stat() `found` belongs to this user, and nobody else can write it."""
+def ours_alone(found: os.stat_result) -> bool:
+    """Whether a file belongs to this user, and no other user can write it. `found`: the
+    result of os.stat()."""
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def cache_folder():
-    """The folder of compiled code, plans and calibrations. None where no such folder is ours alone: others could
-    plant files there. Nothing is kept then."""
+def cache_folder() -> Path | None:
+    """The folder of compiled code, plans and calibrations. None where there is no such folder that only this
+    user can write: others could plant files there. Nothing is kept then."""
     return cache_place()[0]
 
 
-def cache_place():
-    """(cache_folder(), None), or (None, why there is none and what helps)."""
+def cache_place() -> tuple[Path | None, str | None]:
+    """(cache_folder(), None), or (None, the reason and a remedy)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
@@ -152,8 +157,8 @@ def cache_place():
         return None, f"no cache folder can be made ({reason(e)}); {other}"
 
 
-def keep_json(value, folder, name):
-    """Stores `value` in cache_folder(), where there is one, for the next run; that it cannot be costs time only."""
+def keep_json(value, folder: Path | None, name: str) -> None:
+    """Stores `value` in cache_folder(), where there is one, for the next run. A failure costs only time."""
     if folder is not None:
         with suppress(OSError):
             save_json(value, folder / name)

@@ -1,38 +1,46 @@
-"""What a key of the configuration is, or an option of a command: its default, its line of --help, the values that it may
-take, and why no others."""
+"""A key of the configuration, or an option of a command: its default, its line of --help, the values that it
+may take, and why no others."""
 
 import re
 import shutil
 import textwrap
-from dataclasses import field
+from dataclasses import Field, field
+from typing import Any
 
 from memo.errors import ConfigError
 
-MOST_CHARS = 1000  # of a text
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # what breaks a line, or cannot be printed
+MOST_VALUE_CHARS = 1000  # of a text
+# characters that break a line, or cannot be printed
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MOST_COLUMNS = 110
 
 
-def key(default, help, *, section="", choices=(), least=None, below=None, most=None, why=""):
-    """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or `most`. `least`
-    counts the characters of a text. A float whose default is "auto" may be that instead of a number. `section`: the
-    heading of this key and of those that follow."""
-    return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least, below=below,
-                                                most=most, why=why))
+def key(default, help: str, *, section="", choices=(), least=None, below=None, most=None, why="") -> Any:
+    """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
+    `most`. For a text `least` counts characters. A float whose default is "auto" may be "auto" too.
+    `section`: the heading of this key and of those that follow."""
+    return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
+                                                below=below, most=most, why=why))
 
 
-def option(name, kind, default=None, help="", **bounds):
-    """A key for itself, of `kind` int, float, bool or str."""
+def option(name: str, kind: type, default=None, help: str = "", **bounds) -> Field:
+    """A key outside the configuration, of `kind` int, float, bool or str."""
     f = key(default, help, **bounds)
     f.name, f.type = name, kind
     return f
 
 
-def may_be_auto(f):
+def may_be_auto(f: Field) -> bool:
     return f.type is float and f.default == "auto"
 
 
-def shown(value):
+def type_name(f: Field) -> str:
+    """The type of a key, for a message."""
+    kind: Any = f.type
+    return f"{kind.__name__} or auto" if may_be_auto(f) else kind.__name__
+
+
+def shown(value) -> str:
     """repr() for a message: of bounded length."""
     if type(value) is int and value.bit_length() > 300:
         return f"<a number of {value.bit_length()} bits>"
@@ -40,53 +48,55 @@ def shown(value):
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def check_value(f, value):
-    """Raises ConfigError where `value` is not one that key `f` may take."""
+def check_value(f: Field, value) -> None:
+    """Errors: ConfigError: key `f` may not take `value`."""
     if value == "auto" and may_be_auto(f):
         return
     m, given = f.metadata, f"{f.name}={shown(value)}"
     if type(value) is not f.type:
-        raise ConfigError(f"{given} must be of type {f.type.__name__}{' or auto' * may_be_auto(f)}, not "
-                          f"{type(value).__name__}")
+        raise ConfigError(f"{given} must be of type {type_name(f)}, not {type(value).__name__}")
     if m["choices"] and value not in m["choices"]:
         raise ConfigError(f"{given} must be one of {', '.join(m['choices'])}")
     if f.type is str:
         if len(value) < (m["least"] or 0):
             raise ConfigError(f"{given} must not be empty; leave it out, or give one")
-        if len(value) > MOST_CHARS or CONTROL.search(value):
-            raise ConfigError(f"{given} must be one line of at most {MOST_CHARS} characters, all of them printable")
+        if len(value) > MOST_VALUE_CHARS or CONTROL.search(value):
+            raise ConfigError(f"{given} must be one line of at most {MOST_VALUE_CHARS} characters, all of "
+                              "them printable")
         return
     if f.type is float and value in (float("inf"), float("-inf")):
         raise ConfigError(f"{given} must be finite")
     if m["least"] is not None and not value >= m["least"]:
         raise ConfigError(f"{given} must be at least {m['least']}")
-    reason = f" ({m['why']})" * bool(m["why"])
+    reason = f" ({m['why']})" if m["why"] else ""
     if m["below"] is not None and not value < m["below"]:
         raise ConfigError(f"{given} must be below {m['below']}{reason}")
     if m["most"] is not None and not value <= m["most"]:
         raise ConfigError(f"{given} must be at most {m['most']}{reason}")
 
 
-def typed(f, value, where):
+def typed(f: Field, value, where: str) -> Any:
     """`value` as the key's type: a string from the command line is read, an int may stand for a float."""
-    if f.type is float and type(value) is int and abs(value) < 2**63:
+    kind: Any = f.type
+    if kind is float and type(value) is int and abs(value) < 2**63:
         return float(value)
-    if not where.startswith("--") or f.type is str or (value == "auto" and may_be_auto(f)):
+    if not where.startswith("--") or kind is str or (value == "auto" and may_be_auto(f)):
         return value
     try:
-        return {"true": True, "false": False}[value.lower()] if f.type is bool else f.type(value)
+        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
     except (ValueError, KeyError):
-        wanted = "true or false" if f.type is bool else f.type.__name__ + " or auto" * may_be_auto(f)
+        wanted = "true or false" if kind is bool else type_name(f)
         raise ConfigError(f"{f.name}={shown(value)} must be {wanted}") from None
 
 
-def help_width():
+def help_width() -> int:
     """Columns of --help: the terminal's, within bounds."""
     return max(60, min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 0)).columns))
 
 
-def columns(rows):
-    """The lines of [(left, right)] in two aligned columns, as wide as help_width(); right None makes a heading."""
+def columns(rows: list[tuple[str, str | None]]) -> str:
+    """The lines of [(left, right)] in two aligned columns, as wide as help_width(). Where right is None, left
+    is a heading."""
     width = help_width()
     start = 4 + max(len(left) for left, right in rows if right is not None)
     lines = []
@@ -94,6 +104,7 @@ def columns(rows):
         if right is None:
             lines += ["", *textwrap.wrap(left, width)]
         else:
-            lines += textwrap.wrap(right, width, initial_indent=f"  {left}".ljust(start), subsequent_indent=" " * start,
-                                   break_on_hyphens=False) or [f"  {left}"]
+            first = f"  {left}"
+            lines += textwrap.wrap(right, width, initial_indent=first.ljust(start),
+                                   subsequent_indent=" " * start, break_on_hyphens=False) or [first]
     return "\n".join(lines).removeprefix("\n")

@@ -1,16 +1,18 @@
-"""out_dir/ckpt: which checkpoints there are, and checkpoint.json, the manifest that says what each one holds."""
+"""The checkpoints in out_dir/ckpt, and checkpoint.json, the manifest of each one."""
 
 import errno
 import json
 import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 from memo.errors import CheckpointError, reason
 from memo.files import MOST_JSON_CHARS, parse_json, plain_name, read_text
 from memo.keys import shown
 
-CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"  # in out_dir; in its folder <iter>. See memo/checkpoint.py
+# out_dir/ckpt/<iter>/checkpoint.json, as memo/checkpoint.py says
+CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's own manifest
 FORMAT = "memo 2"
 REMEDY = "use another copy of the checkpoint or start from scratch"
@@ -19,74 +21,77 @@ REMEDY = "use another copy of the checkpoint or start from scratch"
 class Damaged(CheckpointError):
     """The checkpoint in `folder` is damaged. There may be one before it."""
 
-    def __init__(self, folder, text):
+    def __init__(self, folder: Path, text: str):
         super().__init__(f"{text}; {REMEDY}")
         self.folder = folder
 
 
-def unreadable(folder, path, e):
-    """The error of a checkpoint's file that raised the OSError or ValueError `e`: Damaged where the file is not what it
-    should be; CheckpointError where the disk or a permission is at fault, which may pass."""
+def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
+    """The error of a checkpoint's file that raised the OSError or ValueError `e`. Damaged: the content of the
+    file is wrong. CheckpointError: the disk or a permission is at fault, which may pass."""
     text = f"{path} cannot be read ({reason(e)})"
     wrong = isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
-    if wrong or e.errno in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
+    if wrong or getattr(e, "errno", 0) in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
         return Damaged(folder, text)
     return CheckpointError(f"{text}; try again, or rename {folder} to go on from the one before it")
 
 
-def checkpoints(out_dir):
-    """The folders of the checkpoints in `out_dir`, the newest first. The name of a folder is the iteration to go on
-    with; one that is being written, or removed, has another name."""
+def checkpoints(out_dir) -> list[Path]:
+    """The folders of the checkpoints in `out_dir`, the newest first. The name of a folder is the iteration to
+    go on with. A checkpoint that is being written or removed has another name."""
     numbers = [f for f in (Path(out_dir) / CHECKPOINT).glob("*")
                if re.fullmatch("0|[1-9][0-9]{0,15}", f.name) and f.is_dir()]
     return sorted(numbers, key=lambda f: int(f.name), reverse=True)
 
 
-def latest(out_dir):
+def latest(out_dir) -> Path | None:
     """The folder of the newest checkpoint in `out_dir`, or None."""
     return next(iter(checkpoints(out_dir)), None)
 
 
-def sealed(stored):
+def manifest_text(stored: dict[str, Any]) -> str:
     """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
     return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
 
 
-def newest(out_dir, passed_over=()):
+def newest(out_dir, passed_over=()) -> tuple[Path, dict[str, Any]]:
     """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not to be
     used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
     if folder is None and passed_over:
         raise CheckpointError(next(iter(passed_over.values())))
     if folder is None:
-        raise CheckpointError(f"{Path(out_dir) / CHECKPOINT} holds no checkpoint; train with --init_from=scratch, or see "
-                              "memo.convert")
+        raise CheckpointError(f"{Path(out_dir) / CHECKPOINT} holds no checkpoint; train with "
+                              "--init_from=scratch, or see memo.convert")
     return folder, read_manifest(folder)
 
 
-def read_manifest(folder):
-    """What checkpoint.json in `folder` holds: dict(format, iter, config, files {name: [bytes, crc32]}). Errors: Damaged;
-    CheckpointError: another format."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The content of checkpoint.json in `folder`: dict(format, iter, config, files {name: [bytes, crc32]}).
+    Errors: Damaged; CheckpointError: another format."""
     path = folder / CHECKPOINT_JSON
     try:
         text = read_text(path, MOST_JSON_CHARS)
         stored = parse_json(text)
         stored.pop("crc32", None)
     except (OSError, ValueError) as e:
-        raise unreadable(folder, path, e) from None
-    if text != sealed(stored):
+        raise read_error(folder, path, e) from None
+    if text != manifest_text(stored):
         raise Damaged(folder, f"{path} is corrupt (its crc32 differs from the one at its end)")
     if stored.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format={shown(stored.get('format'))} must be {FORMAT!r}; read it with the memo that "
-                              "wrote it")
+        raise CheckpointError(f"{path}: format={shown(stored.get('format'))} must be {FORMAT!r}; read it "
+                              "with the memo that wrote it")
     config, files = stored.get("config"), stored.get("files")
     if type(stored.get("iter")) is not int or stored["iter"] != int(folder.name):
-        raise Damaged(folder, f"{path}: iter={shown(stored.get('iter'))} must be {folder.name}, the name of the folder")
+        raise Damaged(folder, f"{path}: iter={shown(stored.get('iter'))} must be {folder.name}, the name of "
+                              "the folder")
     if not isinstance(config, dict):
         raise Damaged(folder, f"{path}: config must be an object")
     if not isinstance(files, dict) or METADATA not in files:
         raise Damaged(folder, f"{path}: files must be an object that names {METADATA}")
     for name, sizes in files.items():
-        if not (plain_name(name) and isinstance(sizes, list) and [type(n) for n in sizes] == [int, int] and min(sizes) >= 0):
-            raise Damaged(folder, f"{path}: files[{shown(name)}]={shown(sizes)} must be a plain name with bytes and crc32")
+        counts = isinstance(sizes, list) and [type(n) for n in sizes] == [int, int] and min(sizes) >= 0
+        if not (plain_name(name) and counts):
+            raise Damaged(folder, f"{path}: files[{shown(name)}]={shown(sizes)} must be a plain name with "
+                                  "bytes and crc32")
     return stored

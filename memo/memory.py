@@ -22,8 +22,8 @@ from memo.estimate.budget import (
 )
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
+from memo.formulas import parameters, percent
 from memo.layer import groups_of, n_rows, tensors_of
-from memo.metrics import parameters, percent
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.swap.alpha import OutOfHostMemory, copies, place, what_set_it

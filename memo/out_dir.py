@@ -1,52 +1,58 @@
-"""The folder of a run: held by one run at a time, and the same one for all of its ranks."""
+"""The folder of a run: locked by one run at a time, and the same one for all of its ranks."""
 
 import contextlib
 import fcntl
 import os
 import sys
 import time
+from pathlib import Path
+from typing import IO
 
 from memo.errors import ConfigError
 
 
-def lock(out, text):
-    """Makes `out` and holds it for this process, so that two runs never write there at once; returns the open lock, which
-    holds `text`."""
+def lock(out: Path, owner: str) -> IO:
+    """Makes `out` and locks it for this process, so that two runs never write there at once -> the open lock,
+    a file with the text `owner`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "a")  # noqa: SIM115  held until the process ends
+        file = open(out / ".lock", "a")  # noqa: SIM115  open until the process ends
     except OSError as e:
-        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another --out_dir") from None
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another "
+                          "--out_dir") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another --out_dir") from None
+        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another "
+                          "--out_dir") from None
     except OSError as e:  # some network file systems know no locks
-        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it", file=sys.stderr)
+        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it",
+              file=sys.stderr)
     try:
         file.truncate(0)
-        file.write(text)
+        file.write(owner)
         file.flush()
     except OSError as e:
         with contextlib.suppress(OSError):
             file.close()
-        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); free some space there or choose another "
-                          "--out_dir") from None
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); free some space there or choose "
+                          "another --out_dir") from None
     return file
 
 
-def holds(file, out):
+def is_locked(out: Path, file: IO) -> bool:
     """Whether the open lock `file` is still the one in `out`: somebody may have removed the folder."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock"))
     return False
 
 
-def see(out, text):
-    """Errors: `out` is another folder here than where rank 0 locked it."""
+def check_shared(out: Path, owner: str) -> None:
+    """Errors: `out` is another folder here than the one that rank 0 locked for `owner`."""
     for _ in range(20):
         with contextlib.suppress(OSError):
-            if (out / ".lock").read_text() == text:
+            if (out / ".lock").read_text() == owner:
                 return
         time.sleep(0.5)  # a network file system may show it late
-    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts share")
+    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts "
+                      "share")

@@ -4,28 +4,28 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from memo.metrics import read_metrics
 from memo.planner.caching import Rectangle, kind, pieces, planned, simulate
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN,
          "gradients": GREEN, "stall": RED}
-ROWS = ("compute", "offload", "prefetch")
+STREAMS = ("compute", "offload", "prefetch")
 
 
 def pyplot():
-    """matplotlib's, which takes a second to import: not before there is a picture to draw."""
+    """matplotlib.pyplot, which takes a second to import: only when there is a picture to draw."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     return plt
 
 
-def store(fig, path):
+def store(fig, path) -> None:
     """Writes a figure under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
     try:
@@ -36,9 +36,10 @@ def store(fig, path):
         pyplot().close(fig)
 
 
-def smooth(values):
-    """Each value replaced by that of a straight line fitted to its neighbours, a quarter of the values before it on either
-    side, 2 to 50: no lag where the values fall, and more smoothing where they hardly change any more."""
+def smooth(values) -> np.ndarray:
+    """Each value replaced by that of a straight line fitted to its neighbours: on either side a quarter as
+    many as there are values before it, 2 to 50. So the curve does not lag where values fall, and is smoother
+    where they hardly change."""
     v = np.asarray(values, dtype=float)
     i = np.arange(len(v))
     half = np.clip(i // 4, 2, 50)
@@ -53,9 +54,8 @@ def smooth(values):
     return (sum_v + slope * (n * i - sum_j)) / n
 
 
-def loss_curve(metrics_path, png_path, title, vocab_size):
-    """Loss, validation loss and tokens/s of a metrics.jsonl against the steps, as a PNG."""
-    rows = read_metrics(metrics_path)
+def loss_curve(rows: list[dict], png_path, title: str, vocab_size: int) -> None:
+    """Loss, validation loss and tokens/s of the `rows` of a metrics.jsonl against the steps, as a PNG."""
     steps = [r["iter"] for r in rows]
     losses = [r["loss"] for r in rows]
     plt = pyplot()
@@ -66,10 +66,12 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
     top.annotate(f"ln V = {guess:.2f}, knowing nothing", (1, guess), xycoords=("axes fraction", "data"),
                  xytext=(-4, -4), textcoords="offset points", ha="right", va="top", color=GREY, fontsize=9)
     top.plot(steps, losses, color=BLUE, alpha=0.25, lw=1)
-    top.plot(steps, smooth(losses), color=BLUE, lw=2, label=f"train (smoothed), last {smooth(losses)[-1]:.3f}")
+    smoothed = smooth(losses)
+    top.plot(steps, smoothed, color=BLUE, lw=2, label=f"train (smoothed), last {smoothed[-1]:.3f}")
     val = [(r["iter"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
     if val:
-        top.plot(*zip(*val, strict=True), "o-", color=ORANGE, lw=1.5, ms=5, label=f"validation, last {val[-1][1]:.3f}")
+        top.plot(*zip(*val, strict=True), "o-", color=ORANGE, lw=1.5, ms=5,
+                 label=f"validation, last {val[-1][1]:.3f}")
     top.set(ylabel="loss (nats per token)", title=title.replace("$", r"\$"))
     top.legend(frameon=False, loc="center right")
     bottom.plot(steps, [r["tgs"] for r in rows], color=BLUE, lw=1)
@@ -80,31 +82,35 @@ def loss_curve(metrics_path, png_path, title, vocab_size):
     store(fig, png_path)
 
 
-def timeline(spans, json_path, png_path, title):
-    """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three rows, compute,
-    offload and prefetch, layer by layer; what the compute stream waited for is red."""
+def timeline(spans: list, json_path: Path, png_path, title: str) -> None:
+    """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three
+    rows, compute, offload and prefetch, layer by layer. Red is the time that the compute stream waited."""
     shown = [s for s in spans if s.kind == "launch" or s.stream == "compute"]
-    events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row)) for i, row in enumerate(ROWS)]
+    events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row))
+              for i, row in enumerate(STREAMS)]
     events += [dict(name=s.label if s.kind == "launch" else f"stall: {s.label}", cat=s.kind, ph="X", pid=0,
-                    tid=ROWS.index(s.stream), ts=s.start_s * 1e6, dur=(s.end_s - s.start_s) * 1e6) for s in shown]
+                    tid=STREAMS.index(s.stream), ts=s.start_s * 1e6, dur=(s.end_s - s.start_s) * 1e6)
+               for s in shown]
     json_path.write_text(json.dumps(dict(traceEvents=events, displayTimeUnit="ms")) + "\n")
     plt = pyplot()
     fig, ax = plt.subplots(figsize=(12, 3.2), dpi=130, layout="constrained")
     length = max(s.end_s for s in shown)
     for s in shown:
-        kind, _, layer = s.label.partition(" ")
-        kind = "stall" if s.kind == "wait" else kind
-        y, width = -ROWS.index(s.stream), s.end_s - s.start_s
-        ax.broken_barh([(s.start_s, width)], (y - 0.4, 0.8), facecolors=KINDS.get(kind, GREY), edgecolor="white", lw=0.4)
+        work, _, layer = s.label.partition(" ")
+        colour = KINDS.get("stall" if s.kind == "wait" else work, GREY)
+        y, width = -STREAMS.index(s.stream), s.end_s - s.start_s
+        ax.broken_barh([(s.start_s, width)], (y - 0.4, 0.8), facecolors=colour, edgecolor="white", lw=0.4)
         if layer.isdigit() and s.kind == "launch" and width > 0.012 * length:
             ax.text(s.start_s + width / 2, y, layer, ha="center", va="center", fontsize=8,
-                    color="black" if kind == "forward" else "white")
+                    color="black" if work == "forward" else "white")
     stall = sum(s.end_s - s.start_s for s in shown if s.kind == "wait")
     colours = (PALE, ORANGE, BLUE, GREEN, RED, GREY)
-    names = ("forward", "recompute", "backward", "copy", f"stall, {stall * 1e3:.1f} ms in all", "embedding, head")
+    names = ("forward", "recompute", "backward", "copy", f"stall, {stall * 1e3:.1f} ms in all",
+             "embedding, head")
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours]
-    ax.legend(handles, names, ncols=6, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))
-    ax.set(yticks=[-i for i in range(len(ROWS))], yticklabels=ROWS, xlim=(0, length), xlabel="seconds",
+    ax.legend(handles, names, ncols=6, frameon=False, fontsize=8, loc="upper center",
+              bbox_to_anchor=(0.5, -0.18))
+    ax.set(yticks=[-i for i in range(len(STREAMS))], yticklabels=STREAMS, xlim=(0, length), xlabel="seconds",
            title=title.replace("$", r"\$"))
     ax.spines[["top", "right"]].set_visible(False)
     store(fig, png_path)
@@ -119,18 +125,18 @@ HOLE = "#d9dbdf"  # reserved, unused
 SPARE = ("#c26a8d", "#4f9d9d", "#a0793d", "#6b7a3a")  # for kinds with a name of their own
 
 
-def scale(nbytes):
-    """The unit to print that many bytes in: (its bytes, its name)."""
+def scale(nbytes: int) -> tuple[int, str]:
+    """The unit to print so many bytes in: (its bytes, its name)."""
     return next(((2**p, name) for p, name in ((30, "GiB"), (20, "MiB")) if nbytes >= 2**p), (2**10, "KiB"))
 
 
-def printed(nbytes):
+def size_text(nbytes: int) -> str:
     unit, name = scale(nbytes)
     return f"{nbytes / unit:.4g} {name}"
 
 
 def fill(ax, rectangles, colour, unit, linewidth, edge):
-    """Rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
+    """Draws rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
     from matplotlib.collections import PolyCollection
     corners = [[(r.start, low), (r.stop, low), (r.stop, high), (r.start, high)] for r, low, high in
                ((r, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles)]
@@ -139,17 +145,19 @@ def fill(ax, rectangles, colour, unit, linewidth, edge):
     ax.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edges, linewidths=linewidth))
 
 
-def memory_plan(trace, plan, png_path, title, before=()):
-    """The tensors of a step, address against time: where the Plan puts them and, on the same scale (while that is up to 4
-    times as much), where torch's caching allocator would: simulated from an empty cache, or from what the Traces `before`
-    left. Every segment of the step is as wide as the others. Grey is reserved and holds nothing. What the plan leaves to
-    torch is in neither. A PNG.
+def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
+    """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
+    torch's caching allocator would. Both have the same scale, while the lower one is up to 4 times as high.
+    The caching allocator is simulated from an empty cache, or from the state that the Traces `before` left.
+    All segments of the step are equally wide. Grey is reserved and holds nothing. Tensors that the plan
+    leaves to torch are in neither.
 
-    Errors: ValueError where the plan has no place for any tensor of the trace.
+    Errors: ValueError: the plan has no place for any tensor of the trace.
     """
     tensors = planned(trace, plan)
     if not tensors:
-        raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this trace")
+        raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this "
+                         "trace")
     cache = simulate([*before, trace], planned_only=True)
     start, stop = cache.starts[-2:]
     labels, begins = zip(*pieces(trace), strict=True)
@@ -158,92 +166,121 @@ def memory_plan(trace, plan, png_path, title, before=()):
         at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
                   for end in ("start", "stop"))
         return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
-    tensors, cached, segments = (on_the_axis(*r) for r in ((tensors, 0), (cache.steps[-1], start), (cache.segments, start)))
+    tensors = on_the_axis(tensors, 0)
+    cached, segments = on_the_axis(cache.steps[-1], start), on_the_axis(cache.segments, start)
     arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
     unit, name = scale(plan.arena_bytes)
     tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]
     heights = max(tops[0], tops[1] / 4), tops[1]  # one scale for both, unless nothing were seen of the plan
     spare = itertools.cycle(SPARE)
-    colours = {k: MEMORY.get(k.removeprefix("layer ")) or next(spare) for k in dict.fromkeys(r.kind for r in tensors)}
-    lines = [dict(color=RED, lw=1.5, label=f"planned, {printed(plan.arena_bytes)}")]
+    kinds = dict.fromkeys(r.kind for r in tensors)
+    colours = {k: MEMORY.get(k.removeprefix("layer ")) or next(spare) for k in kinds}
+    lines: list[dict] = [dict(color=RED, lw=1.5, label=f"planned, {size_text(plan.arena_bytes)}")]
     if plan.proven:
         lines[0]["label"] += ", the lower bound"
     else:
-        lines += [dict(color="black", lw=1.2, ls=(0, (4, 3)), label=f"lower bound, {printed(plan.lower_bound)}")]
+        lines.append(dict(color="black", lw=1.2, ls=(0, (4, 3)),
+                          label=f"lower bound, {size_text(plan.lower_bound)}"))
 
     plt = pyplot()
-    fig, axes = plt.subplots(2, 1, figsize=(12, 7.7), dpi=130, sharex=True, height_ratios=heights, layout="constrained")
+    fig, axes = plt.subplots(2, 1, figsize=(12, 7.7), dpi=130, sharex=True, height_ratios=heights,
+                             layout="constrained")
     for ax, rectangles, reserved, top in zip(axes, (tensors, cached), (arena, segments), tops, strict=True):
         ax.set(ylabel=f"address ({name})", xlim=(0, len(begins) - 1), ylim=(0, top))
         fill(ax, reserved, HOLE, unit, 0.4, GREY)
         for k, colour in colours.items():
-            fill(ax, [r for r in rectangles if r.kind == k], colour, unit, min(0.4, 20 / len(begins)), "white")
+            these = [r for r in rectangles if r.kind == k]
+            fill(ax, these, colour, unit, min(0.4, 20 / len(begins)), "white")
         for at, line in zip((plan.arena_bytes, plan.lower_bound), lines, strict=False):
             ax.axhline(at / unit, **line)
         if heights[0] == tops[0]:
             ax.yaxis.set_major_locator(plt.FixedLocator(plt.MaxNLocator(8).tick_values(0, max(tops))))
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_title(f"planned: {printed(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
-    axes[1].set_title(f"torch's caching allocator (simulated): reserves {printed(cache.reserved_bytes)}, "
+    axes[0].set_title(f"planned: {size_text(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
+    axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
                       f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
     firsts = {kind(label): i for i, label in reversed(list(enumerate(labels))) if kind(label) in TICKS}
     axes[1].set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
                 xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
     for tick in axes[1].get_xticklabels():
         tick.set_ha("left")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=k) for k, c in {**colours, "reserved, unused": HOLE}.items()]
-    fig.legend(handles=handles + [plt.Line2D([], [], **line) for line in lines], ncols=5, frameon=False, fontsize=9,
-               loc="outside lower center")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=k)
+               for k, c in {**colours, "reserved, unused": HOLE}.items()]
+    handles += [plt.Line2D([], [], **line) for line in lines]
+    fig.legend(handles=handles, ncols=5, frameon=False, fontsize=9, loc="outside lower center")
     fig.suptitle(title.replace("$", r"\$"))
     store(fig, png_path)
 
 
-REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE, "transient": GREEN,
-                 "head": "#8fcfa8", "positions": "#e8c547", "batch": "#c9b458",
+# --- the dry run ---
+
+REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE,
+                 "transient": GREEN, "head": "#8fcfa8", "positions": "#e8c547", "batch": "#c9b458",
                  "communication": GREY, "context": "#d0d3d8", "margin": "#eceef1"}
 
 
-def dry_run(got, at, most, png_path):
-    """A PNG of an Estimate `got`: its device memory by region, stacked, with that of the longest context beside it (`most`,
-    None where there is none), below the capacity; and MFU against the context, from 4K to the longest. at(S) -> Estimate,
-    or None where S cannot be."""
-    plt = pyplot()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 5), dpi=130, width_ratios=(2, 3), layout="constrained")
-    bars = [got] + [most] * (most is not None and most.cfg.block_size != got.cfg.block_size)
-    gib, regions = 2**30, {line.region: None for bar in bars for line in bar.lines if line.device_bytes}
+def memory_bars(ax, bars: list, capacity: float | None) -> None:
+    """A bar for each Estimate: its device memory by region, stacked, below the capacity in bytes."""
+    gib = 2**30
     base = np.zeros(len(bars))
-    for region in regions:
-        heights = np.array([sum(line.device_bytes for line in bar.lines if line.region == region) for bar in bars]) / gib
-        left.bar(range(len(bars)), heights, 0.6, bottom=base, color=REGION_COLORS[region], label=region.replace("_", " "))
+    for region in dict.fromkeys(line.region for bar in bars for line in bar.lines if line.device_bytes):
+        nbytes = [sum(line.device_bytes for line in bar.lines if line.region == region) for bar in bars]
+        heights = np.array(nbytes) / gib
+        ax.bar(range(len(bars)), heights, 0.6, bottom=base, color=REGION_COLORS[region],
+               label=region.replace("_", " "))
         base += heights
-    if got.capacity is not None:
-        left.axhline(got.capacity / gib, color=RED, lw=1.5)
-        left.annotate(f"capacity {got.capacity / gib:.1f} GiB", (0, got.capacity / gib), xycoords=("axes fraction", "data"),
-                      xytext=(4, 4), textcoords="offset points", color=RED, fontsize=9)
-    highest = max([*base, (got.capacity or 0) / gib])
-    left.set(ylabel="device memory of a rank, GiB", xticks=range(len(bars)), xlim=(-0.6, len(bars) - 0.4),
-             xticklabels=[f"S = {bar.cfg.block_size:,}" for bar in bars], ylim=(0, 1.1 * highest))
-    handles, labels = left.get_legend_handles_labels()
-    left.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    end, unit = (most or got).cfg.block_size, got.cfg.block_multiple
-    lengths = sorted({max(unit, int(S) // unit * unit) for S in np.geomspace(min(4096, end), end, 24)})
+    if capacity is not None:
+        ax.axhline(capacity / gib, color=RED, lw=1.5)
+        ax.annotate(f"capacity {capacity / gib:.1f} GiB", (0, capacity / gib),
+                    xycoords=("axes fraction", "data"), xytext=(4, 4), textcoords="offset points", color=RED,
+                    fontsize=9)
+    highest = max([*base, (capacity or 0) / gib])
+    ax.set(ylabel="device memory of a rank, GiB", xticks=range(len(bars)), xlim=(-0.6, len(bars) - 0.4),
+           xticklabels=[f"S = {bar.cfg.block_size:,}" for bar in bars], ylim=(0, 1.1 * highest))
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def tokens_label(S: int) -> str:
+    if S >= 2**20:
+        return f"{S // 2**20}M"
+    return f"{S // 1024}K" if S >= 1024 else str(S)
+
+
+def speed_curve(ax, got, lengths: list[int], end: int, at: Callable) -> None:
+    """MFU, or tokens per second where no peak is known, against the context; `got` is marked."""
     points = [(one.cfg.block_size, one) for S in lengths if (one := at(S)) is not None]
+    contexts = [S for S, _ in points]
     if all(one.mfu is not None for _, one in points):
-        right.plot([S for S, _ in points], [100 * one.mfu for _, one in points], "o-", color=BLUE, ms=4, lw=1.5)
-        right.set(ylabel="MFU, %", ylim=(0, None))
+        ax.plot(contexts, [100 * one.mfu for _, one in points], "o-", color=BLUE, ms=4, lw=1.5)
+        ax.set(ylabel="MFU, %", ylim=(0, None))
         if got.mfu is not None and got.fits:
             here = got.cfg.block_size, 100 * got.mfu
-            right.plot(*here, "o", color=ORANGE, ms=9, zorder=3)
-            right.annotate(f"{here[1]:.1f}% at {here[0]:,}", here, xytext=(0, -16), textcoords="offset points", ha="center",
-                           va="top", color=ORANGE, fontsize=9)
+            ax.plot(*here, "o", color=ORANGE, ms=9, zorder=3)
+            ax.annotate(f"{here[1]:.1f}% at {here[0]:,}", here, xytext=(0, -16), textcoords="offset points",
+                        ha="center", va="top", color=ORANGE, fontsize=9)
     elif all(one.tgs for _, one in points):
-        right.plot([S for S, _ in points], [one.tgs for _, one in points], "o-", color=BLUE, ms=4, lw=1.5)
-        right.set(ylabel="tokens per second and rank", ylim=(0, None))
-    right.set(xscale="log", xlabel="context, tokens")
-    ticks = [S for k in range(40) if lengths[0] <= (S := 2**k) <= end][::-2][::-1]
-    right.xaxis.set_major_locator(plt.FixedLocator(ticks))
-    right.xaxis.set_minor_locator(plt.FixedLocator([]))
-    right.set_xticklabels([f"{S // 2**20}M" if S >= 2**20 else f"{S // 1024}K" if S >= 1024 else str(S) for S in ticks])
+        ax.plot(contexts, [one.tgs for _, one in points], "o-", color=BLUE, ms=4, lw=1.5)
+        ax.set(ylabel="tokens per second and rank", ylim=(0, None))
+    ax.set(xscale="log", xlabel="context, tokens")
+    powers = [2**k for k in range(40) if lengths[0] <= 2**k <= end]
+    ticks = powers[(len(powers) - 1) % 2::2]  # every other one, the last one among them
+    ax.set_xticks(ticks, [tokens_label(S) for S in ticks])
+    ax.set_xticks([], minor=True)
+
+
+def dry_run(got, at: Callable, most, png_path) -> None:
+    """A PNG of an Estimate `got`: its device memory by region, with that of the longest context beside it
+    (`most`, None where there is none); and MFU against the context, from 4K to the longest. at(S) ->
+    Estimate, or None where S cannot be."""
+    plt = pyplot()
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 5), dpi=130, width_ratios=(2, 3),
+                                      layout="constrained")
+    longer = most is not None and most.cfg.block_size != got.cfg.block_size
+    memory_bars(left, [got, most] if longer else [got], got.capacity)
+    end, unit = (most or got).cfg.block_size, got.cfg.block_multiple
+    lengths = sorted({max(unit, int(S) // unit * unit) for S in np.geomspace(min(4096, end), end, 24)})
+    speed_curve(right, got, lengths, end, at)
     for ax in (left, right):
         ax.grid(alpha=0.2, axis="y")
         ax.spines[["top", "right"]].set_visible(False)

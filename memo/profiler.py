@@ -32,8 +32,9 @@ from memo.decide import Rates
 from memo.device import pick_device, synchronize
 from memo.estimate.calibrate import calibrate
 from memo.estimate.hardware import calibration_path
+from memo.launch import read_launch
 from memo.layer import groups_of
-from memo.parallel.mesh import ALONE, connected, launched, open_mesh
+from memo.parallel.mesh import ALONE, connected, open_mesh
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab
 
@@ -125,7 +126,7 @@ def measure(block, swap, turn, device, pin=True, host=ALONE.host):
 
 def main(argv):
     """python -m memo.profiler --calibrate. Errors: ConfigError."""
-    args, launch = read_argv(argv), launched()
+    args, launch = read_argv(argv), read_launch()
     device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
     if launch.rank == 0:
         calibration_path(launch.world)  # which it may not have

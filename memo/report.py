@@ -1,30 +1,39 @@
-"""What a run says: its first and last lines, plan.json, pictures. A picture or plan.json that fails is a warning."""
+"""What a run tells: its first and last lines, each step, plan.json, pictures. `run` is a
+run.Run everywhere."""
 
 import math
 import os
 import shlex
 import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 
 from memo import memory
 from memo.command import python
-from memo.config import save_config
 from memo.device import device_name
 from memo.files import save_bytes, save_json
+from memo.formulas import flops_per_sample, parameters
 from memo.layer import n_rows
-from memo.metrics import flops_per_sample, parameters, read_metrics, say
+from memo.loggers import StepStats, read_metrics, say
+from memo.out_dir import is_locked, lock
 from memo.plots import loss_curve, memory_plan, timeline
+from memo.swap.streams import Span
 from memo.tokens import load_tokenizer
 
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
 FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
 
 
-def describe(run):
-    """Prints what is about to happen, and what lives where, in a few lines."""
+def print_first_lines(run) -> None:
+    """Prints what the run will do, and where its tensors live."""
     cfg, m, mesh = run.cfg, run.model, run.mesh
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
+    why_ops = f": {m.why_ops}" if m.why_ops and run.device.type == "cuda" else ""
     print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
           f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
@@ -32,63 +41,98 @@ def describe(run):
           f"ranks       {mesh.host.size}: dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; "
           f"{m.params.numel() / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
-          f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}, attention={m.attention.label}, "
-          f"ops={m.ops.name}{f': {m.why_ops}' if m.why_ops and run.device.type == 'cuda' else ''}\n"
+          f"peak {peak}, attention={m.attention.label}, "
+          f"ops={m.ops.name}{why_ops}\n"
           f"{memory.memory_table(cfg, run.decision, run.lines, run.expected)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}", flush=True)
 
 
-def title(run):
-    return f"{run.data.folder.name}, {parameters(run.cfg) / 1e6:.1f}M parameters, context {run.cfg.block_size:,}"
+def title(run) -> str:
+    """The title of a run's pictures."""
+    cfg = run.cfg
+    return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
 
 
-# --- files ---
+# --- a step ---
 
-def furnish(run, folder):
-    """Writes what `folder` holds beside metrics and checkpoints: config.json, plan.json, the data's tokenizer.json."""
+def report_step(run, stats: StepStats, spans: list[Span], replanned: bool) -> None:
+    """Tells all that is told of a step. No failure ends the run. `replanned`: whether the memory
+    plan is new."""
+    cfg, it = run.cfg, stats.iter
+    if not run.speaks:
+        return
+    run.attempt("out_dir", keep_folder, run)
+    if replanned:
+        run.attempt("plan.json", save_plan, run, run.out)
+    if it == min(run.first + 2, cfg.max_iters - 1):  # the third step of this process
+        draw_step(run, spans, it)
+    if it % cfg.log_interval == 0 or stats.val_loss is not None or it == cfg.max_iters - 1:
+        for logger in run.loggers:
+            run.attempt(type(logger).__name__, logger.log, stats)
+    if stats.val_loss is not None and it > run.first:  # the curve of a single step is no curve
+        draw_loss(run)
+
+
+def keep_folder(run) -> None:
+    """Makes out_dir again where it was removed in mid-run. The next checkpoint is written there."""
+    if not is_locked(run.out, run.lock):
+        run.lock = lock(run.out, run.owner)
+        furnish(run, run.out)
+        print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held",
+              file=sys.stderr)
+
+
+def furnish(run, folder: Path) -> None:
+    """Writes config.json, plan.json and the data's tokenizer.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")
-    save_config(run.cfg, folder / "config.json")
+    save_json(asdict(run.cfg), folder / "config.json")
     save_plan(run, folder)
 
 
-def save_plan(run, folder):
-    save_json(memory.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected), folder / "plan.json")
+def save_plan(run, folder: Path) -> None:
+    record = memory.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected)
+    save_json(record, folder / "plan.json")
 
 
-def draw(run, name, work):
-    """work(path) makes the picture `name` in out_dir. Its file is named the first time."""
+def draw_picture(run, name: str, work: Callable[[Path], None]) -> None:
+    """work(path) makes the picture `name` in out_dir. The file is named when it is drawn first."""
     path = run.out / name
-    if run.beside(name, work, path) and path not in run.drawn:
+    if run.attempt(name, work, path) and path not in run.drawn:
         run.drawn.add(path)
         say(f"picture     {path}")
 
 
-def draw_loss(run):
-    draw(run, "loss.png", lambda path: loss_curve(run.out / "metrics.jsonl", path, title(run), run.cfg.vocab_size))
+def draw_loss(run) -> None:
+    def work(path):
+        loss_curve(read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size)
+    draw_picture(run, "loss.png", work)
 
 
-def draw_step(run, spans, it):
+def draw_step(run, spans: list[Span], it: int) -> None:
     """The timeline and the memory plan of step `it`."""
-    draw(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path, f"step {it}, {title(run)}"))
+    draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
+                                                            f"step {it}, {title(run)}"))
     if run.model.arena.plans:
-        draw(run, "memory_plan.png", lambda path: memory_plan(*run.model.arena.plans[0], path, title(run)))
+        trace, plan = run.model.arena.plans[0]
+        draw_picture(run, "memory_plan.png", lambda path: memory_plan(trace, plan, path, title(run)))
 
 
 # --- the end ---
 
-def go_on_with(run, folder):
+def go_on_with(run, folder: Path) -> str:
     """The command that resumes from `folder`."""
-    world, here = run.mesh.host.size, run.one_host
-    start = python() if world == 1 else f"torchrun --nproc_per_node={world}" if here else "the same torchrun ..."
+    world = run.mesh.host.size
+    several = f"torchrun --nproc_per_node={world}" if run.one_host else "the same torchrun ..."
+    start = python() if world == 1 else several
     return f"{start} train.py --init_from=resume --out_dir={shlex.quote(str(folder))}"
 
 
-def sample_with(run):
-    """The command that generates from the run's checkpoint, with a prompt from its own data; None where that has no words,
-    or no tokenizer."""
+def sample_with(run) -> str | None:
+    """The command that generates from the run's checkpoint, with a prompt from its own data; None where the
+    data has no words, or no tokenizer."""
     if not (run.out / "tokenizer.json").exists():
         return None
     tokenizer, S = load_tokenizer(run.out / "tokenizer.json"), run.cfg.block_size
@@ -96,15 +140,18 @@ def sample_with(run):
     room = S - len(tokenizer.encode(" ".join(words)).ids)
     if not words or room < 1:
         return None
-    shorter = f" --max_new_tokens={room}" * (room < SAMPLE_TOKENS)
-    return f"{python()} -m memo.sample {shlex.quote(str(run.out))} --prompt={shlex.quote(' '.join(words))}{shorter}"
+    shorter = f" --max_new_tokens={room}" if room < SAMPLE_TOKENS else ""
+    prompt = shlex.quote(" ".join(words))
+    return f"{python()} -m memo.sample {shlex.quote(str(run.out))} --prompt={prompt}{shorter}"
 
 
-def finish(run, number):
-    """Prints the last lines. `number`: of the signal that stopped the run, or 0."""
+def print_last_lines(run, number: int) -> None:
+    """Prints how the run ended. `number`: of the signal that stopped it, or 0."""
     cfg = run.cfg
     if number:
-        where = f"saved in {run.out}; go on with: {go_on_with(run, run.out)}" if run.done else "nothing to save"
+        where = "nothing to save"
+        if run.done:
+            where = f"saved in {run.out}; go on with: {go_on_with(run, run.out)}"
         print(f"stopped by {signal.Signals(number).name} after {run.done} of {cfg.max_iters} steps, {where}")
         return
     rows = read_metrics(run.out / "metrics.jsonl") if (run.out / "metrics.jsonl").exists() else []
@@ -113,7 +160,9 @@ def finish(run, number):
         print(f"step {median(steps_s):.3g} s (median), estimated {run.expected.seconds['step']:.3g} s")
     val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
     if val:
-        print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of ln V")
-    print(f"done: {run.done} steps; {run.out}{os.sep} holds {', '.join(f for f in FILES if (run.out / f).exists())}")
+        print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of "
+              "ln V")
+    print(f"done: {run.done} steps; {run.out}{os.sep} holds "
+          f"{', '.join(f for f in FILES if (run.out / f).exists())}")
     if command := sample_with(run):
         print(f"try: {command}")

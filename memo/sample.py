@@ -34,7 +34,7 @@ from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
-from memo.tokens import load_tokenizer, vocab_size_of
+from memo.tokens import load_tokenizer, tokenizer_vocab_size
 from model import GPT
 
 
@@ -101,7 +101,7 @@ def main(argv):
         raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or copy one there")
     tokenizer, prompt = load_tokenizer(path), read_prompt(args.prompt)
     model = load_model(args.out_dir, args.device, args.dtype)
-    if (V := vocab_size_of(tokenizer)) > model.cfg.vocab_size:
+    if (V := tokenizer_vocab_size(tokenizer)) > model.cfg.vocab_size:
         raise ConfigError(f"{path} has {V} tokens, which must be at most the model's vocab_size={model.cfg.vocab_size}; "
                           "copy the tokenizer.json of the model's dataset there")
     ids = tokenizer.encode(prompt).ids

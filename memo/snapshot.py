@@ -1,20 +1,22 @@
-"""A copy of the optimizer's states for a checkpoint, made while training goes on: from a GPU through two
-small blocks of page-locked host memory, since a GPU's copies to other memory are slow."""
+"""A copy of the optimizer's states for a checkpoint, made while training goes on. From a GPU the copy goes
+through two small blocks of page-locked host memory: a GPU's copies to other memory are slow."""
 
 import torch
 
+from memo.flat import Piece
 from memo.swap.slab import HostSlab
 
-STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, nothing beside the copy itself
+STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, little beside the copy itself
 
 
 class Copier:
     """Copies pieces to the host, from a thread of its own while training goes on."""
 
-    def __init__(self, pin):
-        self.pin, self.slab = pin, None  # page-locked once
+    def __init__(self, pin: bool):
+        self.pin = pin
+        self.slab: HostSlab | None = None  # page-locked once
 
-    def copy(self, pieces, reached):
+    def copy(self, pieces: list[Piece], reached) -> list[Piece]:
         """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
         if reached is None:
             return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
@@ -22,7 +24,7 @@ class Copier:
         copies, stream = [torch.empty(p.tensor.shape) for p in pieces], torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
-            # protects the copy from an optimizer step that is still computed
+            # protects the copy from an optimizer step that is still under way
             stream.wait_event(reached)
             self.through(copies, [p.tensor for p in pieces], stream)
         return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]

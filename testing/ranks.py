@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from memo.parallel.mesh import Launch, connected
+from memo.launch import Launch
+from memo.parallel.mesh import connected
 
 TIMEOUT_S = 300
 

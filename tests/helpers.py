@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from memo.metrics import read_metrics
+from memo.loggers import read_metrics
 from memo.parallel.mesh import open_mesh
 from model import initial_weights
 

@@ -24,7 +24,7 @@ from memo import checkpoint, dcp
 from memo.checkpoint import CheckpointError, Saver
 from memo.config import Config
 from memo.flat import Piece, whole
-from memo.manifest import CHECKPOINT_JSON, newest, sealed
+from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
 from memo.snapshot import Copier
 from model import GPT, initial_weights
@@ -264,7 +264,7 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
     for name in sorted(contents(folder).keys() - {CHECKPOINT_JSON}):  # every rank checks a part, all of them everything
         shutil.copytree(folder, folder.with_name("9"))
         stored = {k: v for k, v in json.loads((folder / CHECKPOINT_JSON).read_text()).items() if k != "crc32"}
-        (folder.with_name("9") / CHECKPOINT_JSON).write_text(sealed(stored | dict(iter=9)))
+        (folder.with_name("9") / CHECKPOINT_JSON).write_text(manifest_text(stored | dict(iter=9)))
         flip(folder.with_name("9") / name, 50)
         folder.rename(folder.with_name("8.away"))
         refusals = 0
@@ -497,7 +497,7 @@ def test_other_formats_are_refused(tmp_path, intact):
         checkpoint.load(tmp_path / "nowhere")
     for stored, message in ((dict(format="memo 3"), "format='memo 3' must be 'memo 2'; read it with the memo that wrote it"),
                             ({}, "is corrupt"), ([], "cannot be read")):
-        (intact / CHECKPOINT_JSON).write_text(sealed(stored) if stored else str(stored))
+        (intact / CHECKPOINT_JSON).write_text(manifest_text(stored) if stored else str(stored))
         refused(intact, message)
 
 
@@ -513,7 +513,7 @@ def test_other_formats_are_refused(tmp_path, intact):
 ])
 def test_a_resealed_manifest_is_checked(intact, changes, message):
     _, stored = newest(intact.parents[1])
-    (intact / CHECKPOINT_JSON).write_text(sealed(stored | changes))
+    (intact / CHECKPOINT_JSON).write_text(manifest_text(stored | changes))
     refused(intact, message)
 
 
@@ -599,7 +599,7 @@ def put_metadata(folder, data):
     (folder / ".metadata").write_bytes(data)
     _, stored = newest(folder.parents[1])
     stored["files"][".metadata"] = [len(data), checkpoint.crc32(folder / ".metadata")]
-    (folder / CHECKPOINT_JSON).write_text(sealed(stored))
+    (folder / CHECKPOINT_JSON).write_text(manifest_text(stored))
 
 
 def test_foreign_metadata_executes_nothing(tmp_path, intact):

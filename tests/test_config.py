@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo.config import KEYS, Config, help_text, load_config
+from memo.config import KEYS, Config, keys_help, load_config
 from memo.errors import ConfigError
+from memo.formulas import parameters
 from memo.keys import check_value
-from memo.manifest import FORMAT, METADATA, sealed
-from memo.metrics import parameters
+from memo.manifest import FORMAT, METADATA, manifest_text
 from model import GPT
 from testing.paper import PAPER
 from tests.helpers import ROOT
@@ -182,7 +182,7 @@ def test_alpha_and_the_hosts_memory_are_numbers_or_auto(tmp_path):
 def save_header(folder, cfg, iter=5):
     path = folder / "ckpt" / str(iter) / "checkpoint.json"
     path.parent.mkdir(parents=True)
-    path.write_text(sealed(dict(format=FORMAT, iter=iter, config=asdict(cfg), files={METADATA: [0, 0]})))
+    path.write_text(manifest_text(dict(format=FORMAT, iter=iter, config=asdict(cfg), files={METADATA: [0, 0]})))
 
 
 def test_a_broken_checkpoint_is_named(tmp_path):
@@ -286,7 +286,7 @@ def test_every_number_has_bounds_with_their_reason():
 @pytest.mark.parametrize("columns", [70, 80, 200])
 def test_help_has_every_key_in_its_section(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = help_text().splitlines()
+    lines = keys_help().splitlines()
     assert max(map(len, lines)) <= min(columns, 110)
     headings = [line.partition(":")[0] for line in lines[1:] if line and not line.startswith(" ")]
     assert headings == ["model", "data", "ranks", "activations", "optimizer", "the run"]

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 import model as memo_model
 from memo import checkpoint, convert
 from memo.command import run
-from memo.config import Config, gpt2_model_keys, load_config
+from memo.config import Config, load_config
 from memo.errors import ConfigError
+from memo.gpt2 import gpt2_model_keys
 from memo.layer import model_parameters
 from memo.optim import Optimizer
 from memo.tokens import load_tokenizer, train_tokenizer

@@ -108,7 +108,7 @@ def test_pieces_do_not_change_the_ids(tmp_path, tokenizer, monkeypatch):
         monkeypatch.setattr(tokens, "PIECE_CHARS", 20)
         monkeypatch.setattr(tokens, "BATCH_CHARS", 50)
         assert tokens.encodes_by_word(t) is by_word
-        assert len(list(tokens.pieces(TEXTS[6], 20))) > 10
+        assert len(list(tokens.document_pieces(TEXTS[6], 20))) > 10
         end, found = t.token_to_id("<|endoftext|>"), [[]]
         for ids, last in tokens.encode(TEXTS, t, None):
             found[-1] += ids
@@ -121,13 +121,13 @@ def test_pieces_do_not_change_the_ids(tmp_path, tokenizer, monkeypatch):
 def test_pieces_are_never_long(document):
     """However long a word is, and whatever parts the document is read in."""
     for chars in (64, 100):
-        whole = list(tokens.pieces(document, chars))
+        whole = list(tokens.document_pieces(document, chars))
         assert "".join(piece for piece, _ in whole) == document
         assert all(0 < len(piece) <= 2 * chars for piece, _ in whole)
         assert [last for _, last in whole] == [False] * (len(whole) - 1) + [True] * bool(document)
         for size in (1, 63, 999):
             parts = (document[i:i + size] for i in range(0, len(document), size))
-            assert list(tokens.pieces(parts, chars)) == whole
+            assert list(tokens.document_pieces(parts, chars)) == whole
 
 
 def test_training_sees_no_long_word():

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import train
-from memo import checkpoint, command, dcp, ending, plots, report
-from memo.ending import Beside, Console, StepGivenUp, StopSignal
-from memo.metrics import JsonlLogger, StepStats, read_metrics
+from memo import checkpoint, command, dcp, ending, plots, report, signals
+from memo.console import Attempts, Console
+from memo.errors import TrainingError
+from memo.loggers import JsonlLogger, StepStats, read_metrics
+from memo.signals import StepGivenUp, StopSignal
 from model import Block
 from tests.helpers import ROOT, argv, losses
-from train import TrainingError
 
 
 def resumed(out, **keys):
@@ -38,7 +39,7 @@ def undisturbed(dataset, tmp_path_factory):
 
 @pytest.mark.usefixtures("hangup_is_heard")
 def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, monkeypatch, capsys, undisturbed):
-    monkeypatch.setattr(ending, "SAME_S", 0.0)
+    monkeypatch.setattr(signals, "SAME_S", 0.0)
     real, calls = Block.backward, []
 
     def twice(block, *args):
@@ -59,11 +60,11 @@ def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, mon
 @pytest.mark.usefixtures("hangup_is_heard")
 def test_signals_that_come_together_are_one_request(monkeypatch):
     stop = StopSignal(quiet=True, alone=True)
-    with ending.handling(stop), stop.interruptible():
-        for number in ending.SIGNALS:
+    with signals.handling(stop), stop.interruptible():
+        for number in signals.SIGNALS:
             os.kill(os.getpid(), number)
-        assert stop.number in ending.SIGNALS and stop.requests == 1
-        monkeypatch.setattr(ending, "SAME_S", 0.0)
+        assert stop.number in signals.SIGNALS and stop.requests == 1
+        monkeypatch.setattr(signals, "SAME_S", 0.0)
         with pytest.raises(StepGivenUp):
             os.kill(os.getpid(), signal.SIGTERM)
     several = StopSignal(quiet=True, alone=False)
@@ -76,7 +77,7 @@ def test_signals_that_come_together_are_one_request(monkeypatch):
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ending.handling(StopSignal(True, True)):
+        with signals.handling(StopSignal(True, True)):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -110,7 +111,7 @@ def test_a_run_that_cannot_save_stops_and_saves_elsewhere(dataset, tmp_path, mon
     with pytest.raises(TrainingError, match=r"^\d+ saves in a row failed: .*Input/output error"):
         train.main(argv(dataset, tmp_path / "out", save_interval=1))
     err = capsys.readouterr().err
-    assert err.count("cannot be written (Input/output error)") == train.MOST_FAILED_SAVES
+    assert err.count("cannot be written (Input/output error)") == ending.MOST_FAILED_SAVES
     [elsewhere] = tmp_path.glob("memo-saved-*")
     done = checkpoint.load(elsewhere).iter
     assert f"after {done} steps: " in err and f"{done} steps are saved in {elsewhere} instead" in err
@@ -208,11 +209,11 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, monkeypatch):
 
 
 def test_a_warning_comes_once_for_each_reason(capsys):
-    beside = Beside()
+    attempt = Attempts()
     for e in (OSError(28, "full"), OSError(28, "full"), ValueError("odd")):
         def work(error=e):
             raise error
-        assert not beside("plan.json", work)
+        assert not attempt("plan.json", work)
     assert capsys.readouterr().err == ("warning: plan.json failed (OSError: full); training goes on\n"
                                        "warning: plan.json failed (ValueError: odd); training goes on\n")
 
@@ -221,7 +222,7 @@ def test_a_warning_comes_once_for_each_reason(capsys):
 
 def test_the_loss_is_drawn_at_every_evaluation_and_named_once(dataset, tmp_path, monkeypatch, capsys):
     drawn = []
-    monkeypatch.setattr(report, "loss_curve", lambda metrics, png, *args: drawn.append(len(read_metrics(metrics))))
+    monkeypatch.setattr(report, "loss_curve", lambda rows, png, *args: drawn.append(len(rows)))
     assert train.main(argv(dataset, tmp_path)) == 0
     assert drawn == [7, 12]  # evaluations before steps 0, of which there is nothing to see, 6 and 11
     lines = capsys.readouterr().out.splitlines()

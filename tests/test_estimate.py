@@ -21,9 +21,10 @@ from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
 from memo.estimate.budget import Arena, fast_arena, traced_arena
 from memo.estimate.roofline import swap_s
+from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
 from memo.optim import Optimizer
-from memo.parallel.mesh import Axis, Launch, Mesh
+from memo.parallel.mesh import Axis, Mesh
 from memo.planner.trace import parse_trace
 from memo.swap.placement import Placement
 from model import GPT
@@ -407,11 +408,11 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     assert int(line.rpartition(" ")[2]) < cfg.block_size or "should fit" in line
     argv = arguments(dataset, tmp_path, activation="keep", n_layer=16, n_embd=256, n_head=4, block_size=1024, batch_size=8,
                      max_iters=1, warmup_iters=0)
-    code = "import resource, sys, torch, train\n" \
+    code = "import resource, sys, torch, train\nfrom memo.errors import last_line\n" \
            "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n" \
            "resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)\n" \
            "try:\n    train.main(sys.argv[1:])\n" \
-           "except Exception as e:\n    sys.exit(f'error: {train.last_line(e)}')"
+           "except Exception as e:\n    sys.exit(f'error: {last_line(e)}')"
     done = subprocess.run([sys.executable, "-c", code, *argv, "--force"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert "while the region rounding_buffers grew, estimated at " in done.stderr, done.stderr

@@ -21,9 +21,11 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from memo import checkpoint, convert
-from memo.metrics import read_metrics
-from memo.parallel.mesh import Launch
+from memo import checkpoint, convert, out_dir
+from memo.ending import complete
+from memo.errors import TrainingError
+from memo.launch import Launch, rank_errors
+from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import Ranks, children, pool
@@ -57,13 +59,12 @@ def here(host, argv, console=os.devnull):
     mine = argv[host.rank] if isinstance(argv[0], list) else argv
     with open(f"{console}{host.rank}" if console != os.devnull else console, "w") as file, contextlib.redirect_stdout(file):
         try:
-            run = train.setup(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
+            run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
         except Exception as e:
             return f"{type(e).__name__}: {e}"
         try:
-            with (contextlib.closing(run.mesh), contextlib.closing(run.model.arena), contextlib.closing(run.model),
-                  contextlib.closing(run.saver)):
-                return train.go(run)
+            with contextlib.closing(run):
+                return complete(run, train.train)
         finally:
             if run.lock:
                 run.lock.close()
@@ -103,9 +104,13 @@ def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone,
 def here_stopped(host, argv):
     """here(), where a signal comes to rank 0 alone, after all ranks have agreed to go on with the next step."""
     with pytest.MonkeyPatch.context() as m:
-        real = train.tell
-        m.setattr(train, "tell", lambda run, stats, *args: (real(run, stats, *args), host.rank == 0 and stats.iter == 2
-                                                            and os.kill(os.getpid(), signal.SIGTERM)))
+        real = train.report_step
+
+        def told(run, stats, *args):
+            real(run, stats, *args)
+            if host.rank == 0 and stats.iter == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        m.setattr(train, "report_step", told)
         return here(host, argv)
 
 
@@ -206,7 +211,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_found_out(dataset, tmp_path):
 
 
 def impatient(host):
-    train.time = SimpleNamespace(sleep=lambda s: None, perf_counter=time.perf_counter)
+    out_dir.time = SimpleNamespace(sleep=lambda s: None)
 
 
 def test_a_missing_or_damaged_shard_is_named(dataset, tmp_path):
@@ -231,7 +236,7 @@ def small_files(host, argv, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         return here(host, argv)
-    except train.TrainingError as e:
+    except TrainingError as e:
         return str(e)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -282,8 +287,8 @@ def measured_without_room(host, argv, said):
         if host.rank == 1:
             m.setattr("model.Block.backward", out_of_memory)
         sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
-        with train.leaving(host):
-            train.setup(argv, Launch(host.rank, 2, host.rank, 2, 0, ""), host)
+        with rank_errors(host):
+            train.set_up(argv, Launch(host.rank, 2, host.rank, 2, 0, ""), host)
 
 
 def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):

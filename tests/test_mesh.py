@@ -15,23 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memo import command
+from memo import command, launch
 from memo.config import Config, communicators, degrees
 from memo.errors import ConfigError
+from memo.launch import Agreed, Launch, Pulse, read_launch, same_everywhere, together
 from memo.parallel import mesh as mesh_module
-from memo.parallel.mesh import (
-    ALL_GATHER,
-    ALONE,
-    REDUCE_SCATTER,
-    Agreed,
-    Axis,
-    Launch,
-    Pulse,
-    launched,
-    open_mesh,
-    same_everywhere,
-    together,
-)
+from memo.parallel.mesh import ALL_GATHER, ALONE, REDUCE_SCATTER, Axis, open_mesh
 from memo.planner.allocator import Arena
 from testing.ranks import Ranks, pool
 
@@ -39,15 +28,15 @@ CPU = torch.device("cpu")
 
 
 def test_torchruns_environment():
-    assert launched({}) == Launch(0, 1, 0, 1, 0, "")
+    assert read_launch({}) == Launch(0, 1, 0, 1, 0, "")
     given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="2",
                  TORCHELASTIC_RUN_ID="job 7")
-    assert launched(given) == Launch(5, 8, 1, 4, 2, "job 7")
+    assert read_launch(given) == Launch(5, 8, 1, 4, 2, "job 7")
     cores = len(os.sched_getaffinity(0))
-    assert launched(given | dict(OMP_NUM_THREADS="1")).threads == max(1, cores // 4)  # torchrun's default
-    assert launched(given | dict(OMP_NUM_THREADS="2")).threads == 0
+    assert read_launch(given | dict(OMP_NUM_THREADS="1")).threads == max(1, cores // 4)  # torchrun's default
+    assert read_launch(given | dict(OMP_NUM_THREADS="2")).threads == 0
     given["TORCHELASTIC_RUN_ID"] = "none"  # torchrun's when none is given
-    assert launched(given).id == f"{socket.gethostname()} {os.getppid()}"
+    assert read_launch(given).id == f"{socket.gethostname()} {os.getppid()}"
 
 
 @pytest.mark.parametrize("name,value,range", [
@@ -56,7 +45,7 @@ def test_torchruns_environment():
 def test_an_environment_that_cannot_be_is_a_line(name, value, range):
     given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4") | {name: value}
     with pytest.raises(ConfigError, match=f"^{name}={value} in the environment must be a whole number from {range}"):
-        launched(given)
+        read_launch(given)
 
 
 def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
@@ -66,9 +55,9 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
     def late():
         time.sleep(0.25)
         for rank in (1, 2):
-            threading.Thread(target=mesh_module.meeting, args=(dist.TCPStore("localhost", store.port), rank, 3)).start()
+            threading.Thread(target=launch.meeting, args=(dist.TCPStore("localhost", store.port), rank, 3)).start()
     threading.Thread(target=late).start()
-    assert mesh_module.meeting(store, 0, 3)
+    assert launch.meeting(store, 0, 3)
     assert capfd.readouterr().err.startswith("waiting for 2 of 3 ranks, 0 s so far\n")
 
 
@@ -119,13 +108,14 @@ def test_axes_of_the_same_ranks_share_a_communicator_where_one_is_quiet():
 
 def opened(host, cp, tp, kind):
     """(groups, {axis: {message: how often it was sent at the start}}, seconds that any group waits)."""
-    sent, begun = {}, mesh_module.begun
+    sent, start = {}, mesh_module.start_collective
 
     def noting(call, group):
         members = tuple(dist.get_process_group_ranks(group))
         sent.setdefault(members, []).append(call)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(mesh_module, "begun", lambda call, *args: noting(call.__name__, args[-1]) or begun(call, *args))
+        m.setattr(mesh_module, "start_collective",
+                  lambda call, *args: noting(call.__name__, args[-1]) or start(call, *args))
         reduce, batch = dist.all_reduce, dist.batch_isend_irecv
         m.setattr(dist, "all_reduce", lambda x, *args, group: noting("all_reduce", group) or reduce(x, *args, group=group))
         m.setattr(dist, "batch_isend_irecv", lambda ops: noting("shift", ops[0].group) or batch(ops))
@@ -158,7 +148,7 @@ def faulty(host, path, fault):
             mesh_module.Axis.warm = lambda *args: os._exit(9)
         else:
             mesh_module.Axis.warm = lambda *args: time.sleep(600)
-    mesh_module.CONNECT_S = 5 if fault == "silent" and host.rank == 0 else 60  # rank 1 shall not be the first
+    launch.CONNECT_S = 5 if fault == "silent" and host.rank == 0 else 60  # rank 1 shall not be the first
     open_mesh(host, 1, 2, CPU)
 
 
@@ -181,7 +171,7 @@ def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, 
 
 def suspended(host, path):
     sys.stderr = io.TextIOWrapper(io.FileIO(f"{path}/{host.rank}", "w"))
-    mesh_module.LOST_S, mesh_module.BEAT_S = 3, 0.2
+    launch.LOST_S, launch.BEAT_S = 3, 0.2
     Pulse(host.rank, host.size)
     time.sleep(4)  # it is well: nothing happens
     print(f"{host.rank} lives", file=sys.stderr, flush=True)

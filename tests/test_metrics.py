@@ -9,7 +9,8 @@ import pytest
 
 from memo.config import Config
 from memo.estimate.hardware import peak_flops_per_s
-from memo.metrics import JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, percent, read_metrics, tgs
+from memo.formulas import flops_per_sample, mfu, parameters, percent, tgs
+from memo.loggers import JsonlLogger, StepStats, WandbLogger, read_metrics
 from testing.paper import PAPER
 
 

@@ -13,10 +13,10 @@ from memo.decide import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError
 from memo.estimate.budget import estimate, fast_arena, head_bytes
 from memo.estimate.expected import machine_of
+from memo.formulas import parameters
+from memo.launch import Launch
 from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
-from memo.metrics import parameters
 from memo.optim import Optimizer
-from memo.parallel.mesh import Launch
 from memo.swap import slab
 from memo.swap.alpha import OutOfHostMemory, Problem, largest_block_size, paper, place
 from memo.swap.placement import Placement

@@ -18,13 +18,14 @@ from tokenizers import Tokenizer, models
 import train
 from memo import checkpoint, dcp, sample
 from memo.command import run
-from memo.errors import ConfigError
-from memo.metrics import read_metrics
+from memo.config import load_config
+from memo.errors import ConfigError, TrainingError
+from memo.loggers import read_metrics
 from memo.out_dir import lock
 from memo.swap.slab import HostSlab
 from model import Block
 from tests.helpers import ROOT, VOCAB, argv, losses
-from train import TrainingError, learning_rate
+from train import learning_rate
 
 
 def test_a_run_learns_and_leaves_everything_it_promises(dataset, tmp_path, capsys):
@@ -241,7 +242,7 @@ def test_the_command_prints_one_line_for_a_mistake():
 
 
 def test_learning_rate_schedule(dataset, tmp_path):
-    cfg = train.load_config(argv(dataset, tmp_path, max_iters=100, warmup_iters=10, min_lr=1e-3))
+    cfg = load_config(argv(dataset, tmp_path, max_iters=100, warmup_iters=10, min_lr=1e-3))
     assert learning_rate(cfg, 0) == pytest.approx(1e-3) and learning_rate(cfg, 9) == pytest.approx(1e-2)
     assert learning_rate(cfg, 55) == pytest.approx((1e-2 + 1e-3) / 2)
     assert learning_rate(cfg, 100) == pytest.approx(1e-3) == learning_rate(cfg, 1000)

@@ -90,7 +90,7 @@ from pathlib import Path
 from memo.estimate.budget import ROOT, STATES_BYTES, estimate, fast_arena, granting, itemsize_of, traced_arena
 from memo.estimate.report import GIB, HEADING, advice, as_dict, billions, draw, limit_of, summary, table
 from memo.estimate.search import longest, search
-from memo.metrics import parameters, percent
+from memo.formulas import parameters, percent
 
 
 def vocab_size_of(dataset):

@@ -20,8 +20,8 @@ from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from memo.estimate.roofline import LayerSeconds, data_s, head_s, optimizer_s, swap_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
+from memo.formulas import mfu, parameters, tgs
 from memo.layer import CHUNK_ROWS, INPUT, group_heads, head_rows, tensors_of
-from memo.metrics import mfu, parameters, tgs
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import Trace, parse_trace
 from memo.swap import alpha

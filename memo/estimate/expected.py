@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from memo.device import device_name, gpu_facts, own_bytes
-from memo.errors import ConfigError
+from memo.errors import ConfigError, RunFailed
 from memo.estimate import hardware
 from memo.estimate.budget import estimate
 from memo.estimate.search import explain, remedies
@@ -53,7 +53,7 @@ def expect(cfg, device, launch, arena, force):
     return got
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(RunFailed):
     """The device's memory is used up on this rank. One line."""
 
 

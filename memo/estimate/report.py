@@ -6,7 +6,7 @@ from memo.errors import ConfigError
 from memo.estimate.budget import Line, fast_arena
 from memo.estimate.hardware import GIB
 from memo.estimate.search import at_its_end, changed, remedies, tried
-from memo.metrics import parameters, percent
+from memo.formulas import parameters, percent
 from memo.plots import dry_run
 from memo.swap.alpha import what_set_it
 

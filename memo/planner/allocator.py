@@ -25,7 +25,7 @@ import torch
 
 from memo.command import progress
 from memo.errors import warn
-from memo.files import cache_folder, cache_place, opened, ours_alone
+from memo.files import cache_folder, cache_place, open_file, ours_alone
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import LogError, parse_trace
 
@@ -64,7 +64,7 @@ def compiled(folder, *flags):
 def loaded(path):
     """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError
     where it is another one."""
-    descriptor = opened(path)
+    descriptor = open_file(path)
     try:
         if not ours_alone(os.fstat(descriptor)):
             raise OSError(errno.EPERM, "others can write it", str(path))
@@ -99,7 +99,7 @@ def library_of(folder, *flags):
 
 
 @cache
-def load(*flags):
+def load_library(*flags):
     """The compiled library. Errors: Unavailable."""
     folder, why = cache_place()
     if folder is None:
@@ -141,7 +141,7 @@ class Arena:
     """
 
     def __init__(self, device, solver="auto", guard=False, flags=()):
-        self.device, self.solver, self.plans, self.lib = device, solver, [], load(*flags)
+        self.device, self.solver, self.plans, self.lib = device, solver, [], load_library(*flags)
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.init()

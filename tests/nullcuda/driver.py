@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from memo.errors import last_line
 from memo.estimate import hardware
 from memo.optim import Optimizer
 from memo.swap import slab
@@ -131,7 +132,7 @@ def run(argv, job):
         try:
             report["exit"] = train.main(argv)
         except Exception as e:
-            report["exit"], report["error"] = 1, train.last_line(e)
+            report["exit"], report["error"] = 1, last_line(e)
             if report["error"] is None:
                 raise
         phases.settle()

@@ -1,4 +1,4 @@
-"""FLOPs, MFU and TGS, the figures of a step, and where they are logged."""
+"""The figures of a step, and where they are logged: metrics.jsonl, the console, Weights & Biases."""
 
 import contextlib
 import errno
@@ -8,38 +8,16 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
 from memo.errors import reason
-from memo.files import opened, parse_json
+from memo.files import open_file, parse_json
+from memo.formulas import percent
 
 MOST_LINE = 2**16  # characters
 WANDB_S = 10  # to reach its server
-
-
-def parameters(cfg):
-    """P = 12 L C^2 + V C: the matrices of the layers and the tied embedding. Source: MEMO 5.1."""
-    return 12 * cfg.n_layer * cfg.n_embd**2 + cfg.vocab_size * cfg.n_embd
-
-
-def flops_per_sample(cfg):
-    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L C S^2.
-
-    The second term is attention under the causal mask; without the mask it would be twice that. Source: MEMO 5.1.
-    """
-    S = cfg.block_size
-    return 6 * S * parameters(cfg) + 6 * cfg.n_layer * cfg.n_embd * S**2
-
-
-def tgs(tokens, gpus, seconds):
-    """Tokens per GPU and second. Source: MEMO 5.1."""
-    return tokens / (gpus * seconds)
-
-
-def mfu(cfg, tgs, peak_flops_per_s):
-    """Model FLOPs utilisation, 1 is all of the peak; None where the peak is not known. Source: MEMO 5.1."""
-    return None if peak_flops_per_s is None else tgs * flops_per_sample(cfg) / cfg.block_size / peak_flops_per_s
 
 
 @dataclass
@@ -63,55 +41,53 @@ class StepStats:
     sent_bytes: dict | None = None
     val_loss: float | None = None
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         return {k: v for k, v in asdict(self).items() if k != "val_loss" or v is not None}
 
 
-def percent(fraction):
-    return "n/a" if fraction is None else f"{100 * fraction:.1f}%"
-
-
-def say(text):
-    """Prints a line, beside a progress bar if there is one."""
+def say(text: str) -> None:
+    """Prints a line, above a progress bar if there is one."""
     tqdm.write(text)
     sys.stdout.flush()
 
 
-def usable(row):
-    """Whether a line of a file is what StepStats writes, as far as it is read again."""
-    numbers = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
-    numbers += [] if row.get("val_loss") is None else [row["val_loss"]]
+def is_step(row: dict) -> bool:
+    """Whether the values of a line that are read again are values that StepStats writes."""
+    numbers: list[Any] = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
+    if row.get("val_loss") is not None:
+        numbers.append(row["val_loss"])
     return type(row.get("iter")) is int and all(type(n) in (int, float) and 0 <= n < 2**63 for n in numbers)
 
 
-def read_metrics(path):
-    """The lines of a metrics.jsonl; what a kill or a full disk cut short, and what is no step's, is left out."""
+def read_metrics(path) -> list[dict]:
+    """The lines of a metrics.jsonl, without lines that a kill or a full disk cut short."""
     rows = []
-    with open(opened(path), errors="replace") as f:
+    with open(open_file(path), errors="replace") as f:
         for line in iter(partial(f.readline, MOST_LINE), ""):
             with contextlib.suppress(ValueError):
-                if usable(row := parse_json(line)):
+                if is_step(row := parse_json(line)):
                     rows.append(row)
     return rows
 
 
 class JsonlLogger:
-    """Appends to metrics.jsonl. A run that starts at `first_iter` drops what an earlier one wrote from there on. Lines that
-    a full disk does not take are written with later ones."""
+    """Appends to metrics.jsonl. A run that starts at `first_iter` drops what an earlier run wrote from there
+    on. Lines that a full disk does not take are written with later ones."""
 
-    def __init__(self, path, first_iter):
+    def __init__(self, path, first_iter: int):
         kept = [r for r in read_metrics(path) if r["iter"] < first_iter] if os.path.exists(path) else []
         with open(f"{path}.tmp", "w") as f:
             f.writelines(json.dumps(r) + "\n" for r in kept)
         os.replace(f"{path}.tmp", path)
-        self.path, self.waiting = path, []
+        self.path = path
+        self.waiting: list[str] = []
 
-    def log(self, stats):
+    def log(self, stats: StepStats) -> None:
         """Errors: OSError; the line waits for the next call."""
         self.waiting.append(json.dumps(stats.as_dict()) + "\n")
         self.close()
 
-    def close(self):
+    def close(self) -> None:
         """Writes the lines that wait, all or none. Errors: OSError."""
         lines = "".join(self.waiting).encode()
         with open(self.path, "ab", buffering=0) as f:
@@ -123,14 +99,14 @@ class JsonlLogger:
 
 
 class ConsoleLogger:
-    """A progress bar with loss, MFU, TGS and time left; a line now and then where the console is no terminal."""
+    """A progress bar with loss, MFU, TGS and time left; lines now and then where there is no terminal."""
 
-    def __init__(self, steps, done, seconds_between_lines=10.0):
+    def __init__(self, steps: int, done: int, seconds_between_lines: float = 10.0):
         self.terminal, self.between, self.shown = sys.stderr.isatty(), seconds_between_lines, 0.0
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not self.terminal)
         self.steps, self.start, self.first = steps, time.monotonic(), done
 
-    def log(self, stats):
+    def log(self, stats: StepStats) -> None:
         now, done = time.monotonic(), stats.iter + 1
         text = f"loss {stats.loss:.4f}  MFU {percent(stats.mfu)}  TGS {stats.tgs:,.0f}"
         self.bar.set_postfix_str(text, refresh=False)
@@ -144,32 +120,36 @@ class ConsoleLogger:
             print(f"step {stats.iter}/{self.steps}  {text}{val}  left {left:.0f} s", flush=True)
             self.shown = now
 
-    def close(self):
+    def close(self) -> None:
         self.bar.close()
 
 
 class WandbLogger:
-    """Weights & Biases. Without an account it logs offline, into `out_dir`; no failure of it ever stops the run."""
+    """Weights & Biases. Without an account it logs offline, into `out_dir`. No failure of it
+    stops the run."""
 
     def __init__(self, cfg, config_dict):
         self.run = None
         try:
             import wandb
-            keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir, config=config_dict,
-                        settings=wandb.Settings(init_timeout=WANDB_S))
+            keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir,
+                        config=config_dict, settings=wandb.Settings(init_timeout=WANDB_S))
             mode = os.environ.get("WANDB_MODE")
             try:
-                self.run = wandb.init(**keys, mode=mode or ("online" if wandb.login(prompt=False) else "offline"))
+                mode = mode or ("online" if wandb.login(prompt=False) else "offline")
+                self.run = wandb.init(**keys, mode=mode)
             except Exception as e:
-                print(f"warning: wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})", file=sys.stderr)
+                print(f"warning: wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})",
+                      file=sys.stderr)
                 self.run = wandb.init(**keys, mode="offline")
         except Exception as e:
             print(f"warning: wandb is off: {type(e).__name__}: {reason(e)}", file=sys.stderr)
 
-    def log(self, stats):
-        self.attempt(lambda: self.run.log({k: v for k, v in stats.as_dict().items() if v is not None}, step=stats.iter))
+    def log(self, stats: StepStats) -> None:
+        known = {k: v for k, v in stats.as_dict().items() if v is not None}
+        self.attempt(lambda: self.run.log(known, step=stats.iter))
 
-    def close(self):
+    def close(self) -> None:
         self.attempt(lambda: self.run.finish())
 
     def attempt(self, call):

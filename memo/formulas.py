@@ -1,0 +1,32 @@
+"""The formulas of MEMO, section 5.1: parameters, model FLOPs, TGS and MFU."""
+
+
+def parameters(cfg) -> int:
+    """P = 12 L C^2 + V C: the matrices of the layers and the tied embedding. Source: MEMO 5.1."""
+    return 12 * cfg.n_layer * cfg.n_embd**2 + cfg.vocab_size * cfg.n_embd
+
+
+def flops_per_sample(cfg) -> int:
+    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L C S^2.
+
+    The second term is attention under the causal mask; without the mask it would be twice as large.
+    Source: MEMO 5.1.
+    """
+    S = cfg.block_size
+    return 6 * S * parameters(cfg) + 6 * cfg.n_layer * cfg.n_embd * S**2
+
+
+def tgs(tokens: int, gpus: int, seconds: float) -> float:
+    """Tokens per GPU and second. Source: MEMO 5.1."""
+    return tokens / (gpus * seconds)
+
+
+def mfu(cfg, tgs: float, peak_flops_per_s: float | None) -> float | None:
+    """Model FLOPs utilisation, 1 is all of the peak; None where the peak is not known. Source: MEMO 5.1."""
+    if peak_flops_per_s is None:
+        return None
+    return tgs * flops_per_sample(cfg) / cfg.block_size / peak_flops_per_s
+
+
+def percent(fraction: float | None) -> str:
+    return "n/a" if fraction is None else f"{100 * fraction:.1f}%"

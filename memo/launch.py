@@ -1,0 +1,248 @@
+"""Several processes as one run: torchrun's environment, how ranks find each other, how they fail together.
+
+The only reader of torchrun's environment. `host` is the Axis of all ranks over gloo (memo/parallel/mesh.py).
+"""
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from memo.command import progress
+from memo.errors import ConfigError, TrainingError, last_line
+
+FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
+CONNECT_S = 600  # for a first message
+LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
+MOST_RANKS = 2**20
+
+
+# --- torchrun ---
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun says of this process."""
+
+    rank: int
+    world: int  # ranks in all
+    local_rank: int
+    local_world: int  # ranks on this host
+    restarts: int
+    id: str  # of this node's torchrun, the same until it ends
+    threads: int = 0  # CPU threads to use, where torchrun left a rank just one; 0: as torch has it
+
+
+def whole_number(environment: Mapping[str, str], name: str, default: int | str, least: int, most: int) -> int:
+    """The value of an environment variable. Errors: ConfigError."""
+    text = environment.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise ConfigError(f"{name}={text} in the environment must be a whole number from {least} to {most}; "
+                          "start the ranks with torchrun, which sets it")
+    return int(text)
+
+
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """The Launch of torchrun's environment; without torchrun a single process. Errors: ConfigError."""
+    if "TORCHELASTIC_RUN_ID" not in environment and "WORLD_SIZE" not in environment:
+        return Launch(0, 1, 0, 1, 0, "")
+    number = partial(whole_number, environment)
+    world = number("WORLD_SIZE", 1, 1, MOST_RANKS)
+    rank, restarts = number("RANK", 0, 0, world - 1), number("TORCHELASTIC_RESTART_COUNT", 0, 0, 10**9 - 1)
+    local_world = number("LOCAL_WORLD_SIZE", 1, 1, world)
+    local_rank = number("LOCAL_RANK", 0, 0, local_world - 1)
+    name = environment.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was given no id
+    if name == "none":
+        name = f"{socket.gethostname()} {os.getppid()}"
+    threads = 0
+    if local_world > 1 and environment.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
+        threads = max(1, len(os.sched_getaffinity(0)) // local_world)
+    return Launch(rank, world, local_rank, local_world, restarts, name, threads)
+
+
+# --- errors of several ranks ---
+
+class Agreed(ConfigError):
+    """An error that all ranks raise together."""
+
+
+def rank_name(rank: int) -> str:
+    """How messages name a rank of this host."""
+    return f"rank {rank} ({socket.gethostname()})"
+
+
+def together(host, work: Callable, *args) -> Any:
+    """work(*args), which talks to no other rank. Errors: one line on all ranks of `host`, whichever rank met
+    a ConfigError or OSError."""
+    result, error = None, None
+    try:
+        result = work(*args)
+    except (ConfigError, OSError) as e:
+        if host.size == 1:
+            raise
+        error = str(e)
+    errors = host.objects(error and (error, rank_name(host.rank)))
+    if found := [e for e in errors if e]:
+        text, where = found[0]
+        raise Agreed(text if all(e and e[0] == text for e in errors) else f"{where}: {text}")
+    return result
+
+
+def same_everywhere(host, values: dict[str, Any], remedy: str) -> None:
+    """Errors: Agreed: `values` {name: value} are not the same on all ranks."""
+    for rank, (theirs, where) in enumerate(host.objects((values, rank_name(host.rank)))):
+        if rank == 0:
+            first = theirs
+        elif differs := [name for name in first if theirs[name] != first[name]]:
+            name = differs[0]
+            raise Agreed(f"{where} has {name}={theirs[name]}, rank 0 {name}={first[name]}; {remedy}")
+
+
+def leave(line: str) -> None:
+    """Ends the process at once, whatever its threads wait for."""
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@contextmanager
+def rank_errors(host, run=None) -> Iterator[None]:
+    """Ends this process at once where it is one of several and an exception is raised in the with-block: an
+    orderly end would wait for ranks that may be gone. Rank 0 alone reports an error that all ranks share.
+    `run`: the Run, once it is set up."""
+    try:
+        yield
+    except Exception as e:
+        if host.size == 1:
+            raise
+        common = isinstance(e, (Agreed, TrainingError))
+        where = rank_name(host.rank) + (f", step {run.step}" if run else "")
+        if host.rank == 0 or not common:
+            line = last_line(e) or traceback.format_exc()
+            print(f"error: {line if common else f'{where}: {line}'}", file=sys.stderr, flush=True)
+        if common and host.rank > 0:
+            time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
+        sys.stdout.flush()
+        os._exit(2 if run is None and isinstance(e, (ConfigError, OSError)) else 1)
+
+
+# --- connections ---
+
+def meeting(store, rank: int, world: int) -> str:
+    """A name for all that the present ranks write into the store. torchrun may keep its store over a restart,
+    and each node counts its restarts for itself: the addresses of ranks that are gone must not be found."""
+    me = uuid4().hex
+    if rank > 0:
+        store.set(f"hello {rank}", me)
+        name = store.get(f"answer {me}").decode()  # waits
+        store.add(f"here {name}", 1)
+        return name
+    answered: set[str] = set()
+    with progress(lambda: f"waiting for {world - 1 - len(answered)} of {world} ranks"):
+        while store.add(f"here {me}", 0) < world - 1:
+            for r in range(1, world):
+                if store.check([f"hello {r}"]) and (who := store.get(f"hello {r}").decode()) not in answered:
+                    store.set(f"answer {who}", me)
+                    answered.add(who)
+            time.sleep(0.01)
+    return me
+
+
+def open_store(launch: Launch, environment: Mapping[str, str] = os.environ):
+    """The store through which the ranks find each other: torchrun's, or rank 0's own."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(dist.rendezvous("env://", launch.rank, launch.world))[0]
+    address, port = environment.get("MASTER_ADDR", ""), whole_number(environment, "MASTER_PORT", "", 1, 65535)
+    with progress(lambda: f"rank {launch.rank}: waiting for rank 0 at {address}:{port}"):
+        return dist.TCPStore(address, port, launch.world, launch.rank == 0, timedelta(seconds=CONNECT_S),
+                             wait_for_workers=False, multi_tenant=True)
+
+
+class Pulse:
+    """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S. A GPU would
+    wait for days for messages of that rank, and torchrun on another node would not notice. Each rank tells
+    the next one every BEAT_S that it is alive (0), in the end that it stops (1)."""
+
+    def __init__(self, rank: int, world: int):
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
+        self.before, self.next = (rank - 1) % world, (rank + 1) % world
+        self.stopped = threading.Event()
+        self.threads = [threading.Thread(target=work, name="memo pulse", daemon=True)
+                        for work in (self.listen, self.beat)]
+        for thread in self.threads:
+            thread.start()
+
+    def listen(self):
+        heard = torch.zeros(1)
+        try:
+            while not heard.item():
+                dist.recv(heard, self.before, self.group)
+        except RuntimeError:
+            time.sleep(1)  # another thread may know the cause and report it first
+            leave(f"{rank_name(dist.get_rank())}: lost rank {self.before}; the last checkpoint is whole")
+
+    def beat(self):
+        with suppress(RuntimeError):  # the next rank is gone: another rank, which listens to it, reports that
+            while not self.stopped.wait(BEAT_S):
+                dist.send(torch.zeros(1), self.next, self.group)
+            dist.send(torch.ones(1), self.next, self.group)
+
+    def stop(self):
+        """All ranks leave in good order."""
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join()
+
+
+@contextmanager
+def connection_errors(what: str, rank: int, backend: str) -> Iterator[None]:
+    """Ends this process, with a line that names `what`, where its ranks do not reach each other: at the
+    library's error, and after CONNECT_S without one."""
+    name = f"{backend.upper()}_SOCKET_IFNAME"
+    check = ("check that their hosts reach each other, past firewalls and over the right interface "
+             f"({name} is {os.environ.get(name, 'not set')})")
+    if backend == "nccl":
+        check += "; NCCL_DEBUG=INFO says more"
+    silence = f"{rank_name(rank)}: {what}: no answer within {CONNECT_S} s; {check}"
+    timer = threading.Timer(CONNECT_S, leave, [silence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:
+        said = str(e).splitlines() or [type(e).__name__]
+        leave(f"{rank_name(rank)}: {what}: {' ... '.join(dict.fromkeys((said[0], said[-1])))}; {check}")
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def process_group(launch: Launch) -> Iterator[Any]:
+    """The group of all ranks, over gloo, while the process is one of several; None for a single process.
+    Where the with-block ends with an error the process must end too: rank_errors()."""
+    if launch.world == 1:
+        yield None
+        return
+    rank, world = launch.rank, launch.world
+    with connection_errors(f"all {world} ranks over gloo", rank, "gloo"):
+        store = open_store(launch)
+        name = meeting(store, rank, world)
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world,
+                                timeout=FOREVER)
+        pulse = Pulse(rank, world)
+    yield dist.group.WORLD
+    pulse.stop()
+    dist.destroy_process_group()

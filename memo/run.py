@@ -1,0 +1,240 @@
+"""A run before its first step: the checks of each rank, what all ranks agree on, the Run."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+from uuid import uuid4
+
+import torch
+
+from memo import checkpoint, memory
+from memo.attention import resolve_attention
+from memo.batch import Data, open_dataset
+from memo.config import Config, degrees
+from memo.console import Attempts
+from memo.decide import Decision
+from memo.device import device_name, pick_device, set_deterministic
+from memo.errors import ConfigError, reason, warn
+from memo.estimate.budget import Line, traced_arena
+from memo.estimate.expected import expect
+from memo.estimate.hardware import peak_flops_per_s
+from memo.files import read_text
+from memo.launch import Launch, same_everywhere, together
+from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
+from memo.manifest import Damaged, latest
+from memo.ops import resolve_ops
+from memo.optim import Optimizer
+from memo.out_dir import check_shared, lock
+from memo.parallel.cp import held
+from memo.parallel.mesh import Axis, Mesh
+from memo.report import furnish
+from memo.tokens import load_tokenizer
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """The part of a run that is known before the device is touched."""
+
+    cfg: Config  # with the dataset's vocab_size
+    data: Data
+    out: Path  # cfg.out_dir
+    ckpt: checkpoint.Checkpoint | None  # to resume from
+    hf: str | None  # the folder of a GPT-2 to start from
+    device: torch.device
+    dtype: torch.dtype
+    host_limit_bytes: int  # this rank's share of the host, for swapped activations
+    expected: Any  # the Estimate, or None
+    speaks: bool  # whether this rank prints, logs and draws: rank 0
+    one_host: bool  # whether all ranks are on this host
+    owner: str = ""  # the text of out/.lock, the same on all ranks
+    lock: IO | None = None  # out/.lock, open on rank 0
+
+
+@dataclass(kw_only=True)
+class Run(Checked):
+    """A run that can train."""
+
+    mesh: Mesh
+    ranges: list[tuple[int, int]]  # of a sequence's tokens: the [first, end) of this rank
+    model: Any  # the GPT
+    optimizer: Optimizer
+    decision: Decision
+    lines: list[Line]  # what lives where on this rank
+    saver: checkpoint.Saver
+    peak: float | None  # FLOP/s of the GPU, where they are known
+    first: int  # the step to begin with
+    step: int  # the step under way
+    done: int  # steps
+    whole: bool = True  # whether weights and optimizer are those after `done` steps; False while they change
+    loggers: list = field(default_factory=list)
+    failed_saves: int = 0  # in a row
+    attempt: Attempts = field(default_factory=Attempts)
+    drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
+
+    def close(self) -> None:
+        """Waits for the save under way, and gives back streams, memory and groups."""
+        with ExitStack() as stack:  # the last one is closed first; all of them, even if one fails
+            for part in (self.mesh, self.model.arena, self.model, self.saver):
+                stack.callback(part.close)
+
+
+# --- one rank ---
+
+def check_same_tokenizer(data: Data, folder, weights: str) -> None:
+    """Errors: ConfigError: the data was made with another tokenizer than `folder` holds, which belongs
+    to the `weights`."""
+    mine, theirs = data.folder / "tokenizer.json", Path(folder) / "tokenizer.json"
+    if not (mine.exists() and theirs.exists()):
+        return
+    with suppress(OSError, ValueError):  # load_tokenizer() tells them
+        if read_text(mine) == read_text(theirs):
+            return
+    if load_tokenizer(mine).to_str() != load_tokenizer(theirs).to_str():
+        raise ConfigError(f"dataset={data.folder} was made with another tokenizer than {weights}; prepare it "
+                          f"again with data/text/prepare.py --tokenizer={theirs}")
+
+
+def arena_here(trace_step: Callable, cfg: Config, machine):
+    """budget.traced_arena in this process."""
+    return traced_arena(cfg, machine, lambda keys: trace_step(
+        replace(cfg, attention=keys["attention"]), keys["device"], keys["threads"], keys["multiprocessors"]))
+
+
+def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step: Callable,
+               passed_over: dict[Path, str]) -> Checked:
+    """All that can be wrong before the device is touched, and that needs no other rank. Errors: ConfigError;
+    Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
+    cfg, force = read_argv(argv, passed_over)
+    degrees(cfg, launch.world)
+    data = open_dataset(cfg.dataset, cfg.block_size)
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
+    if cfg.vocab_size < data.vocab_size:
+        raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "
+                          f"dataset={cfg.dataset}; leave it out, or prepare the text with the tokenizer of "
+                          "the weights")
+    out, ckpt = Path(cfg.out_dir), None
+    if cfg.init_from == "resume":
+        ckpt = checkpoint.load(out, launch.rank, launch.world, passed_over)
+    elif latest(out):
+        raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would "
+                          "overwrite; go on with --init_from=resume or choose another --out_dir")
+    hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
+    if ckpt is not None or hf:
+        check_same_tokenizer(data, hf or out, f"the weights of init_from={cfg.init_from}")
+    set_deterministic(cfg.deterministic)
+    device, dtype = pick_device(cfg, launch.local_rank)
+    attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+    limit = memory.host_limit(cfg, launch)
+    memory.check_memory(cfg, device, dtype, limit)
+    ops, _ = resolve_ops(cfg.ops, device, launch=False)
+    expected = None
+    if launch.rank == 0:
+        # the estimate has the kernels of the run
+        resolved = replace(cfg, attention=attention.name, ops=ops.name)
+        expected = expect(resolved, device, launch, partial(arena_here, trace_step), force)
+    return Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
+                   host_limit_bytes=limit, expected=expected, speaks=launch.rank == 0,
+                   one_host=launch.local_world == launch.world)
+
+
+# --- all ranks ---
+
+def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: Callable) -> bool:
+    """Whether torchrun starts this run again after a failure, and the run has left a checkpoint."""
+    ours = False  # rank 0 looks
+    if host.rank == 0 and any(launch.restarts for launch in launches):
+        with suppress(ConfigError, OSError):  # check_rank() tells them
+            cfg, _ = read_argv(argv)
+            owner = (Path(cfg.out_dir) / ".lock").read_text().splitlines()
+            ours = (cfg.init_from != "resume" and latest(cfg.out_dir) is not None
+                    and any(launch.id in owner for launch in launches))
+    return host.objects(ours)[0]
+
+
+def check_ranks(host: Axis, check: Callable) -> tuple[Checked, dict[Path, str]]:
+    """check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that were
+    passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
+    passed_over: dict[Path, str] = {}
+
+    def attempt():
+        try:
+            return check(passed_over), None
+        except Damaged as e:
+            return None, (e.folder, str(e))
+    while True:
+        found, damaged = together(host, attempt)
+        damaged = [d for d in host.objects(damaged) if d]
+        if not damaged:
+            return found, passed_over
+        passed_over |= dict(damaged[:1])
+
+
+def set_aside(passed_over: dict[Path, str]) -> None:
+    """Renames the damaged checkpoints, so that the run can write others in their place."""
+    for folder, why in passed_over.items():
+        warn(f"checkpoint passed over: {why}")
+        checkpoint.pass_over(folder)
+
+
+def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable,
+                trace_step: Callable) -> Checked:
+    """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
+    read_argv(argv, passed_over) -> (Config, whether to start although memory lacks); `trace_step`: the
+    function of trace_step.py. Errors: ConfigError."""
+    launches = host.objects(launch)
+    if is_restart(argv, host, launches, read_argv):
+        argv = [*argv, "--init_from=resume"]
+    found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
+    cfg, device = found.cfg, found.device
+    here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(found.dtype),
+            "checkpoint": found.ckpt and found.ckpt.iter}
+    same_everywhere(host, asdict(cfg) | here,
+                    "start all ranks with the same command, on hosts that are alike")
+    if host.size > 1:  # it reads much of the data
+        same_everywhere(host, {f"hash of dataset {cfg.dataset}": found.data.fingerprint()},
+                        "give all hosts the same data")
+    # one run at a time writes there, and all its ranks to the same folder
+    owner = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
+    held_lock = together(host, lambda: lock(found.out, owner) if found.speaks else None)
+    together(host, check_shared, found.out, owner)
+    together(host, lambda: set_aside(passed_over) if found.speaks else None)
+    if launch.threads:
+        torch.set_num_threads(launch.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(cfg.seed)
+    return replace(found, owner=owner, lock=held_lock, expected=host.objects(found.expected)[0])
+
+
+def open_run(found: Checked, mesh: Mesh, model, optimizer: Optimizer, decision: Decision) -> Run:
+    """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
+    out_dir cannot be written."""
+    cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0
+    saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
+                             first if found.ckpt else None)
+    run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
+              ranges=held(cfg.block_size, mesh.cp, cfg.context_parallel),
+              lines=memory.where_it_lives(cfg, decision, model, optimizer),
+              peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
+              first=first, step=first, done=first)
+    run.loggers = together(mesh.host, lambda: open_loggers(run) if run.speaks else [])
+    return run
+
+
+def open_loggers(run: Run) -> list:
+    """The loggers of a run, after the first files of out_dir. Errors: ConfigError: out_dir
+    cannot be written."""
+    cfg = run.cfg
+    try:
+        furnish(run, run.out)
+        loggers: list = [JsonlLogger(run.out / "metrics.jsonl", run.first)]
+    except OSError as e:
+        raise ConfigError(f"out_dir={run.out} cannot be written ({reason(e)}); free some space there or "
+                          "choose another --out_dir") from None
+    loggers.append(ConsoleLogger(cfg.max_iters, run.first))
+    if cfg.wandb_log:
+        loggers.append(WandbLogger(cfg, asdict(cfg)))
+    return loggers

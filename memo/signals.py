@@ -1,0 +1,86 @@
+"""Signals: which of them end a run, and how a run that trains hears them."""
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+
+# that end a run; Slurm can send SIGUSR1 before a job's time is up
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SAME_S = 1.0  # signals within so many seconds are one request: a terminal and torchrun both send SIGINT
+
+
+class Interrupted(BaseException):
+    """A signal ends the process while no step is under way."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.number = number
+
+
+class StepGivenUp(BaseException):
+    """A second signal: the step under way is not to be finished."""
+
+
+def handle(number: int, handler) -> None:
+    """signal.signal(), but a signal that this process shall ignore (as under nohup) stays ignored."""
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, handler)
+
+
+@contextmanager
+def handling(handler):
+    """Meanwhile handler(number, frame) is called for SIGNALS."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        for number in SIGNALS:
+            handle(number, handler)
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def interrupt(number, frame):
+    raise Interrupted(number)
+
+
+class StopSignal:
+    """The handler of signals while a run trains.
+
+    The first signal is only noted in `number`: the step is finished and saved. The second one raises
+    StepGivenUp inside interruptible(): the state before the step is saved. The third one ends the process.
+    With several ranks the second one changes nothing, since all ranks must agree. `quiet`: nothing is
+    printed. `alone`: there is one rank.
+    """
+
+    def __init__(self, quiet: bool, alone: bool):
+        self.quiet, self.alone, self.may_give_up = quiet, alone, False
+        self.number, self.requests, self.last_s = 0, 0, -SAME_S  # of the first signal, or 0; signals so far
+
+    @contextmanager
+    def interruptible(self):
+        """Meanwhile weights and optimizer do not change: the step may be given up."""
+        self.may_give_up = True
+        try:
+            yield
+        finally:
+            self.may_give_up = False
+
+    def __call__(self, number, frame):
+        now = time.monotonic()
+        if now - self.last_s < SAME_S:
+            return
+        self.last_s = now
+        self.number, self.requests = self.number or number, self.requests + 1
+        if not self.quiet:
+            doing = "finishing this step, then saving" if self.requests == 1 or not self.alone else "saving"
+            more = "to stop at once, unsaved" if self.requests > 1 else "to save without this step"
+            again = f" (again {more})" if self.alone else ""
+            print(f"\n{signal.Signals(number).name}: {doing}{again}", file=sys.stderr)
+        if self.alone and self.requests == 2 and self.may_give_up:
+            raise StepGivenUp
+        if self.requests > 2:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
