@@ -62,7 +62,7 @@ class GPT:
 
     `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)]
     in the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally
-    among mesh.data. `bucket_grads`: the gradients of each, flat; layers may take turns in one place
+    among mesh.replicas. `bucket_grads`: the gradients of each, flat; layers may take turns in one place
     (memo/flat.py: gradient_slots).
     """
 
@@ -71,8 +71,8 @@ class GPT:
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
-        self.attention = across(attention, mesh.cp, cfg.context_parallel, self.ops.merge)
-        self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
+        self.attention = across(attention, mesh.tokens, cfg.context_parallel, self.ops.merge)
+        self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
         begins, numel = gradient_places(self.buckets, gradient_slots(cfg, micro_batches))
@@ -89,7 +89,7 @@ class GPT:
         for i in range(cfg.n_layer):
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", layer_of(cfg).absent))
                      for tensors in (weights, gradients))
-            self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.tp))
+            self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.weights))
         self.shape = self.swap = None  # reserve() takes the activations' memory
         self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
@@ -106,12 +106,12 @@ class GPT:
         """Copies this rank's parts of (name, whole tensor) pairs into the parameters."""
         mine = views(self.layout, self.params)
         for name, tensor in named_tensors:
-            mine[name].copy_(local(tensor, self.layout[name].whole.split_dim, self.mesh.tp))
+            mine[name].copy_(local(tensor, self.layout[name].whole.split_dim, self.mesh.weights))
 
     def reserve(self, B, T, placement=None, **kw):
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
         every layer keeps its own on the device. `kw`: see Swap."""
-        cfg, tp, cp = self.cfg, self.mesh.tp, self.mesh.cp
+        cfg, tp, cp = self.cfg, self.mesh.weights, self.mesh.tokens
         self.close()  # free the old before taking the new
         placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
@@ -211,7 +211,7 @@ class GPT:
             works.wait()
 
     def embed(self, tokens, positions, out):  # (N,), (N,) -> (n, C)
-        tp = self.mesh.tp
+        tp = self.mesh.weights
         embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)  # each rank has some rows of wte
         if self.w.wpe is not None:
             for out_, positions_ in chunks(out, positions[tp.rank::tp.size]):
@@ -219,7 +219,7 @@ class GPT:
         return out
 
     def embed_backward(self, tokens, dx):  # (N,), (n, C)
-        tp = self.mesh.tp
+        tp = self.mesh.weights
         embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
         if self.dw.wpe is not None:  # learned positions; rotations have no parameters
             for dx_, positions in chunks(dx, self.positions[tp.rank::tp.size]):
@@ -232,9 +232,9 @@ class GPT:
         h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         self.ops.layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
-        h = self.mesh.tp.gather(h).flatten(0, 1)  # (tp * n, C)
+        h = self.mesh.weights.gather(h).flatten(0, 1)  # (tp * n, C)
         logits = h @ self.w.wte.t()  # (tp * n, V/tp): the embedding's matrix serves twice
-        padding = max(0, self.cfg.vocab_size - self.mesh.tp.rank * logits.shape[1])
+        padding = max(0, self.cfg.vocab_size - self.mesh.weights.rank * logits.shape[1])
         logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
         return h, mean, rstd, logits
 
@@ -244,7 +244,7 @@ class GPT:
 
         Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
         """
-        tp = self.mesh.tp.size
+        tp = self.mesh.weights.size
         rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
         for x_, target in zip(x.split(rows), targets.view(-1, tp).split(rows), strict=True):
             # rows of a gather come rank by rank, tokens by turns: so do the targets then
@@ -253,12 +253,12 @@ class GPT:
     @property
     def own_head_rows(self):
         """A rank's own rows in a chunk of the head."""
-        return max(1, head_rows(len(self.w.wte), self.device.type == "cpu") // self.mesh.tp.size)
+        return max(1, head_rows(len(self.w.wte), self.device.type == "cpu") // self.mesh.weights.size)
 
     def head_chunk(self, x, target, scale, N):
         """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
         targets (tp * n,)."""
-        w, dw, tp = self.w, self.dw, self.mesh.tp
+        w, dw, tp = self.w, self.dw, self.mesh.weights
         h, mean, rstd, logits = self.logits(x)
         p = softmax(tp, logits)  # fp32, over the columns of all tp ranks
         own, mine = own_ids(tp, target[:, None], p.shape[1])  # (tp * n, 1): is the target one of ours?

@@ -47,7 +47,7 @@ class Short(GPT):
 
     def head(self, x, targets, *args):
         rows = 2 * self.own_head_rows
-        super().head(x[:rows], targets[:rows * self.mesh.tp.size], *args)
+        super().head(x[:rows], targets[:rows * self.mesh.weights.size], *args)
 
 
 def trace_step(cfg, device, threads=1, multiprocessors=0):
@@ -58,7 +58,7 @@ def trace_step(cfg, device, threads=1, multiprocessors=0):
     cfg = replace(cfg, n_layer=1, activation="keep", alpha="auto")
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
-    mesh = Mesh(tp=Axis("tp", cfg.tp), cp=Axis("cp", cfg.cp))
+    mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp))
     return traced_requests(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
                            cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", requests)
 

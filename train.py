@@ -117,7 +117,7 @@ def evaluate(run: Run) -> float:
     for i in range(mesh.dp.rank, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
         total += run.model.forward(*batch(run, "val", 0, i))
     # each of the cp ranks has the mean over its own tokens
-    return mesh.data.sum(total).item() / (cfg.eval_iters * cfg.cp)
+    return mesh.replicas.sum(total).item() / (cfg.eval_iters * cfg.cp)
 
 
 def forward_backward(run: Run, it: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
         # the last backward sends each bucket of gradients as soon as it is complete
         last = i == len(batches) - 1
         run.model.backward(run.optimizer.reduce if last else lambda bucket: None)
-    return mesh.data.sum(loss)
+    return mesh.replicas.sum(loss)
 
 
 # --- the loop ---

@@ -40,12 +40,12 @@ class Meter:
         self.mesh, self.sent = mesh, {}
 
     def run(self, label, work, *args):
-        before = [a.sent_bytes for a in (self.mesh.tp, self.mesh.cp)]
+        before = [a.sent_bytes for a in (self.mesh.weights, self.mesh.tokens)]
         work(*args)
         kind = label.split("/")[1].rstrip("0123456789 ")
         kind = kind if kind in ("forward", "recompute", "backward") else "embedding and head"
         totals = self.sent.setdefault(kind, dict(tp=0, cp=0))
-        for axis, b in zip((self.mesh.tp, self.mesh.cp), before, strict=True):
+        for axis, b in zip((self.mesh.weights, self.mesh.tokens), before, strict=True):
             totals[axis.name] += axis.sent_bytes - b
 
 
@@ -61,13 +61,13 @@ def count(host, cfg):
     tokens = torch.zeros(B, T, dtype=torch.int64)
     model.forward(tokens, tokens, scale=1.0)
     model.backward(optimizer.reduce)
-    before = mesh.tp.sent_bytes
+    before = mesh.weights.sent_bytes
     optimizer.clip(1.0)
-    shared = mesh.tp.sent_bytes - before
+    shared = mesh.weights.sent_bytes - before
     optimizer.step(1e-3)
     activations = sum(t.nbytes for t in tensors_of(cfg, 4).values())
     model.close()
-    return dict(sent=meter.sent, data=mesh.data.sent_bytes, parameters=model.params.numel(), activations=activations,
+    return dict(sent=meter.sent, data=mesh.replicas.sent_bytes, parameters=model.params.numel(), activations=activations,
                 tp_gradients=shared)
 
 

@@ -1,9 +1,12 @@
 """The formulas of MEMO, section 5.1: parameters, model FLOPs, TGS and MFU."""
 
+from memo.layer import layer_of
+
 
 def parameters(cfg) -> int:
-    """P = 12 L C^2 + V C: the matrices of the layers and the tied embedding. Source: MEMO 5.1."""
-    return 12 * cfg.n_layer * cfg.n_embd**2 + cfg.vocab_size * cfg.n_embd
+    """P, the parameters that take part in a matrix product: the matrices of the layers and the tied
+    embedding; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
+    return cfg.n_layer * layer_of(cfg).matrix_elements + cfg.vocab_size * cfg.n_embd
 
 
 def flops_per_sample(cfg) -> int:

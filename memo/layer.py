@@ -99,6 +99,11 @@ class Layer:
         """{group: the operation that rebuilds it}, in the order of the forward."""
         return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
 
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of all matrices."""
+        return sum(prod(p.shape) for p in self.parameters.values() if len(p.shape) == 2)
+
     def tensors(self, B: int, T: int, itemsize: int, tp: int = 1) -> dict[str, Tensor]:
         """{name: Tensor} of one layer of B sequences; T: the tokens of each that a rank of cp holds.
         `itemsize` in bytes."""

@@ -1,7 +1,7 @@
 """AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight
 decay on matrices only, one global norm.
 
-Every rank of mesh.data has all gradients of its part of the model, and the optimizer's states of its piece of
+Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its piece of
 each bucket:
 
     backward    as soon as a bucket's gradients are complete they are summed over the ranks, each getting its piece
@@ -53,7 +53,7 @@ class Optimizer:
     whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
     def __init__(self, model, cfg):
-        self.model, self.cfg, data = model, cfg, model.mesh.data
+        self.model, self.cfg, data = model, cfg, model.mesh.replicas
         on_host = cfg.optimizer_device == "cpu"
         device = torch.device("cpu") if on_host else model.device
         numel = model.params.numel() // data.size
@@ -68,7 +68,7 @@ class Optimizer:
             self.own.append(Range(start + part * data.rank, start + part * (data.rank + 1), start // data.size))
             self.grads.append(grads[part * data.rank:part * (data.rank + 1)])
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
-        tp = model.mesh.tp.size
+        tp = model.mesh.weights.size
         self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
         self.decays, self.split, self.shared = [], [], []  # of each bucket [(own Range, what)]
         free = self.kept
@@ -103,7 +103,7 @@ class Optimizer:
         mine = views(model.layout, model.params)
         for name, tensor in named_tensors:
             p = model.layout[name]
-            part = local(tensor, p.whole.split_dim, model.mesh.tp)
+            part = local(tensor, p.whole.split_dim, model.mesh.weights)
             mine[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
@@ -114,7 +114,7 @@ class Optimizer:
     def pieces(self, saved=False):
         """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
         to save, so that nothing is saved twice."""
-        made, tp = [], self.model.mesh.tp
+        made, tp = [], self.model.mesh.weights
         for name, p in self.model.layout.items():
             dim, shape = p.whole.split_dim, p.whole.shape
             if saved and dim is None and tp.rank > 0:
@@ -137,7 +137,7 @@ class Optimizer:
     def reduce(self, k):
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
         to bring them to an optimizer on the host, which needs the buckets in descending order."""
-        works = self.model.mesh.data.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
+        works = self.model.mesh.replicas.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
         self.reducing[k] = works
         if self.staging is not None:
             self.staging.bring(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
@@ -156,7 +156,7 @@ class Optimizer:
     def clip(self, max_norm):
         """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
         most `max_norm` (0: leaves them)."""
-        tp, world, buckets = self.model.mesh.tp, self.model.mesh.world, range(len(self.own))
+        tp, world, buckets = self.model.mesh.weights, self.model.mesh.world, range(len(self.own))
         if self.staging is None:
             for k in reversed(buckets):
                 self.reduced(k)
@@ -205,7 +205,7 @@ class Optimizer:
         part = model.params[own.flat]
         if self.master is not model.params:
             part.copy_(self.master[own.shard])
-        model.arriving[k] = model.mesh.data.start_gather(part, model.params[slice(*model.buckets[k])])
+        model.arriving[k] = model.mesh.replicas.start_gather(part, model.params[slice(*model.buckets[k])])
 
     def publish(self):
         """Makes the model's parameters those of the master weights."""

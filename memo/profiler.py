@@ -136,7 +136,7 @@ def main(argv):
         torch.cuda.set_device(device)
     with connected(launch) as host:
         mesh = open_mesh(host, 1, host.size, device)
-        measured = calibrate(mesh.tp, host, device, dtype, launch.local_world)
+        measured = calibrate(mesh.weights, host, device, dtype, launch.local_world)
         mesh.close()
     if launch.rank == 0:
         print(f"{measured['device']}, {measured['ranks']} rank{'s' * (measured['ranks'] > 1)}: slowest and fastest")

@@ -216,7 +216,7 @@ def open_run(found: Checked, mesh: Mesh, model, optimizer: Optimizer, decision: 
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None)
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              ranges=held(cfg.block_size, mesh.cp, cfg.context_parallel),
+              ranges=held(cfg.block_size, mesh.tokens, cfg.context_parallel),
               lines=memory.where_it_lives(cfg, decision, model, optimizer),
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)

@@ -103,5 +103,5 @@ class Staging:
         staged.copy_(weights)  # their gradients are used up
         prefetch.launch(f"weights {self.names[k]}", copy_bytes, self.pairs(own.at, part))
         prefetch.record(self.uploaded[k])
-        works = prefetch.call(model.mesh.data.start_gather, part, model.params[slice(*model.buckets[k])])
+        works = prefetch.call(model.mesh.replicas.start_gather, part, model.params[slice(*model.buckets[k])])
         model.arriving[k] = Arrival(compute, self.uploaded[k], works)

@@ -73,7 +73,7 @@ def step(model, optimizer, cfg):
         batch = (t[:, mine].contiguous() for t in random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro))
         loss += model.forward(*batch, scale=part) * part
         model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
-    return mesh.data.sum(loss)
+    return mesh.replicas.sum(loss)
 
 
 # --- this process ---

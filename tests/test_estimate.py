@@ -120,7 +120,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     cpu, world = torch.device("cpu"), 2 * cfg.tp * cfg.cp
     here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40), None, None, None)
     got = budget.estimate(cfg, here, world, fast_arena)
-    mesh = Mesh(tp=Axis("tp", cfg.tp), cp=Axis("cp", cfg.cp), dp=Axis("dp", 2), data=Axis("data", 2 * cfg.cp))
+    mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp), dp=Axis("dp", 2), replicas=Axis("data", 2 * cfg.cp))
     model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
     optimizer = Optimizer(model, cfg)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, got.placement)

@@ -81,8 +81,8 @@ def test_layouts_that_do():
 def places(host):
     mesh = open_mesh(host, 2, 2, CPU)
     assert mesh.world.size == 8 and mesh.world.rank == host.rank
-    members = {a.name: a.objects(host.rank) for a in (mesh.tp, mesh.cp, mesh.data, mesh.world)}
-    return (mesh.dp.rank, mesh.cp.rank, mesh.tp.rank), members
+    members = {a.name: a.objects(host.rank) for a in (mesh.weights, mesh.tokens, mesh.replicas, mesh.world)}
+    return (mesh.dp.rank, mesh.tokens.rank, mesh.weights.rank), members
 
 
 def test_tp_is_innermost_and_data_are_the_ranks_with_the_same_parameters():
@@ -120,7 +120,7 @@ def opened(host, cp, tp, kind):
         m.setattr(dist, "all_reduce", lambda x, *args, group: noting("all_reduce", group) or reduce(x, *args, group=group))
         m.setattr(dist, "batch_isend_irecv", lambda ops: noting("shift", ops[0].group) or batch(ops))
         mesh = open_mesh(host, cp, tp, CPU, kind)
-    axes = [a for a in (mesh.tp, mesh.cp, mesh.data, mesh.world) if a.size > 1]
+    axes = [a for a in (mesh.weights, mesh.tokens, mesh.replicas, mesh.world) if a.size > 1]
     assert all(a.sent_bytes == 0 for a in axes) and all(a.sum(torch.ones(1)).item() == a.size for a in axes)
     groups = {a.group for a in axes}
     waits = {g._get_backend(CPU).options._timeout for g in (*groups, host.group, host.another())}

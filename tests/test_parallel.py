@@ -174,18 +174,18 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, monkeypatch):
     if pieces:
         make_small(monkeypatch)
     cfg = Config(**KEYS | dict(batch_size=2), tp=tp, cp=cp, context_parallel=kind)
-    mesh = Mesh(tp=Axis("tp", tp, tp - 1), cp=Axis("cp", cp))
+    mesh = Mesh(weights=Axis("tp", tp, tp - 1), tokens=Axis("cp", cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(2, S // cp, streams=open_streams(CPU))
     model.blocks[0].forward(model.swap.layers[0], model.turn, model.swap.x[1])
     BTC = 2 * (S // cp) * cfg.n_embd * 2  # bytes, bf16
-    assert mesh.tp.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
-    assert mesh.cp.sent_bytes == (2 * BTC // tp * (cp - 1) if kind == "ring" else 4 * BTC // tp * (cp - 1) // cp)
+    assert mesh.weights.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
+    assert mesh.tokens.sent_bytes == (2 * BTC // tp * (cp - 1) if kind == "ring" else 4 * BTC // tp * (cp - 1) // cp)
     mesh.take_sent_bytes()
     model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
-    assert mesh.tp.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
+    assert mesh.weights.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
     home = 4 * BTC // tp * cp * (cp > 1)  # a ring's gradients of keys and values, fp32
-    assert mesh.cp.sent_bytes == (2 * BTC // tp * (cp - 1) + home if kind == "ring" else 8 * BTC // tp * (cp - 1) // cp)
+    assert mesh.tokens.sent_bytes == (2 * BTC // tp * (cp - 1) + home if kind == "ring" else 8 * BTC // tp * (cp - 1) // cp)
 
 
 def both_traces(host, cfg):
@@ -218,7 +218,7 @@ def test_a_rank_can_be_traced_without_the_others(keys):
 
 def test_no_rank_ever_has_full_logits():
     cfg = Config(n_layer=1, n_head=4, n_embd=16, vocab_size=50257, block_size=4096, tp=4)
-    model = GPT(cfg, "meta", torch.bfloat16, mesh=Mesh(tp=Axis("tp", 4, 1)))
+    model = GPT(cfg, "meta", torch.bfloat16, mesh=Mesh(weights=Axis("tp", 4, 1)))
     arena = FakeArena()
     model.arena = arena
     tokens = torch.zeros(1, 4096, dtype=torch.int64, device="meta")
@@ -236,7 +236,7 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     monkeypatch.setattr(GPT, "head", lambda *args: None)  # which takes long to trace, in its many chunks, and little memory
     cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}", f"--context_parallel={kind}",
                        "--n_layer=3"])
-    mesh = Mesh(tp=Axis("tp", tp), cp=Axis("cp", cp))
+    mesh = Mesh(weights=Axis("tp", tp), tokens=Axis("cp", cp))
     N = n_rows(cfg)
     missing = [Placement(3, 1, N, {t.name: 0 for t in layer_of(cfg).skeletal if t.group}).missing(0)] * 3
     trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
@@ -246,7 +246,7 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
 def memory_of(S, **keys):
     """Bytes of a rank's activations in a layout, without ranks."""
     cfg = Config(**KEYS | keys | dict(block_size=S))
-    mesh = Mesh(tp=Axis("tp", cfg.tp), cp=Axis("cp", cfg.cp))
+    mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(1, S // cfg.cp, streams=open_streams(CPU))
     return model.swap.device_bytes

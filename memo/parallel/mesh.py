@@ -162,19 +162,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of this rank. By default each has this rank alone."""
+    """What this rank shares, and with which ranks: three roles, and what fills them. By default each has this
+    rank alone.
 
-    tp: Axis = field(default_factory=partial(Axis, "tp"))
-    cp: Axis = field(default_factory=partial(Axis, "cp"))
-    dp: Axis = field(default_factory=partial(Axis, "dp"))  # only counts: nothing is sent over it
-    # the dp * cp ranks that hold the same parameters, among which the optimizer is sharded
-    data: Axis = field(default_factory=partial(Axis, "data"))
+        weights   share a layer's parameters, each has a part: tensor parallelism, the axis tp
+        tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp
+        replicas  hold the same parameters, and share the optimizer's states: the dp * cp ranks of the axis data
+    """
+
+    weights: Axis = field(default_factory=partial(Axis, "tp"))
+    tokens: Axis = field(default_factory=partial(Axis, "cp"))
+    dp: Axis = field(default_factory=partial(Axis, "dp"))  # deals out micro batches: nothing is sent over it
+    replicas: Axis = field(default_factory=partial(Axis, "data"))
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
     host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, for host memory
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""
-        return self.tp, self.cp, self.data, self.world
+        return self.weights, self.tokens, self.replicas, self.world
 
     def close(self) -> None:
         """Gives the groups back that open_mesh() made."""
@@ -204,7 +209,7 @@ class Mesh:
         """{axis: bytes sent since the last call} of the axes with several ranks; not of `world`,
         which carries scalars."""
         sent = {}
-        for axis in (self.tp, self.cp, self.data):
+        for axis in (self.weights, self.tokens, self.replicas):
             if axis.size > 1:
                 sent[axis.name], axis.sent_bytes = axis.sent_bytes, 0
         return sent
@@ -245,4 +250,5 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
             axes[name].warm(kinds[name], device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
-    return Mesh(dp=Axis("dp", dp, host.rank // (cp * tp)), host=host, **axes)
+    return Mesh(weights=axes["tp"], tokens=axes["cp"], dp=Axis("dp", dp, host.rank // (cp * tp)),
+                replicas=axes["data"], world=axes["world"], host=host)

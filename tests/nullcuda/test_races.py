@@ -56,7 +56,7 @@ def two_steps(layout, group):
     mine = {"tp": cfg.tp == 2, "cp": cfg.cp == 2, "data": layout in ("dp2", "ring", "ulysses")}
     axes = {name: Axis(name, 2, 0, group) if several else Axis(name) for name, several in mine.items()}
     device = torch.device("cuda:0")
-    model = GPT(cfg, device, torch.bfloat16, mesh=Mesh(**axes))
+    model = GPT(cfg, device, torch.bfloat16, mesh=Mesh(weights=axes["tp"], tokens=axes["cp"], replicas=axes["data"]))
     optimizer = Optimizer(model, cfg)
     B, T = 1, cfg.block_size // cfg.cp
     rows = T // cfg.tp
