@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASURED = {"step_s", "tgs", "mfu", "stall_s", "device_peak_bytes", "rates", "alpha_limits", "binds",
             "seconds", "host_limit_bytes", "capacity"}  # keys whose values change from run to run
 
-KEYS = ("config/stdlib.py --n_layer=4 --n_embd=128 --n_head=4 --block_size=1024 --batch_size=2 --max_iters=4 "
-        "--gradient_accumulation_steps=2 --warmup_iters=1 --eval_interval=2 --eval_iters=2 "
-        f"--host_memory_gb=1 --dataset={ROOT}/data/stdlib")
+KEYS = ("config/stdlib.py --n_layer=4 --n_embd=128 --n_head=4 --block_size=1024 --max_iters=3 --warmup_iters=1 "
+        "--gradient_accumulation_steps=2 --eval_interval=3 --eval_iters=2 --host_memory_gb=1 "
+        f"--dataset={ROOT}/data/stdlib")
 RUNS = {  # name: (ranks, keys)
     "keep": (1, "--activation=keep"),
     "recompute": (1, "--activation=recompute"),
@@ -42,7 +42,7 @@ RUNS = {  # name: (ranks, keys)
     "cp2 ring": (2, "--alpha=0.5 --cp=2"),
     "cp2 ulysses": (2, "--alpha=0.5 --cp=2 --context_parallel=ulysses"),
     "dp2": (2, "--alpha=0.5"),
-    "tp2 cp2 dp2": (8, "--alpha=0.5 --tp=2 --cp=2"),
+    "tp2 cp2 dp2": (8, "--alpha=0.5 --tp=2 --cp=2 --batch_size=2"),
 }
 RESUMED = {"resume alpha 0.5": "alpha 0.5", "resume tp2 cp2 dp2": "tp2 cp2 dp2"}  # both in one process
 ESTIMATES = """\
@@ -89,7 +89,7 @@ class Tree:
         """The figures of the run or dry run `name`. Tree `saved_by` has the checkpoints to resume from."""
         if name in ESTIMATES:
             return json.loads(self.output(f"-m memo.estimate --json --fast {name}"))
-        ranks, keys = RUNS.get(name, (1, "--init_from=resume --max_iters=6 --tp=1 --cp=1"))
+        ranks, keys = RUNS.get(name, (1, "--init_from=resume --max_iters=5 --tp=1 --cp=1"))
         out = self.folder / name.replace(" ", "_")
         if name in RESUMED:
             shutil.copytree(saved_by.folder / RESUMED[name].replace(" ", "_"), out)
