@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASURED = {"step_s", "tgs", "mfu", "stall_s", "device_peak_bytes", "rates", "alpha_limits", "binds",
             "seconds", "host_limit_bytes", "capacity"}  # keys whose values change from run to run
 
-KEYS = ("config/stdlib.py --n_layer=4 --n_embd=128 --n_head=4 --block_size=1024 --max_iters=3 --warmup_iters=1 "
-        "--gradient_accumulation_steps=2 --eval_interval=3 --eval_iters=2 --host_memory_gb=1 "
-        f"--dataset={ROOT}/data/stdlib")
+KEYS = ("config/stdlib.py --n_layer=4 --n_embd=128 --n_head=4 --block_size=1024 --max_iters=3 "
+        "--warmup_iters=1 --gradient_accumulation_steps=2 --eval_interval=3 --eval_iters=2 "
+        f"--host_memory_gb=1 --dataset={ROOT}/data/stdlib")
 RUNS = {  # name: (ranks, keys)
     "keep": (1, "--activation=keep"),
     "recompute": (1, "--activation=recompute"),
@@ -60,7 +60,7 @@ config/7b_1m.py --gpus=8 --gpu=a800-80gb --context_parallel=ulysses --block_size
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --search
 config/7b_1m.py --gpus=8 --gpu=h100-80gb --block_size=3145728
 config/7b_1m.py --gpus=8 --gpu=h200-141gb --tp=8 --cp=1 --optimizer_device=cpu --max_context
-config/7b_1m.py --gpus=16 --gpu=gh200-96gb --deterministic=true --alpha=0.5
+config/7b_1m.py --gpus=16 --gpu=gh200-96gb --deterministic=true --alpha=0.5 --gradient_accumulation_steps=2
 config/13b_1m.py --gpus=16 --gpu=a800-80gb --max_context
 config/13b_1m.py --gpus=16 --gpu=b200 --search
 config/30b_1m.py --gpus=32 --gpu=a800-80gb --block_size=1441792
