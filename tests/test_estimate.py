@@ -84,7 +84,7 @@ def test_where_the_dry_run_is_more_hopeful_than_the_paper():
     failed = [r for r in PAPER["table3"] if r["system"] == "memo" and "fail" in r]
     assert [(r["model"], r["seq_tokens"] // 1024, r["fail"]) for r in failed] == [
         ("7B", 1152, "oom"), ("7B", 1280, "oom"), ("7B", 1408, "oom"), ("30B", 1408, "oohm")]
-    assert all(paper(r["seq_tokens"], r["gpus"], r["model"]).fits for r in failed)
+    assert all(paper(r["seq_tokens"], r["gpus"], r["model"]).fits for r in PAPER["table3"] if r["system"] == "memo")
     cells = zip(PAPER["table4"]["seq_tokens"], PAPER["table4"]["mfu_percent"]["full_recompute+plan"], strict=True)
     failed = [S for S, cell in cells if cell == "oom"]
     assert failed == [786432, 917504] and all(paper(S, activation="recompute").fits for S in failed)
