@@ -96,7 +96,7 @@ class Tree:
         torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}" if ranks > 1 else ""
         self.output(f"{torchrun} train.py {KEYS * (name in RUNS)} {keys} --out_dir={out}")
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return reproducible([rows, json.loads((out / "plan.json").read_text())])
+        return reproducible({"step": rows, "plan.json": json.loads((out / "plan.json").read_text())})
 
 
 def reproducible(value):
@@ -109,7 +109,7 @@ def reproducible(value):
 def first_difference(old, new, where=""):
     """The first place where two JSON values differ, and how; None if they are equal to the last bit."""
     if type(old) is type(new) is dict and old.keys() == new.keys():
-        parts = [(old[key], new[key], f"{where}.{key}") for key in old]
+        parts = [(old[key], new[key], f"{where} {key}".strip()) for key in old]
     elif type(old) is type(new) is list and len(old) == len(new):
         parts = [(*both, f"{where}[{i}]") for i, both in enumerate(zip(old, new, strict=True))]
     else:  # repr shows each float to its last bit

@@ -11,7 +11,7 @@ from memo import config
 from memo.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/nullcuda/README.md"]
 BLOCK = re.compile(r"^    (?:\$ )?((?:python|torchrun|make|sbatch) (?:.*\\\n)*.*)\n(?:    (error: (?:.+\n)+))?", re.M)
 
 
@@ -58,7 +58,7 @@ def test_every_file_that_is_named_exists():
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_points_to_something(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if not target.startswith("https://"):
@@ -68,7 +68,7 @@ def test_every_link_points_to_something(page):
             assert not anchor or anchor in headings(there), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_line_is_wider_than_110_columns(page):
     assert [line for line in page.read_text().splitlines() if len(line) > 110] == []
 
@@ -113,10 +113,16 @@ def has_options(script, argv):
         assert not arg.startswith("--") or arg.partition("=")[0] in script.read_text(), arg
 
 
-@pytest.mark.parametrize("page,command,error", commands())
-def test_every_command_that_is_shown_is_one(page, command, error, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def error_of(command):
     try:
         parse(command)
     except ConfigError as e:
-        assert f"error: {e}" == error
+        return f"error: {e}"
+    return ""
+
+
+@pytest.mark.parametrize("page,command,error", commands())
+def test_every_command_that_is_shown_is_one(page, command, error, monkeypatch):
+    """And where an error is shown below it, it is that one; of too little host memory only a run can tell."""
+    monkeypatch.chdir(ROOT)
+    assert error_of(command) == ("" if "--host_memory_gb" in command else error)
