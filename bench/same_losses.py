@@ -48,12 +48,11 @@ RESUMED = {"resume alpha 0.5": "alpha 0.5", "resume tp2 cp2 dp2": "tp2 cp2 dp2"}
 ESTIMATES = """\
 config/stdlib.py --vocab_size=4096 --gpu=rtx4090 --max_context
 config/swap_demo.py --vocab_size=4096 --gpu=l40s
-config/gpt2_124m.py --gpu=rtx4090
 config/gpt2_124m.py --gpus=8 --gpu=a100-80gb --block_size=65536 --position=rope --search
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --max_context
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --host_memory_bytes=1.035e12 --max_context
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --alpha_mode=per_tensor
-config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=keep --block_size=65536
+config/7b_1m.py --gpus=8 --gpu=h800-80gb --activation=keep --block_size=65536
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=recompute
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=swap --host_memory_bytes=4e12
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --context_parallel=ulysses --block_size=262144 --alpha=0.25
@@ -64,8 +63,7 @@ config/7b_1m.py --gpus=16 --gpu=gh200-96gb --deterministic=true --alpha=0.5 --gr
 config/13b_1m.py --gpus=16 --gpu=a800-80gb --max_context
 config/13b_1m.py --gpus=16 --gpu=b200 --search
 config/30b_1m.py --gpus=32 --gpu=a800-80gb --block_size=1441792
-config/65b_1m.py --gpus=64 --gpu=h800-80gb --max_context
-config/65b_1m.py --gpus=64 --gpu=b300 --batch_size=2 --gradient_accumulation_steps=4
+config/65b_1m.py --gpus=128 --gpu=b300 --batch_size=2 --gradient_accumulation_steps=4 --max_context
 """.splitlines()
 
 
@@ -108,12 +106,14 @@ def reproducible(value):
 
 def first_difference(old, new, where=""):
     """The first place where two JSON values differ, and how; None if they are equal to the last bit."""
-    if type(old) is type(new) is dict and old.keys() == new.keys():
+    if type(old) is type(new) is dict and old.keys() != new.keys():
+        return f"{where}: only one tree has {', '.join(sorted(old.keys() ^ new.keys()))}"
+    if type(old) is type(new) is dict:
         parts = [(old[key], new[key], f"{where} {key}".strip()) for key in old]
     elif type(old) is type(new) is list and len(old) == len(new):
         parts = [(*both, f"{where}[{i}]") for i, both in enumerate(zip(old, new, strict=True))]
     else:  # repr shows each float to its last bit
-        return None if repr(old) == repr(new) else f"{where} {old!r:.200} is now {new!r:.200}"
+        return None if repr(old) == repr(new) else f"{where}: {old!r:.200} is now {new!r:.200}"
     return next(filter(None, (first_difference(*part) for part in parts)), None)
 
 
