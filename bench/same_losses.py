@@ -48,6 +48,7 @@ RESUMED = {"resume alpha 0.5": "alpha 0.5", "resume tp2 cp2 dp2": "tp2 cp2 dp2"}
 ESTIMATES = """\
 config/stdlib.py --vocab_size=4096 --gpu=rtx4090 --max_context
 config/swap_demo.py --vocab_size=4096 --gpu=l40s
+config/gpt2_124m.py --gpu=rtx4090
 config/gpt2_124m.py --gpus=8 --gpu=a100-80gb --block_size=65536 --position=rope --search
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --max_context
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --host_memory_bytes=1.035e12 --max_context
@@ -63,6 +64,7 @@ config/7b_1m.py --gpus=16 --gpu=gh200-96gb --deterministic=true --alpha=0.5 --gr
 config/13b_1m.py --gpus=16 --gpu=a800-80gb --max_context
 config/13b_1m.py --gpus=16 --gpu=b200 --search
 config/30b_1m.py --gpus=32 --gpu=a800-80gb --block_size=1441792
+config/65b_1m.py --gpus=64 --gpu=h800-80gb --max_context
 config/65b_1m.py --gpus=128 --gpu=b300 --batch_size=2 --gradient_accumulation_steps=4 --max_context
 """.splitlines()
 
