@@ -74,7 +74,8 @@ class Tree:
 
     def __init__(self, root, folder):
         self.root, self.folder = root, folder
-        self.env = os.environ | dict(XDG_CACHE_HOME=str(folder), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        self.env = os.environ | dict(PYTHONPATH=str(root), XDG_CACHE_HOME=str(folder), OMP_NUM_THREADS="1",
+                                     CUDA_VISIBLE_DEVICES="")
         folder.mkdir()
 
     def output(self, command):
