@@ -1,4 +1,4 @@
-# `make train`, `make demo`, `make test`: each builds .venv from requirements first. `make test-cuda`: tests/nullcuda/README.md
+# `make train`, `make demo`, `make quick`, `make test`: each builds .venv first. `make test-cuda`: tests/nullcuda/README.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,12 +6,15 @@ BIN := $(VENV)/bin
 # A run of config/$(1).py. One that Ctrl-C stopped has saved, and has not failed: 130 = 128 + SIGINT
 RUN = $(BIN)/python train.py config/$(1).py $(if $(wildcard out/$(1)/ckpt/*[0-9]),--init_from=resume) || [ $$? -eq 130 ]
 
-.PHONY: train demo test same-losses lint test-cuda test-cuda-bench
+.PHONY: train demo quick test same-losses lint test-cuda test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,stdlib)
 
 demo: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,swap_demo)
+
+quick: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -m 'not slow and not ranks' tests
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q tests
@@ -27,14 +30,15 @@ test-cuda-bench:
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 data/stdlib/meta.json: data/stdlib/prepare.py | $(VENV)/.installed
 	$(BIN)/python data/stdlib/prepare.py
 
-$(VENV)/.installed: requirements.txt
+$(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memo needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet -e .
 	touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed

@@ -1,46 +1,37 @@
-"""A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here.
+"""A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here and
+in memo/block.py, which has one layer.
 
-    B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t is the t-th
-              token of sequence b
-    n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N rows, in order
+    B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
+              is the t-th token of sequence b
+    n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N
+              rows, in order
     C, H, D   hidden size, heads, head dimension C/H
     V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
-    s         the skeletal activations of one layer: named views of one buffer, see memo/layer.py
+    x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
 
-Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward writes over
-skeletal tensors that nobody reads any more, so that a layer needs hardly any memory besides its skeletal buffer; what is
-token-wise goes piece by piece of rows (memo/parallel/tp.py), attention group by group of heads (memo/attention.py).
 With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are views.
-Source: the layer of MEMO section 3.1 (pre-norm GPT).
 """
 
 import math
-from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 
-from memo.attention import attend, attend_backward, resolve_attention
-from memo.flat import LAYER_BIASES, bucket_views, gradient_places, gradient_slots, local_layout, parameter_shapes, views
-from memo.layer import TABLE, head_rows
-from memo.ops import gelu_backward, gelu_forward, resolve_ops, rotations
+from memo.attention import resolve_attention
+from memo.block import Block
+from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
+from memo.layer import head_rows, layer_of, model_parameters
+from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import across, held
 from memo.parallel.mesh import ALONE
 from memo.parallel.tp import (
     accumulate_product,
-    bias_backward,
     chunks,
-    column_linear_backward,
-    column_linear_forward,
     embedding_backward,
     embedding_forward,
-    in_turns,
     local,
     own_ids,
-    row_linear_backward,
-    row_linear_forward,
     softmax,
 )
 from memo.planner.allocator import NoArena
@@ -48,147 +39,21 @@ from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
 
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
-EVERY_ROW = {t.name: slice(None) for t in TABLE}
 
-
-def stretches(n, rows):
-    """[(first, end, names)]: of n rows those that some of {name: slice} have, each with the names of all that have them."""
-    bounds = {name: r.indices(n)[:2] for name, r in rows.items()}
-    edges = sorted({edge for bound in bounds.values() for edge in bound})
-    held = [(first, end, [name for name, (start, stop) in bounds.items() if start <= first and end <= stop])
-            for first, end in pairwise(edges)]
-    return [stretch for stretch in held if stretch[2]]
-
-
-# --- one layer ---
-
-class Block:
-    """x -> x + attention(ln1 x) -> + mlp(ln2 .). `w` and `dw`: this rank's parameters and their gradients, by name; `tp`:
-    the Axis of the ranks that have the others. `rows`: {skeletal tensor: the slice of its rows to compute}.
-    """
-
-    def __init__(self, cfg, w, dw, attention, ops, tp):
-        self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, tp
-        self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
-        self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
-
-    def forward(self, s, turn, out):
-        """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
-        self.recompute(s, turn, EVERY_ROW)  # for the first time
-        return row_linear_forward(self.tp, s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
-
-    def recompute(self, s, turn, rows):
-        """`rows` of the skeletal tensors from x: token by token, but for attention, which is run whole if any of
-        attn_out is wanted and left alone, as it is there, if none is. Source: MEMO 4.1."""
-        self.before_attention(s, turn, rows)
-        if len(s.attn_out[rows["attn_out"]]):
-            *qkv, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)
-            attend(self.attention, *qkv, True, self.scale, out, s.lse)
-        self.after_attention(s, rows)
-
-    def before_attention(self, s, turn, rows):
-        """ln1_out, q, k, v from x."""
-        w, r = self.w, rows["ln1_out"]
-        self.ops.layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
-        linears = dict(zip("qkv", zip((s.q, s.k, s.v), *self.qkv(w), strict=True), strict=True))
-        for first, end, names in stretches(len(s.x), {name: rows[name] for name in "qkv"}):
-            def project(r, names=names):
-                x = self.tp.start_gather(s.ln1_out[r])
-                yield
-                x = x.wait()
-                for y, w_, b in (linears[name] for name in names):
-                    column_linear_forward(x, w_, b, out=y[r])
-            in_turns(self.tp, s.x.device, first, end, project)
-        for name in "qk" if turn is not None else "":
-            self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
-
-    def after_attention(self, s, rows):
-        """mid, ln2_out, fc1_out, gelu_out from x and attn_out."""
-        w = self.w
-        r = rows["mid"]
-        row_linear_forward(self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])
-        r = rows["ln2_out"]
-        self.ops.layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
-
-        def widen(r):
-            x = self.tp.start_gather(s.ln2_out[r])
-            yield
-            column_linear_forward(x.wait(), w.fc1_w, w.fc1_b, out=s.fc1_out[r])
-        first, end, _ = rows["fc1_out"].indices(len(s.x))
-        in_turns(self.tp, s.x.device, first, end, widen)
-        r = rows["gelu_out"]
-        gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
-
-    def backward(self, dy, s, turn):
-        """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of `s`."""
-        dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
-        in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
-        dqkv = attend_backward(self.attention, *self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse), s.lse, True,
-                               self.scale)
-        dqkv = [g.reshape(s.q.shape) for g in dqkv]
-        for g in dqkv[:2] if turn is not None else ():
-            self.ops.rotary(g, turn, back=True)
-        in_turns(self.tp, dy.device, 0, len(dy), partial(self.before_attention_backward, dy, s, dqkv))
-        return s.x
-
-    def after_attention_backward(self, dy, s, dout, r):
-        """Of rows r: writes the gradients of mid over dy and of attn_out into `dout`. Yields as tp.in_turns wants."""
-        w, dw, tp, dy = self.w, self.dw, self.tp, dy[r]
-        # mlp: y = mid + gelu(ln2(mid) fc1) fc2
-        message = tp.start_gather(dy)
-        yield
-        bias_backward(dy, dw.fc2_b)
-        d = row_linear_backward(message.wait(), s.gelu_out[r], w.fc2_w, dw.fc2_w, out=s.gelu_out[r])
-        message = tp.start_gather(s.ln2_out[r])
-        d = gelu_backward(d, s.fc1_out[r], self.gelu, out=d)
-        yield
-        message = column_linear_backward(tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
-        yield
-        self.ops.layernorm_backward(dy, message.wait(), s.mid[r], s.ln2_mean[r], s.ln2_rstd[r], w.ln2_w, w.ln2_b,
-                                    dw.ln2_w, dw.ln2_b, out=dy)
-        # attention: mid = x + attn_out proj
-        message = tp.start_gather(dy)
-        yield
-        bias_backward(dy, dw.proj_b)
-        row_linear_backward(message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
-
-    def before_attention_backward(self, dy, s, dqkv, r):
-        """Of rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv, over x.
-        Yields as tp.in_turns wants."""
-        w, dw, tp = self.w, self.dw, self.tp
-        message = tp.start_gather(s.ln1_out[r])
-        yield
-        message = column_linear_backward(tp, [g[r] for g in dqkv], message.wait(), self.qkv(w)[0], *self.qkv(dw))
-        yield
-        self.ops.layernorm_backward(dy[r], message.wait(), s.x[r], s.ln1_mean[r], s.ln1_rstd[r], w.ln1_w, w.ln1_b,
-                                    dw.ln1_w, dw.ln1_b, out=s.x[r])
-
-    @staticmethod
-    def qkv(w):
-        """The matrices of q, k and v, and their biases."""
-        return [w.q_w, w.k_w, w.v_w], [w.q_b, w.k_b, w.v_b]
-
-    @staticmethod
-    def heads(*rows, like):
-        """(n, tp, C/tp) -> (B, T, H/tp, D), as views; `like` is the (B, H/tp, T) logsumexp."""
-        B, H, T = like.shape
-        return [x.view(B, T, H, -1) for x in rows]
-
-
-# --- the model ---
 
 def initial_weights(cfg, seed, device):
-    """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over sqrt(2L)."""
+    """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over
+    sqrt(2L)."""
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in parameter_shapes(cfg).items():
-        w = torch.zeros(shape, device=device)
-        if len(shape) == 2:
-            into_residual = name.endswith(("proj_w", "fc2_w"))
-            w.normal_(0.0, 0.02 / math.sqrt(2 * cfg.n_layer) if into_residual else 0.02, generator=generator)
-        elif name.endswith("_w"):
+    std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
+    for name, p in model_parameters(cfg).items():
+        w = torch.zeros(p.shape, device=device)
+        if p.init in std:
+            w.normal_(0.0, std[p.init], generator=generator)
+        elif p.init == "ones":
             w.fill_(1.0)
         if name == "wte":
-            w[cfg.vocab_size:] = 0.0
+            w[cfg.vocab_size:] = 0.0  # the padding, which nobody looks up
         yield name, w
 
 
@@ -207,140 +72,182 @@ class GPT:
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         self.attention = across(attention, mesh.cp, cfg.context_parallel, self.ops.merge)
-        self.full_shapes = parameter_shapes(cfg)
         self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
+        # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
         begins, numel = gradient_places(self.buckets, gradient_slots(cfg, micro_batches))
         self.params = torch.zeros(self.buckets[-1][1], dtype=dtype, device=device)
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)
         self.bucket_grads = [self.grads[at:at + end - start]
                              for at, (start, end) in zip(begins, self.buckets, strict=True)]
+        # the same by name, as views, for those who compute
         weights = views(self.layout, self.params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "")) for tensors in (weights, gradients))
+        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b")))
+                           for tensors in (weights, gradients))
         self.blocks = []
         for i in range(cfg.n_layer):
-            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.")) for tensors in (weights, gradients))
+            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", layer_of(cfg).absent))
+                     for tensors in (weights, gradients))
             self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.tp))
-        self.shape = self.swap = None
+        self.shape = self.swap = None  # reserve() takes the activations' memory
         self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     @staticmethod
-    def named(tensors, prefix):
-        """Those of {name: tensor} by the names behind `prefix`; biases that the model lacks are None."""
-        absent = dict.fromkeys(LAYER_BIASES if prefix else ("wpe", "lnf_b"))
+    def named(tensors, prefix, absent):
+        """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are
+        None."""
         depth = prefix.count(".")
-        return absent | {name.removeprefix(prefix): t for name, t in tensors.items()
+        return dict.fromkeys(absent) | {name.removeprefix(prefix): t for name, t in tensors.items()
                          if name.startswith(prefix) and name.count(".") == depth}
 
     def load(self, named_tensors):
         """Copies this rank's parts of (name, whole tensor) pairs into the parameters."""
         mine = views(self.layout, self.params)
         for name, tensor in named_tensors:
-            mine[name].copy_(local(name, tensor, self.mesh.tp))
+            mine[name].copy_(local(tensor, self.layout[name].whole.split_dim, self.mesh.tp))
 
     def reserve(self, B, T, placement=None, **kw):
-        """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one, every layer
-        keeps its own on the device. `kw`: see Swap."""
+        """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
+        every layer keeps its own on the device. `kw`: see Swap."""
         cfg, tp, cp = self.cfg, self.mesh.tp, self.mesh.cp
         self.close()  # free the old before taking the new
-        self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size), B, T, cfg.n_embd, cfg.n_head,
-                         self.dtype, self.device, tp.size, **kw)
+        placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
+        self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
+        # row b*T + t has the position of the t-th token here in the whole sequence
+        # of the tokens that this rank holds: the ring deals them out in a zigzag
         ranges = held(T * cp.size, cp, cfg.context_parallel)
         self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
         self.turn = None
         if cfg.position == "rope":
-            self.turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta).unflatten(0, (-1, tp.size))
+            turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta)
+            self.turn = turn.unflatten(0, (-1, tp.size))  # (n, tp, D/2): rows as q's and k's
 
     def close(self):
-        """Gives the activations' memory back, on device and host, when the copies and messages under way are done."""
-        for bucket in list(self.arriving):
+        """Gives the activations' memory back, on device and host, when the copies and messages under way are
+        done."""
+        for bucket in list(self.arriving):  # the messages still write into the parameters
             self.arrive(bucket)
         if self.swap is not None:
             self.swap.close()
         self.shape = self.swap = None
 
     def forward(self, tokens, targets, scale=None):
-        """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale * loss."""
+        """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale *
+        loss."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
-        self.tokens, swap = tokens.reshape(-1), self.swap
-        loss = torch.zeros((), device=self.device)
-        self.arrive(0)
-        self.launch("embedding", self.embed, self.tokens, self.positions, swap.x[0])
-        for i, block in enumerate(self.blocks):
-            swap.before_forward(i)
-            self.arrive(i + 1)
-            self.launch(f"forward {i}", block.forward, swap.layers[i], self.turn, swap.x[i + 1])
-            if scale is not None:
-                swap.after_forward(i)
-        self.arrive(len(self.blocks) + 1)
-        head = "head" if scale is not None else "evaluation head"
-        self.launch(head, self.head, swap.x[-1], targets.reshape(-1), scale, loss)
-        return loss
+        self.tokens, self.targets, self.scale = tokens.reshape(-1), targets.reshape(-1), scale
+        self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
+        trains = ("offload",) if scale is not None else ()  # an evaluation keeps nothing
+        # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
+        self.follow(("embedding", "forward", "head", *trains))
+        return self.loss
 
     def backward(self, done=lambda bucket: None):
-        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own input (n, C).
-        done(bucket) is called when those of a bucket are complete."""
-        swap = self.swap
-        done(len(self.blocks) + 1)
-        for i, block in reversed(list(enumerate(self.blocks))):
-            swap.before_backward(i)
-            if swap.missing[i]:
-                self.launch(f"recompute {i}", block.recompute, swap.layers[i], self.turn, swap.missing[i])
-            self.launch(f"backward {i}", block.backward, swap.x[i + 1], swap.layers[i], self.turn)
-            swap.after_backward(i)
-            done(i + 1)
-        self.launch("embedding backward", self.embed_backward, self.tokens, swap.x[0])
-        done(0)
-        return swap.x[0]
+        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
+        input (n, C). done(bucket) is called when those of a bucket are complete."""
+        done(len(self.blocks) + 1)  # the final norm's: the head, in the forward, has its backward too
+        self.follow(("recompute", "backward", "prefetch", "embedding backward"), done)
+        return self.swap.x[0]
+
+    def follow(self, kinds, done=lambda bucket: None):
+        """Executes the steps of the schedule that are of these kinds: the host launches them in their order,
+        and the waits between streams are theirs. done(bucket): see backward()."""
+        (B, T), complete = self.shape, []
+        for step in self.swap.steps:
+            if step.kind not in kinds:
+                continue
+            if step.stream != "compute":
+                self.swap.launch(step)  # a copy
+                continue
+            # Only now, behind the prefetch that the unit before has set free: copies start before messages.
+            while complete:
+                done(complete.pop())
+            bucket = self.bucket_of(step)
+            self.arrive(bucket)  # the optimizer's step of before may still be on its way
+            label, *work = self.work_of(step)
+            self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
+            _, subsequence = step.unit
+            if step.kind in ("backward", "embedding backward") and subsequence == 0:  # it comes back last
+                complete.append(bucket)
+        while complete:
+            done(complete.pop())
+
+    def bucket_of(self, step):
+        """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
+        norm's."""
+        layer, _ = step.unit
+        others = {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}
+        return others.get(step.kind, layer + 1)
+
+    def work_of(self, step):
+        """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
+        plan."""
+        i, _ = step.unit
+        s, x, y, block = self.swap.layers[i], self.swap.x[i], self.swap.x[i + 1], self.blocks[i]
+        match step.kind:
+            case "embedding":
+                return "embedding", self.embed, self.tokens, self.positions, x
+            case "forward":
+                return f"forward {i}", block.forward, s, self.turn, y
+            case "head":
+                label = "evaluation head" if self.scale is None else "head"
+                return label, self.head, y, self.targets, self.scale, self.loss
+            case "recompute":
+                return f"recompute {i}", block.recompute, s, self.turn, self.swap.missing[i]
+            case "backward":
+                return f"backward {i}", block.backward, y, s, self.turn
+            case "embedding backward":
+                return "embedding backward", self.embed_backward, self.tokens, x
+        raise ValueError(f"{step.kind} is no step that computes")
 
     def arrive(self, bucket):
-        """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all ranks."""
+        """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all
+        ranks."""
         if works := self.arriving.pop(bucket, None):
             works.wait()
 
-    def launch(self, label, work, *args):
-        """Queues work(*args) on the compute stream, as a segment of the memory plan."""
-        B, T = self.shape
-        self.swap.streams.compute.launch(label, self.arena.run, f"{B}x{T}/{label}", work, *args)
-
     def embed(self, tokens, positions, out):  # (N,), (N,) -> (n, C)
         tp = self.mesh.tp
-        embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)
+        embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)  # each rank has some rows of wte
         if self.w.wpe is not None:
             for out_, positions_ in chunks(out, positions[tp.rank::tp.size]):
-                out_ += self.w.wpe[positions_]
+                out_ += self.w.wpe[positions_]  # (n, C): own rows, tokens rank, rank + tp, ...
         return out
 
     def embed_backward(self, tokens, dx):  # (N,), (n, C)
         tp = self.mesh.tp
         embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
-        if self.dw.wpe is not None:
+        if self.dw.wpe is not None:  # learned positions; rotations have no parameters
             for dx_, positions in chunks(dx, self.positions[tp.rank::tp.size]):
+                # own rows only: the tp ranks' parts are summed in the optimizer
                 self.dw.wpe.index_add_(0, positions, dx_.float())
 
     def logits(self, x):
-        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), logits (tp * n, V/tp)."""
-        h = torch.empty_like(x)
+        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), and logits
+        (tp * n, V/tp)."""
+        h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         self.ops.layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
-        h = self.mesh.tp.gather(h).flatten(0, 1)
-        logits = h @ self.w.wte.t()
+        h = self.mesh.tp.gather(h).flatten(0, 1)  # (tp * n, C)
+        logits = h @ self.w.wte.t()  # (tp * n, V/tp): the embedding's matrix serves twice
         padding = max(0, self.cfg.vocab_size - self.mesh.tp.rank * logits.shape[1])
         logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
         return h, mean, rstd, logits
 
     def head(self, x, targets, scale, loss):
-        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x (n, C).
+        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x
+        (n, C).
 
         Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
         """
         tp = self.mesh.tp.size
-        rows = self.own_head_rows
+        rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
         for x_, target in zip(x.split(rows), targets.view(-1, tp).split(rows), strict=True):
+            # rows of a gather come rank by rank, tokens by turns: so do the targets then
             loss += self.head_chunk(x_, target.t().reshape(-1), scale, len(targets))
 
     @property
@@ -349,14 +256,17 @@ class GPT:
         return max(1, head_rows(len(self.w.wte), self.device.type == "cpu") // self.mesh.tp.size)
 
     def head_chunk(self, x, target, scale, N):
-        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and targets (tp * n,)."""
+        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
+        targets (tp * n,)."""
         w, dw, tp = self.w, self.dw, self.mesh.tp
         h, mean, rstd, logits = self.logits(x)
-        p = softmax(tp, logits)
-        own, mine = own_ids(tp, target[:, None], p.shape[1])
+        p = softmax(tp, logits)  # fp32, over the columns of all tp ranks
+        own, mine = own_ids(tp, target[:, None], p.shape[1])  # (tp * n, 1): is the target one of ours?
         p_own = p.gather(1, own)
-        p_target = tp.sum(p_own * mine)
+        p_target = tp.sum(p_own * mine)  # one of the ranks has it
         if scale is not None:
+            # Nobody else reads the logits: their gradient is made at once and used up here. The factor
+            # scale / N goes to h and dh, which are smaller.
             dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)  # times N / scale
             accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
             dh = tp.scatter_sum((dlogits @ w.wte).unflatten(0, (tp.size, -1))).mul_(scale / N)

@@ -1,5 +1,5 @@
-"""Prints the memory requests of a training step of one rank in the format of memo.planner, without memory or GPU:
-python trace_step.py [config/x.py] [--key=value ...] [--multiprocessors=132]
+"""Prints the memory requests of a training step of one rank in the format of memo.planner, without memory or
+GPU: python trace_step.py [config/x.py] [--key=value ...] [--multiprocessors=132]
 
 Layers that make the same requests are run once; of the chunks of the head, which are alike, two.
 """
@@ -51,8 +51,9 @@ class Short(GPT):
 
 
 def trace_step(cfg, device, threads=1, multiprocessors=0):
-    """The planner.Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with so many
-    threads; nothing is recomputed in it, which requests no more than the forward does. cfg.dtype auto: as there."""
+    """The planner.Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
+    so many threads; nothing is recomputed in it, which requests no more than the forward does. cfg.dtype
+    auto: as there."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     cfg = replace(cfg, n_layer=1, activation="keep", alpha="auto")
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,

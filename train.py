@@ -49,7 +49,7 @@ from uuid import uuid4
 
 import torch
 
-from memo import checkpoint, convert, decide
+from memo import checkpoint, convert, memory
 from memo.attention import resolve_attention
 from memo.batch import open_dataset, to_device
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
@@ -140,8 +140,8 @@ def check(argv, launch, passed_over=()):
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
-    limit = decide.host_limit(cfg, launch)
-    decide.check(cfg, device, dtype, limit)
+    limit = memory.host_limit(cfg, launch)
+    memory.check_memory(cfg, device, dtype, limit)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
     resolved = replace(cfg, attention=attention.name, ops=ops.name)  # so that the estimate has the kernels of the run
     expected = expect(resolved, device, launch, arena_here, force) if launch.rank == 0 else None
@@ -212,10 +212,10 @@ def setup(argv, launch, host):
             run.optimizer.load(initial_weights(cfg, cfg.seed, device))
     run.first = run.done = ckpt.iter if ckpt is not None else 0
     with growing(run.expected, device, "rounding_buffers"):
-        run.decision = decide.decide(cfg, model, run.limit)
+        run.decision = memory.reserve_activations(cfg, model, run.limit)
     with growing(run.expected, device, "transient"):
-        decide.plan_memory(cfg, model)
-    run.lines = decide.where_it_lives(cfg, run.decision, model, run.optimizer)
+        memory.plan_memory(cfg, model)
+    run.lines = memory.where_it_lives(cfg, run.decision, model, run.optimizer)
     run.saver = checkpoint.Saver(run.out, host.another(), cfg.pin_memory, cfg.keep_checkpoints, ckpt and ckpt.iter)
     run.failed_saves, run.beside, run.drawn = 0, Beside(), set()
     run.peak = peak_flops_per_s(device_name(device)) if dtype == torch.bfloat16 else None

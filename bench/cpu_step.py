@@ -1,7 +1,7 @@
 """Tokens/s of a whole training step on the CPU, fp32: memo with its memory plan and without, an autograd twin,
 transformers' GPT-2, and the floor.
 
-    python bench/cpu_step.py [--threads=2] [--rounds=7]
+    python -m bench.cpu_step [--threads=2] [--rounds=7]
 
 Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process, there and back; figures are medians
 over the rounds. Writes bench/results/cpu_step.json.
@@ -10,21 +10,19 @@ over the rounds. Writes bench/results/cpu_step.json.
 import argparse
 import json
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
-from memo import decide
+from memo import memory
 from memo.config import Config
 from memo.optim import Optimizer
 from model import GPT, initial_weights
-from tests.twin import Twin
+from testing.twin import Twin
 
 MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"),
           "default": dict(position="rope", bias=False, gelu="exact")}
@@ -63,7 +61,7 @@ def rivals(cfg, B, name):
         optimizer = Optimizer(model, cfg)
         optimizer.load(initial_weights(cfg, 0, "cpu"))
         model.reserve(B, cfg.block_size)
-        decide.plan_memory(cfg, model)
+        memory.plan_memory(cfg, model)
 
         def step():
             model.forward(tokens, targets, scale=1.0)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -27,24 +26,10 @@ from memo.estimate import hardware
 from memo.estimate.budget import ROOT, Arena, estimate, fast_arena, granting, traced_arena
 from memo.estimate.search import changed, degrees_of, longest, search
 from memo.files import save_json
+from testing.paper import GPUS, HOST_BYTES, PAPER, of_that_width, paper_config, rows_of_table3
 
 RESULTS = Path(__file__).parent / "results"
-PAPER = json.loads((ROOT / "tests/facts/memo_paper.json").read_text())
-GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
-HOST_BYTES = 1.035e12  # what torch's pinned cache, which rounds up to powers of two, leaves of the paper's 2 TB
 FITTED = ("matmul", "attention forward", "attention backward")
-
-
-def paper_config(model, S, **keys):
-    """The preset of a model at another context, on the host memory that the paper could use."""
-    cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}"])
-    return replace(cfg, host_memory_gb=HOST_BYTES / 1e9, **keys)
-
-
-def rows_of_table3(model):
-    """[(context, MFU in percent)] of MEMO, from 64K on."""
-    return [(r["seq_tokens"], r["mfu"]) for r in PAPER["table3"]
-            if r["model"] == model and r["system"] == "memo" and r["seq_tokens"] >= 65536 and "mfu" in r]
 
 
 def fitted_rows():
@@ -58,14 +43,6 @@ def fitted_rows():
         for alpha, mfu in zip(t5["alpha"], cells, strict=True):
             rows.append((paper_config("7B", int(S), alpha=alpha), mfu, 0.7))
     return rows
-
-
-def of_that_width(model, S):
-    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp: the paper's rows are each in the best
-    layout that it found, which it tells for 7B alone."""
-    machine, cps = hardware.machine("a800-80gb"), {"7B": (2,), "13B": (1, 2), "30B": (1, 2, 4)}[model]
-    configs = [paper_config(model, S, cp=cp, gradient_accumulation_steps=16) for cp in cps]
-    return [estimate(cfg, machine, GPUS[model], fast_arena) for cfg in configs]
 
 
 def mfu_of(cfg, gpus, arena=fast_arena):

@@ -1,6 +1,6 @@
 """The memory plan beside torch's default allocator and beside expandable segments, on one CUDA GPU, 7B-shaped layers, bf16.
 
-    python bench/gpu_plan.py [--lengths=16384,65536] [--layers=4] [--steps=3] [--room_gb=48] [--seconds=0]
+    python -m bench.gpu_plan [--lengths=16384,65536] [--layers=4] [--steps=3] [--room_gb=48] [--seconds=0]
                              [--out=bench/results/gpu_plan.json]
 
 Every measurement is a process of its own. First a check, with deterministic kernels and the plan in guard mode: three steps'
@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[1]
 def train(job):
     """`steps` training steps at each of the job's lengths in turns -> figures."""
     import torch
-    sys.path.insert(0, str(ROOT))
-    from memo import decide
+
+    from memo import memory
     from memo.config import Config
     from memo.device import pick_device, set_deterministic, synchronize
     from memo.optim import Optimizer
@@ -48,7 +48,7 @@ def train(job):
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, device))
     model.reserve(1, longest)
-    decide.plan_memory(cfg, model)
+    memory.plan_memory(cfg, model)
     losses, norms, seconds, tokens_done, warm = [], [], 0.0, 0, len(job["lengths"]) if job["steps"] > 1 else 0
     for step in range(job["steps"] * len(job["lengths"])):
         S = job["lengths"][step % len(job["lengths"])]
@@ -80,7 +80,8 @@ def measure(system, args, lengths, steps, room_gb=0, check=False):
     plan, conf = SYSTEMS[system]
     job = dict(plan=plan, lengths=lengths, steps=steps, room_gb=room_gb, layers=args.layers, n_embd=args.n_embd,
                device=args.device, deterministic=check, check=check and plan != "off")
-    done = subprocess.run([sys.executable, __file__, f"--job={json.dumps(job)}"], capture_output=True, text=True, cwd=ROOT,
+    command = [sys.executable, "-m", "bench.gpu_plan", f"--job={json.dumps(job)}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
                           env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf})
     if done.returncode == 0:
         return dict(outcome="ok", **json.loads(done.stdout.splitlines()[-1]))
@@ -132,7 +133,6 @@ def main():
     if args.job:
         print(json.dumps(train(json.loads(args.job))))
         return
-    sys.path.insert(0, str(ROOT))
     from bench.machine import machine
     start, rows = time.perf_counter(), []
 

@@ -1,6 +1,6 @@
 """Tokens/s, MFU and time over the floor of a whole training step on a CUDA GPU, bf16.
 
-    python bench/gpu_step.py [--models=124m,7b_4_layers] [--lengths=4096,8192,16384,32768,65536] [--steps=5]
+    python -m bench.gpu_step [--models=124m,7b_4_layers] [--lengths=4096,8192,16384,32768,65536] [--steps=5]
 
 `124m` is GPT-2 small, `7b_4_layers` four layers of the 7B model. The floor is the time of the step's own matrix
 products and attention kernels, launched alone. A length that does not fit is recorded as "oom". Before anything is
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
 from memo.config import Config
@@ -26,7 +25,7 @@ from memo.flat import views
 from memo.metrics import flops_per_sample, mfu, percent
 from memo.optim import Optimizer
 from model import GPT, initial_weights
-from tests.twin import Twin
+from testing.twin import Twin
 
 MODELS = {"124m": dict(n_layer=12, n_head=12, n_embd=768), "7b_4_layers": dict(n_layer=4, n_head=32, n_embd=4096)}
 

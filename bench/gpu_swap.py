@@ -1,6 +1,6 @@
 """Every mode of memo beside plain torch, on one CUDA GPU, 7B-shaped layers, bf16: who is fastest, who fits?
 
-    python bench/gpu_swap.py [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
+    python -m bench.gpu_swap [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
                              [--seconds=0] [--check=true] [--pin_memory=true] [--out=bench/results/gpu_swap.json]
 
 The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain torch with
@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.floor import Kernels
 from bench.machine import machine
-from memo import decide
+from memo import memory
 from memo.config import Config
+from memo.decide import Room, problem_of
 from memo.device import device_name, synchronize
 from memo.errors import ConfigError
 from memo.estimate.hardware import peak_flops_per_s
@@ -41,12 +41,12 @@ from memo.metrics import mfu, percent, tgs
 from memo.optim import Optimizer
 from memo.parallel.mesh import launched
 from memo.plots import timeline
-from memo.swap.alpha import OTHERS, OutOfHostMemory, place
+from memo.swap.alpha import OutOfHostMemory, place
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
 from memo.swap.streams import stall_s
 from model import GPT, initial_weights
-from tests.twin import Twin
+from testing.twin import Twin
 
 STATE_BYTES = 18  # a parameter's: bf16 itself, and in fp32 gradient, master weight and two moments
 TRANSIENT_UNITS = 8  # (N, C) tensors beside the buffers; a guess that only chooses the number of layers
@@ -72,7 +72,7 @@ def most_layers(base, S, device):
     """The layers, up to 32, whose states leave room for the buffers at alpha = 0."""
     if device.type != "cuda":
         return 4
-    p = decide.problem(replace(base, block_size=S), torch.bfloat16, 0)
+    p = problem_of(replace(base, block_size=S), 2, None, Room(0))
     activations = p.least_device_bytes + TRANSIENT_UNITS * p.nbytes["x"]
     room = torch.cuda.mem_get_info(device)[1] * 0.97 - 2**31 - activations
     layers = (room - STATE_BYTES * base.vocab_size * base.n_embd) / (STATE_BYTES * 12 * base.n_embd**2)
@@ -87,7 +87,7 @@ class Ours:
         self.optimizer = Optimizer(self.model, cfg)
         self.optimizer.load(initial_weights(cfg, 0, device))
         self.batch = tokens, targets
-        self.decision = decide.decide(cfg, self.model, decide.host_limit(cfg, launched()))
+        self.decision = memory.reserve_activations(cfg, self.model, memory.host_limit(cfg, launched()))
 
     def step(self):
         self.model.swap.streams.timeline.clear()
@@ -214,11 +214,11 @@ def build(case, cfg, device, S):
 def placements(cfg):
     """{name: Placement}, of every kind: the modes, alphas, layers that keep only their input, more than two buffers."""
     L, N = cfg.n_layer, cfg.block_size
-    problem = decide.problem(cfg, torch.bfloat16, 2**60)
+    problem = problem_of(cfg, 2, None, Room(2**60))
     made = {a: place(replace(cfg, activation=a), problem, N)[0] for a in ("keep", "recompute", "swap")}
     made |= {f"alpha {a}": place(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
     half = made["alpha 0.5"].kept
-    finer = {name: N * (i % 4) // 4 if name in OTHERS else N for i, name in enumerate(half)}
+    finer = {name: N * (i % 4) // 4 if name in problem.others else N for i, name in enumerate(half)}
     ln = {f"ln{j}_{what}": finer[f"ln{j}_out"] for j in (1, 2) for what in ("mean", "rstd")}  # one group with their output
     return made | {"one input only": replace(made["alpha 0.5"], input_only=1), "per tensor": Placement(L, 2, N, finer | ln),
                    "three buffers": Placement(L, 3, N, half)}

@@ -1,6 +1,6 @@
 """Does a run that is killed and stopped again and again, with its log on a full disk, end as if nothing had happened?
 
-    python bench/interruptions.py [--times=30] [--seed=0]
+    python -m bench.interruptions [--times=30] [--seed=0]
 
 Trains a small model in one process. Its log goes to a disk that is full; its out_dir lies on a disk with room for two
 checkpoints and a half. SIGKILL, SIGTERM, SIGINT, SIGINT twice, SIGHUP or SIGUSR1 ends it at a random moment, from its first
@@ -20,7 +20,6 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from memo.manifest import checkpoints
 from memo.metrics import read_metrics

@@ -1,6 +1,6 @@
 """Does a run that loses a rank again and again end as if nothing had happened?
 
-    python bench/kills.py [--kills=10]
+    python -m bench.kills [--kills=10]
 
 Trains a small model over four ranks (tp=2, cp=2) under torchrun --max-restarts, kills one of them with SIGKILL at a random
 moment, ten times, and compares every loss with those of a run that was left alone. Writes bench/results/kills.json.
@@ -17,10 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from memo.metrics import read_metrics
-from tests.ranks import children
+from testing.ranks import children
 
 ROOT = Path(__file__).parents[1]
 RANKS = 4

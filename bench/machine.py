@@ -1,6 +1,5 @@
 """What a committed result says about where it comes from."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -27,6 +26,6 @@ def machine():
         rows = cpuinfo.read_text().split("\n") if cpuinfo.exists() else []
         names = [row.split(":")[1].strip() for row in rows if row.startswith("model name")]
         device, driver = f"{names[0] if names else platform.processor()} x {len(names) or '?'}", None
-    command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    command = " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
     return dict(device=device, driver=driver, torch=torch.__version__, python=platform.python_version(),
                 commit=first_line("git", "rev-parse", "HEAD"), command=command)

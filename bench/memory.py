@@ -1,6 +1,6 @@
 """Peak memory of one training step against the context length: it must grow linearly, without the full logits.
 
-    python bench/memory.py [--lengths=4096,8192,16384,32768] [--vocab_size=50257]
+    python -m bench.memory [--lengths=4096,8192,16384,32768] [--vocab_size=50257]
 
 Every length runs in a process of its own. Writes bench/results/memory.json. The full logits of S tokens would be
 S * V * 4 bytes.
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo import layer
 from memo.config import Config
+from memo.layer import gpt_layer
 from memo.optim import Optimizer
 from model import GPT, initial_weights
 
+ROOT = Path(__file__).parents[1]
 LAYERS, HEADS, HIDDEN = 2, 4, 256
 
 
@@ -57,16 +57,17 @@ def main():
     rows = []
     print(f"{'S':>7}{'peak RSS of the step':>22}{'bytes a token more':>20}{'the table says':>16}{'full logits':>13}   (MiB)")
     for S in map(int, args.lengths.split(",")):
-        command = [sys.executable, __file__, f"--one={S}", f"--vocab_size={V}"]
-        before, after = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        skeletal = LAYERS * sum(t.nbytes for t in layer.layout(1, S, HIDDEN, HEADS, 4).values())
+        command = [sys.executable, "-m", "bench.memory", f"--one={S}", f"--vocab_size={V}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        before, after = json.loads(done.stdout)
+        skeletal = LAYERS * sum(t.nbytes for t in gpt_layer(HIDDEN, HEADS).tensors(1, S, 4).values())
         row = dict(S=S, V=V, step_bytes=after - before, skeletal_bytes=skeletal, full_logits_bytes=4 * S * V)
         if rows:
             row["bytes_per_token_more"] = (row["step_bytes"] - rows[-1]["step_bytes"]) / (S - rows[-1]["S"])
         rows.append(row)
         more = row.get("bytes_per_token_more", float("nan"))
         print(f"{S:7}{row['step_bytes'] / 2**20:22.0f}{more:20.0f}{skeletal / S:16.0f}{4 * S * V / 2**20:13.0f}", flush=True)
-    out = Path(__file__).parent / "results" / "memory.json"
+    out = ROOT / "bench" / "results" / "memory.json"
     out.write_text(json.dumps(dict(machine=machine(), L=LAYERS, C=HIDDEN, rows=rows), indent=1) + "\n")
 
 

@@ -1,34 +1,30 @@
 """What the layouts send, hold and hide: bytes at the collectives against the formulas, activations of a rank, the balance of
 the zigzag, and a ring whose messages take a while.
 
-    python bench/parallel.py [--block_size=4096] [--ring_tokens=16384] [--ring_ranks=8]
+    python -m bench.parallel [--block_size=4096] [--ring_tokens=16384] [--ring_ranks=8]
 
 Ranks are processes that talk over gloo. Writes bench/results/parallel.json and parallel_overlap.png.
 """
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
-from memo.layer import n_rows, tensors_of
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from memo.attention import BACKENDS
 from memo.config import Config
+from memo.layer import layer_of, n_rows, tensors_of
 from memo.ops import TORCH
 from memo.optim import Optimizer
 from memo.parallel.cp import across, held, parts
 from memo.parallel.mesh import Axis, open_mesh
-from memo.swap.alpha import OTHERS
 from memo.swap.placement import Placement
 from model import GPT, initial_weights
-from tests.ranks import pool
+from testing.ranks import pool
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=4, n_head=8, n_embd=64, vocab_size=512, batch_size=2)
@@ -60,7 +56,7 @@ def count(host, cfg):
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
     B, T, N = cfg.batch_size, cfg.block_size // cfg.cp, n_rows(cfg)
-    model.reserve(B, T, Placement(cfg.n_layer, 2, N, dict.fromkeys(OTHERS, N // 2)))  # alpha = 1/2
+    model.reserve(B, T, Placement(cfg.n_layer, 2, N, {t.name: N // 2 for t in layer_of(cfg).skeletal if t.group}))  # alpha = 1/2
     model.arena = meter = Meter(mesh)
     tokens = torch.zeros(B, T, dtype=torch.int64)
     model.forward(tokens, tokens, scale=1.0)

@@ -1,6 +1,6 @@
 """Do the loss curves of all layouts coincide?
 
-    python bench/parallel_convergence.py [--max_iters=200]
+    python -m bench.parallel_convergence [--max_iters=200]
 
 Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) as one process and, under torchrun,
 in several layouts over gloo. Writes bench/results/parallel_convergence.json and .png.
@@ -13,7 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from bench.swap_convergence import curve, plot
 

@@ -1,7 +1,7 @@
 """The memory planner on the 7B model's step, traced without memory or GPU: every solver on a layer's forward and backward
 and on the whole step, and the plan beside what torch's caching allocator would reserve for the same requests.
 
-    python bench/planner.py [--lengths=65536,...,1048576] [--solve=131072,1048576] [--time_limit=60]
+    python -m bench.planner [--lengths=65536,...,1048576] [--solve=131072,1048576] [--time_limit=60]
 
 Writes bench/results/planner.json, planner.png (reserved bytes against the length) and memory_plan.png (one step, address
 against time). The allocator is simulated (memo/planner/caching.py), from the rules that torch publishes.
@@ -10,17 +10,15 @@ against time). The allocator is simulated (memo/planner/caching.py), from the ru
 import argparse
 import json
 import random
-import sys
 import time
 from pathlib import Path
 
 import matplotlib
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
 from memo.config import load_config
-from memo.layer import TABLE
+from memo.layer import layer_of
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import OutOfMemory, simulate
 from memo.planner.plan import Levels, bilevel, one_level, requests_of
@@ -41,7 +39,7 @@ STEPS = 12
 def trace_of(S, L, alpha=0.5):
     """The Trace of the 7B model's step at S tokens with L layers, bf16."""
     cfg = load_config(["config/7b_1m.py", "--tp=1", "--cp=1", f"--block_size={S}", f"--n_layer={L}"])
-    placement = Placement(L, 2, S, {t.name: int(alpha * S) if t.other else S for t in TABLE})
+    placement = Placement(L, 2, S, {t.name: int(alpha * S) if t.group else S for t in layer_of(cfg).skeletal})
     return traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, S, [placement.missing(i) for i in range(L)])
 
 

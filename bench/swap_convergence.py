@@ -1,6 +1,6 @@
 """Do the loss curves of swapping and recomputing coincide with those of keeping everything?
 
-    python bench/swap_convergence.py [--max_iters=1000]
+    python -m bench.swap_convergence [--max_iters=1000]
 
 Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) with activation=keep, recompute
 and memo at several alphas. Writes bench/results/swap_convergence.json and .png.
@@ -8,13 +8,11 @@ and memo at several alphas. Writes bench/results/swap_convergence.json and .png.
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from bench.machine import machine
 from memo.metrics import read_metrics

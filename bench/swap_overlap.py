@@ -1,6 +1,6 @@
 """Do the copies hide behind compute, and is the alpha that is chosen the best one? On the CPU, with artificial copy rates.
 
-    python bench/swap_overlap.py [--rounds=2] [--steps=1]
+    python -m bench.swap_overlap [--rounds=2] [--steps=1]
 
 The copies run on the CPU's streams, each slowed down to a given rate; everything else is real. Three rates: at them a
 layer's whole skeletal activations take 1.5, 2.5 and 5 times as long to copy as the layer's forward takes to compute.
@@ -12,7 +12,6 @@ bench/results/swap_overlap.json and .png.
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from memo.layer import tensors_of
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.machine import machine
-from memo import decide
+from memo import memory
 from memo.config import Config
+from memo.decide import Room, problem_of
+from memo.layer import tensors_of
 from memo.plots import BLUE, GREEN, GREY, ORANGE
 from memo.swap.alpha import place
 from memo.swap.streams import CpuStream, Streams, Timeline
@@ -68,9 +66,9 @@ class Bench:
 
     def chosen(self, mode):
         """What alpha=auto comes to at the present rate."""
-        layer = sum(decide.problem(CFG, torch.float32, 0).nbytes.values())
+        layer = sum(problem_of(CFG, 4, None, Room(0, cpu=True)).nbytes.values())
         enough = (CFG.n_layer - 1) * layer  # for what is swapped, but not for all layers, which would stay on a CPU
-        return decide.decide(replace(CFG, alpha_mode=mode), self.model, enough, streams=self.streams)
+        return memory.reserve_activations(replace(CFG, alpha_mode=mode), self.model, enough, streams=self.streams)
 
     def run(self, p):
         """[(seconds, spans)] of the steps with placement `p`, after one that warms up."""
@@ -106,7 +104,7 @@ def expected(spans, copy_s, layers):
 def measure(bench, bytes_per_s, rounds):
     """Rows of one rate: every alpha on the grid and both choices, taking turns."""
     bench.rate(bytes_per_s)
-    nothing = decide.problem(CFG, torch.float32, 2**50)
+    nothing = problem_of(CFG, 4, None, Room(2**50, cpu=True))
     cases = {f"{a:.3f}": (a, place(replace(CFG, alpha=a), nothing, CFG.block_size)[0]) for a in GRID}
     limits = {}
     for mode in ("paper", "per_tensor"):

@@ -1,9 +1,9 @@
 """Attention on one device: `attention_forward -> out, lse` and `attention_backward -> dq, dk, dv`.
 
-Shapes: q, k, v, out and their gradients (B, T, H, D), any strides with D innermost; lse (B, H, T) fp32, natural
-logarithm, scale included. A causal mask aligns the first query with the first key. The kernel is chosen once,
-see memo/backends.py. Heads know nothing of each other: attend() and attend_backward() go group by group of them,
-so that little exists at once.
+Shapes: q, k, v, out and their gradients (B, T, H, D), any strides with D innermost; lse (B, H, T) fp32,
+natural logarithm, scale included. A causal mask aligns the first query with the first key. The kernel is
+chosen once, see memo/backends.py. Heads know nothing of each other: attend() and attend_backward() go group
+by group of them, so that little exists at once.
 """
 
 import importlib
@@ -49,7 +49,8 @@ def attend(attention, q, k, v, causal, scale, out, lse):
 
 
 def attend_backward(attention, dout, q, k, v, out, lse, causal, scale):
-    """-> dq, dk, dv; of several groups they are written over q, k, v themselves, and are never there twice."""
+    """-> dq, dk, dv; of several groups they are written over q, k, v themselves, and are never there
+    twice."""
     groups = head_groups(attention, q)
     for h in groups:
         dout_, *qkv, out_ = (t[:, :, h] for t in (dout, q, k, v, out))
@@ -127,9 +128,10 @@ def cudnn_backward(dout, q, k, v, out, lse, causal, scale):
 
 # --- the flash-attn packages, where they are installed ---
 
-# {kernel: (distribution, module, its forward, its backward)}. Not through torch's registry of FlashAttention-3 and
-# 4 (torch.nn.attention.activate_flash_attention_impl): in torch 2.13 it fails on flash-attn-4 from beta 19 on, whose
-# forward returns four results and not two; it has no out=; and it replaces `flash` in the whole process
+# {kernel: (distribution, module, its forward, its backward)}. Not through torch's registry of
+# FlashAttention-3 and 4 (torch.nn.attention.activate_flash_attention_impl): in torch 2.13 it fails on
+# flash-attn-4 from beta 19 on, whose forward returns four results and not two; it has no out=; and it
+# replaces `flash` in the whole process
 INTERFACES = {
     "flash_attn_2": ("flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward",
                      "_flash_attn_backward"),
@@ -146,7 +148,8 @@ UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap
 
 
 class Unusable(Exception):
-    """A package that is not there, or of another interface. The message goes on from its name: "it is not installed"."""
+    """A package that is not there, or of another interface. The message goes on from its name: "it is not
+    installed"."""
 
 
 def parameters_of(function):
@@ -239,8 +242,8 @@ BACKENDS = {b.name: b for b in (  # those of torch
 
 
 def facts_of(device, dtype, head_dim):
-    """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A package is
-    imported only where its kernel could serve."""
+    """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A
+    package is imported only where its kernel could serve."""
     name, found, why = str(dtype).removeprefix("torch."), {}, {}
     deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
@@ -257,8 +260,8 @@ def facts_of(device, dtype, head_dim):
 
 
 def resolve_attention(name, device, dtype, head_dim):
-    """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta device any.
-    Errors: ConfigError where a named one cannot serve."""
+    """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta
+    device any. Errors: ConfigError where a named one cannot serve."""
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or on_meta(name)
     facts, found = facts_of(device, dtype, head_dim)

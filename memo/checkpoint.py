@@ -306,7 +306,7 @@ def check(ckpt, model, prefixes):
     keys = ", ".join(f"{k}={ckpt.config.get(k)}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
-        stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": shape for name, shape in model.full_shapes.items()}
+        stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": p.whole.shape for name, p in model.layout.items()}
         for name in {**wanted, **stored}:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the checkpoint and "

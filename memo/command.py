@@ -5,6 +5,7 @@ Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal 
 
 import argparse
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -101,6 +102,11 @@ def end_with_reader():
     """From here on the process ends quietly, by SIGPIPE, where nobody reads its output any more (`| head`), as other
     commands do; Python ignores that signal. Not for a training run: its sockets may break, and it goes on."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def installed():
+    """The entry point of the installed commands: memo-estimate runs memo.estimate as `python -m memo.estimate` does."""
+    runpy.run_module(f"memo.{Path(sys.argv[0]).stem.removeprefix('memo-')}", run_name="__main__", alter_sys=True)
 
 
 @contextmanager

@@ -1,236 +1,86 @@
-"""From a config and the machine it runs on to where the activations live: the measured rates, the alpha program's answer,
-the plan of the temporary tensors, and what the startup and plan.json say of it."""
+"""The one decision: where the activations live, from rates and room. The run hands in what it measured, the
+estimate what it models. No torch. Source: MEMO 4.1.
+"""
 
-import sys
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 
-import torch
-
-from memo import profiler
-from memo.device import device_name, free_bytes, settle
-from memo.errors import ConfigError
-from memo.estimate.budget import HOST_STATES_BYTES, STATES_BYTES, Line, activation_lines, cpu_spare, head_bytes, states
-from memo.estimate.hardware import NODES, Machine
-from memo.estimate.report import as_dict as estimate_dict
-from memo.layer import n_rows, tensors_of
-from memo.metrics import parameters, percent
-from memo.planner.allocator import Arena, Unavailable
-from memo.planner.rehearsal import rehearsed_requests, traced_requests
-from memo.swap.alpha import GROUPS, OutOfHostMemory, Problem, SwapPlan, copies, n_buffers, place, what_set_it
+from memo.layer import groups_of, n_rows, tensors_of
+from memo.swap.alpha import Problem, SwapPlan, copies, n_buffers, place
 from memo.swap.placement import Placement
-from memo.swap.slab import host_bytes
+
+GAPS = 32  # one part in so many of the device's memory is lost to gaps between the allocator's blocks
+SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its buffers is kept free
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds are of one layer at the run's shape, all rows."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: dict[str, float]  # {group of the layer: seconds}
+    offload_bytes_per_s: float  # device to host and host to device, while both are busy
+    prefetch_bytes_per_s: float
+    transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None: not known
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank has. `host_bytes`: to swap to. `spare_bytes`: of the device, for buffers of activations;
+    infinite where nothing bounds them. `cpu`: the device is the host."""
+
+    host_bytes: int
+    spare_bytes: float = inf
+    cpu: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided. `swap_plan` is None in the modes that copy nothing, `rates` where they were not measured."""
+    """What was decided. `swap_plan` is None in the modes that copy nothing, `rates` where they were not
+    measured."""
 
     placement: Placement
     swap_plan: SwapPlan | None
-    rates: profiler.Rates | None
+    rates: Rates | None
     host_limit_bytes: int  # this rank's share
 
     @property
-    def alpha(self):
+    def alpha(self) -> float | None:
         """None where no layer is swapped."""
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def gpu_decides(cfg, device):
-    """Whether alpha and the number of buffers are left to what is measured on a GPU."""
-    return copies(cfg) and cfg.finds_alpha and device.type == "cuda"
-
-
-def problem(cfg, dtype, host_limit_bytes, rates=None, n_buffers=2, device_bytes=inf):
-    """The alpha program's problem; without rates every copy hides."""
-    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype.itemsize).items()}
+def problem_of(cfg, itemsize: int, rates: Rates | None, room: Room) -> Problem:
+    """The alpha program's problem with two buffers; without rates every copy hides."""
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
-    if rates and rates.transient_bytes is not None and not cfg.pin_memory:
-        seconds = 0.0  # on CUDA a copy to pageable memory holds the host up until it is done, and so hides behind nothing
-    return Problem(nbytes, cfg.n_layer, seconds, rate, host_limit_bytes, n_buffers, device_bytes)
+    if not room.cpu and not cfg.pin_memory:
+        seconds = 0.0  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
+    return Problem(tensors_of(cfg, itemsize), cfg.n_layer, seconds, rate, room.host_bytes)
 
 
-def host_limit(cfg, launch):
-    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
-    gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
-    on top. Errors: OutOfHostMemory."""
-    if not copies(cfg) and cfg.optimizer_device == "auto":
-        return 0
-    states = STATES_BYTES * parameters(cfg) // launch.world
-    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=states * launch.local_world)
-    if cfg.optimizer_device == "auto":
-        return share
-    needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
-    if needs > share:
-        raise OutOfHostMemory(f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a "
-                              f"rank's master weights, moments and gradients, its share is {share / 2**30:.4g} GiB; "
-                              "try a larger host_memory_gb, more ranks, or optimizer_device=auto")
-    return share - needs
+def with_buffers(cfg, problem: Problem, room: Room) -> Problem:
+    """The problem with as many buffers as there is room for, where that is for memo to find."""
+    if not (copies(cfg) and cfg.finds_alpha):
+        return problem
+    n, device_bytes = n_buffers(cfg, problem, room.spare_bytes, room.cpu)
+    return replace(problem, n_buffers=n, device_bytes=device_bytes)
 
 
-def check(cfg, device, dtype, limit):
-    """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
-    if gpu_decides(cfg, device) and cfg.deterministic:
-        raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from run to run, and so "
-                          "would the rows that are recomputed); try --alpha=0.5 or --activation=keep")
-    if copies(cfg) and not gpu_decides(cfg, device):  # a GPU may have room for all layers: then the host need not
-        place(cfg, problem(cfg, dtype, limit), n_rows(cfg), dict.fromkeys(GROUPS, 1.0))
+def decide(cfg, itemsize: int, rates: Rates | None, room: Room) -> tuple[Placement, SwapPlan | None]:
+    """Errors: OutOfHostMemory, before anything is allocated."""
+    problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
+    costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
+    return place(cfg, problem, n_rows(cfg), costs)
 
 
-def room(cfg, model, rates):
-    """alpha.n_buffers() beside one layer's transients. Two without a bound where the device is the host, and where the user
-    fixed alpha. Errors: ConfigError where not even two fit at alpha = 0."""
-    if not gpu_decides(cfg, model.device):
-        return 2, inf
-    free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))  # of the fullest device
-    free -= total // 32  # the allocator's blocks have gaps: budget.estimate's margin
-    layer, head = rates.transient_bytes * 5 // 4, head_bytes(cfg, model.dtype.itemsize)
-    spare = max(0, free - max(layer, head))
-    p = problem(cfg, model.dtype, 0)
-    if spare < (least := p.least_device_bytes):
-        longest = min(cfg.block_size * free // (layer + least), cfg.block_size * max(0, free - head) // least)
-        longest -= longest % cfg.block_multiple
-        raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for two buffers of "
-                          f"activations, the model's states and a layer's temporaries leave {spare / 2**30:.4g} GiB; "
-                          f"try --block_size={longest}, or --alpha=0 to try all the same")
-    return n_buffers(cfg, p, spare)
+def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
+    """Of a GPU with `total_bytes`, what is left free for gaps. `transient_bytes`: what a layer takes beside
+    its buffers; `head_bytes`: what the head takes more."""
+    return total_bytes // GAPS + max(0, transient_bytes // SPARE_TRANSIENTS - head_bytes)
 
 
-def cpu_buffers(cfg, model, limit):
-    """alpha.n_buffers() of a CPU, on the rank that has least: one a layer where all can stay, else two. Nothing need be
-    measured for that. Two on a GPU, and where nothing is to be decided. `limit`: host_limit()."""
-    if not (copies(cfg) and cfg.finds_alpha) or gpu_decides(cfg, model.device):
-        return 2
-    host, cpu = model.mesh.host, Machine(device_name(model.device), NODES["workstation"], None, None, None,
-                                         torch.get_num_threads())
-    spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
-    return n_buffers(cfg, problem(cfg, model.dtype, limit), -int(*host.max(-spare)), cpu=True)[0]
-
-
-def decide(cfg, model, limit, streams=None):
-    """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks measure at once,
-    and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
-    """
-    B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
-    rates, device_bytes, host = None, inf, model.mesh.host
-    limit = -int(*host.max(-limit))
-    buffers = cpu_buffers(cfg, model, limit)
-    if copies(cfg) and buffers < cfg.n_layer:
-        settle(model.device)
-        model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
-        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
-        model.grads.zero_()
-        model.close()
-        buffers, device_bytes = room(cfg, model, rates)
-    placement, swap_plan = place(cfg, problem(cfg, model.dtype, limit, rates, buffers, device_bytes), n_rows(cfg),
-                                 rates and rates.recompute_s)
-    model.reserve(B, T, placement, **how)
-    return Decision(placement, swap_plan, rates, limit)
-
-
-def requests_of_a_step(model, arena):
-    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for one on some
-    rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other waiting."""
-    trace, host = None, model.mesh.host
-    with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
-        trace = rehearsed_requests(model, arena)
-    if all(host.objects(trace is not None)):
-        return trace
-    if host.rank == 0:
-        print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its requests are traced, "
-              "not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
-    if trace is None:
-        arena.recorded()  # half a rehearsal, of no use
-    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
-    like = "cpu" if model.device.type == "cpu" else "meta"
-    return traced_requests(lambda device: type(model)(cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
-                           model.swap.missing, like)
-
-
-def plan_memory(cfg, model):
-    """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done the run goes on
-    without, and says so."""
-    if cfg.memory_plan == "off":
-        return
-
-    def without(why):
-        print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {why}; training goes on without it",
-              file=sys.stderr)
-    host, arena, why = model.mesh.host, None, None
-    try:
-        arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
-    except Unavailable as e:
-        why = str(e)
-    if whys := [w for w in host.objects(why) if w]:  # on any rank: a rehearsal takes all of them
-        if host.rank == 0:
-            without(whys[0])
-        return
-    trace = requests_of_a_step(model, arena)
-    try:
-        arena.replay(trace)
-        model.arena = arena
-    except Unavailable as e:
-        without(e)
-
-
-def where_it_lives(cfg, decision, model, optimizer):
-    """[budget.Line] of a rank, which add up to all that is held from step to step."""
-    states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
-    on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
-    grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0
-    return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
-            Line("optimizer", "optimizer", states - on_host, on_host),
-            *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
-            Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
-            Line("positions", "positions", model.positions.nbytes + (0 if model.turn is None else model.turn.nbytes))]
-
-
-def describe(cfg, decision, lines, expected):
-    """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None: nothing is); what
-    set alpha, and how fast things go."""
-    out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   GiB" + ", (estimated)" * bool(expected)]
-
-    def row(what, device, host, region):
-        shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
-        guess = ""
-        if expected and region:
-            device, host = expected.bytes_of(region)
-            guess = f"   ({(device or host) / 2**30:.3f})"
-        out.append(f"            {what:32}{shown[0]:>9}{shown[1]:>9}{guess}".rstrip())
-    for i, line in enumerate(lines):
-        last = i + 1 == len(lines) or lines[i + 1].region != line.region  # the estimate is the whole region's
-        row(line.what, line.device_bytes, line.host_bytes, line.region if last else None)
-    row("in all", sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines), None)
-    return "\n".join(out + alpha_and_rates(cfg, decision, expected))
-
-
-def alpha_and_rates(cfg, decision, expected):
-    """The lines on what set alpha, and on what was measured."""
-    lines = []
-    plan, rates, p = decision.swap_plan, decision.rates, decision.placement
-    if plan:
-        lines.append(f"alpha       {what_set_it(cfg, plan, p.n_swapped)}")
-    if decision.alpha is not None:
-        if p.input_only:
-            lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
-        ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
-        speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
-        lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; {speed[0]} to the host, {speed[1]} back")
-    if expected and expected.seconds:
-        ms = [f"{s * 1e3:.1f} ms" for s in (expected.layer.forward_s, expected.layer.backward_s)]
-        lines.append(f"estimated   a layer's forward {ms[0]}, backward {ms[1]}; "
-                     f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, MFU {percent(expected.mfu)}")
-    return lines
-
-
-def as_dict(cfg, decision, model, lines, expected):
-    """plan.json: what the run uses, from which rates, and what was expected of it. `lines`: where_it_lives()."""
-    plan = decision.swap_plan
-    return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
-                binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
-                placement=asdict(decision.placement), device_bytes=model.swap.device_bytes, host_bytes=model.swap.host_bytes,
-                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
-                regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
-                memory_plans=[asdict(plan) for _, plan in model.arena.plans])
+def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
+    """Of a GPU's free bytes, those for buffers of activations; negative where there is too little. Arguments
+    as for margin_bytes."""
+    return free_bytes - margin_bytes(total_bytes, transient_bytes, head_bytes) - transient_bytes - head_bytes

@@ -1,4 +1,4 @@
-"""Which parameters there are, and flat buffers: every parameter, gradient and moment of a model is a view of one tensor.
+"""Flat buffers: every parameter, gradient and moment of a model is a view of one tensor.
 
 So a norm, a cast or an optimizer step is one kernel over one tensor, and a shard is a range of it.
 """
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
+from memo.layer import Parameter, model_parameters
+
 ALIGNED = 128  # elements: where a layer's parameters begin, and a rank's part of them
-LAYER_BIASES = ("q_b", "k_b", "v_b", "fc1_b", "proj_b", "fc2_b", "ln1_b", "ln2_b")
-SPLIT = {"wte": 0, "q_w": 0, "k_w": 0, "v_w": 0, "fc1_w": 0, "q_b": 0, "k_b": 0, "v_b": 0, "fc1_b": 0,  # by what they give
-         "proj_w": 1, "fc2_w": 1}                                                                       # by what they take
 
 Piece = namedtuple("Piece", "name shape offsets tensor")
 Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the box begins in
@@ -24,71 +23,47 @@ def whole(name, tensor):
 
 
 @dataclass(frozen=True)
-class Param:
-    """Where a parameter lies. `offset` in elements."""
+class Location:
+    """Where this rank's part of a parameter lies. `offset` in elements; `whole`: the parameter over all tp
+    ranks."""
 
     offset: int
-    shape: tuple
+    shape: tuple[int, ...]
+    whole: Parameter
 
     @property
     def end(self):
         return self.offset + prod(self.shape)
 
 
-# --- a GPT's parameters ---
+# --- this rank's parts ---
 
-def parameter_shapes(cfg):
-    """{name: shape}, whole: embeddings, then layer by layer its matrices and its vectors, then the final norm. In each of
-    these what all tp ranks hold stands last."""
-    C, V = cfg.n_embd, cfg.padded_vocab_size
-    shapes = {"wte": (V, C)}
-    if cfg.position == "learned":
-        shapes["wpe"] = (cfg.block_size, C)
-    for i in range(cfg.n_layer):
-        layer = dict.fromkeys(("q_w", "k_w", "v_w", "proj_w"), (C, C)) | {"fc1_w": (4 * C, C), "fc2_w": (C, 4 * C)}
-        if cfg.bias:
-            layer |= dict.fromkeys(LAYER_BIASES, (C,)) | {"fc1_b": (4 * C,)}
-        layer |= {"ln1_w": (C,), "ln2_w": (C,)}
-        shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes | {"lnf_w": (C,)} | ({"lnf_b": (C,)} if cfg.bias else {})
-
-
-def split_dim(name):
-    """The dim along which a parameter is split among the tp ranks; None where each of them holds all of it."""
-    return SPLIT.get(name.rpartition(".")[2])
-
-
-def is_shared(name, tp):
-    """Whether several tp ranks hold the same parameter."""
-    return tp > 1 and split_dim(name) is None
+def is_shared(p: Location, tp: int) -> bool:
+    """Whether all tp ranks hold the same parameter."""
+    return tp > 1 and p.whole.split_dim is None
 
 
 def shared_numel(layout, tp):
-    """Elements of a layout that several tp ranks hold."""
-    return sum(p.end - p.offset for name, p in layout.items() if is_shared(name, tp))
-
-
-def local_shape(name, shape, tp):
-    dim = split_dim(name)
-    return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
+    """Elements of a layout that all tp ranks hold."""
+    return sum(p.end - p.offset for p in layout.values() if is_shared(p, tp))
 
 
 def local_layout(cfg, tp, data):
     """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally."""
-    shapes = {name: local_shape(name, shape, tp) for name, shape in parameter_shapes(cfg).items()}
-    return flat_layout(shapes, ALIGNED * data)
+    return flat_layout(model_parameters(cfg), tp, ALIGNED * data)
 
 
 # --- flat buffers ---
 
-def flat_layout(shapes, multiple=1):
-    """{name: shape} -> {name: Param}, one behind the other, and [(start, end)] of the buckets: neighbours of one prefix (a
-    layer, the embeddings, the final norm), each a multiple of `multiple` elements long."""
+def flat_layout(parameters, tp=1, multiple=1):
+    """{name: Parameter} -> {name: Location}, one behind the other, and [(start, end)] of the buckets:
+    neighbours of one prefix (a layer, the embeddings, the final norm), each a multiple of `multiple` elements
+    long."""
     layout, buckets, end = {}, [], 0
-    for _, names in groupby(shapes, key=lambda name: name.rpartition(".")[0]):
+    for _, names in groupby(parameters, key=lambda name: name.rpartition(".")[0]):
         start = end
         for name in names:
-            layout[name] = Param(end, tuple(shapes[name]))
+            layout[name] = Location(end, parameters[name].local_shape(tp), parameters[name])
             end = layout[name].end
         end = -(-end // multiple) * multiple
         buckets.append((start, end))
@@ -137,8 +112,8 @@ def joined(ranges):
 
 
 def boxes(start, end, width):
-    """[(row, column, rows, columns)]: the elements [start, end) of a matrix with rows of `width`, in order, as at most three
-    boxes: a part of a row, whole rows, a part of a row."""
+    """[(row, column, rows, columns)]: the elements [start, end) of a matrix with rows of `width`, in order,
+    as at most three boxes: a part of a row, whole rows, a part of a row."""
     made = []
     while start < end:
         row, column = divmod(start, width)

@@ -1,7 +1,8 @@
 """Fused kernels in Triton, for what takes torch several passes over memory: see memo/ops.py, the only caller.
 
-A row of C elements is one program's, whole and in fp32 registers. Statistics, gradients of parameters and rotations are
-fp32. tests/test_ops.py runs the kernels in Triton's interpreter, on the CPU, against fp64; no GPU has run them yet.
+A row of C elements is one program's, whole and in fp32 registers. Statistics, gradients of parameters and
+rotations are fp32. tests/test_ops.py runs the kernels in Triton's interpreter, on the CPU, against fp64; no
+GPU has run them yet.
 """
 
 import torch
@@ -30,7 +31,8 @@ def norm_forward_kernel(x, w, b, out, mean, rstd, C, eps, HAS_B: tl.constexpr, B
 @triton.jit
 def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
                          HAS_RESIDUAL: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w and xhat = (x - mean) rstd; means over the row."""
+    """dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w and xhat = (x - mean) rstd; means over the
+    row."""
     p, c = tl.program_id(0), tl.arange(0, BLOCK)
     inside = c < C
     gain = tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
@@ -56,7 +58,8 @@ def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, progra
 
 @triton.jit
 def rotary_kernel(x, turn, width, D, row_stride, turn_stride, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """A row's pairs (a, b) become (a cos - b sin, a sin + b cos); `turn` has (cos, sin) D/2 times a row, for every head."""
+    """A row's pairs (a, b) become (a cos - b sin, a sin + b cos); `turn` has (cos, sin) D/2 times a row, for
+    every head."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
     pairs = tl.load(x + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
@@ -100,7 +103,8 @@ def layernorm_forward(x, w, b, out, mean, rstd, eps):
 
 
 def layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
-    """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db too."""
+    """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
+    too."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
     N, C = x.shape
     programs, block = sums.shape[1], triton.next_power_of_2(C)
@@ -119,7 +123,8 @@ def rotary(x, turn, back):
 
 
 def merge(out, lse, out_, lse_):
-    """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is contiguous."""
+    """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is
+    contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))
     B, T, H, D = out.shape
     merge_kernel[(triton.cdiv(T, MERGED_ROWS), B * H)](  # of the second there may be 65,535

@@ -1,94 +1,204 @@
-"""The skeletal activations of one layer: the one table of what is kept between its forward and its backward, and where.
+"""What a layer is: its parameters, the skeletal activations that it keeps from its forward for its backward,
+and the operation that makes each of them. One value per family of models; everything else (flat buffers,
+rounding buffers, swap, alpha, checkpoints, estimate, profiler) reads this value and knows no layer by itself.
+No torch.
 
-Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own. What is split
-by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py: so in everything here but `lse` a range of
-rows is contiguous, and whatever is token-wise can be done on any range.
-Source: MEMO 3.1 and 4.1; DESIGN section 2.
+Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own.
+What is split by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py. So in every
+skeletal tensor but `lse` a range of rows is contiguous, and whatever is token-wise can be done on any range
+of rows. Source: MEMO 3.1 and 4.1.
 """
 
 from dataclasses import dataclass
 from math import prod
 
 # what bounds the temporary tensors of a layer and of the head
-CHUNK_ROWS = 2**16  # of all tp ranks, in what is done row by row; indices stay below 2^31 too
-GROUP_ELEMENTS = 2**26  # of a (B, T, heads, D) tensor in attention, which goes by groups of heads
+CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices stay below 2^31 too
+GROUP_ELEMENTS = 2**26  # elements of a (B, T, heads, D) tensor in attention, which goes by groups of heads
 HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
 MORE_HEAD_ROWS = 4  # the head's gradient, fp32, is read and written once for so many tokens
-HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens, which with softmax and gradient take 8 bytes each
+HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens; with softmax and gradient 8 bytes each
+SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller products may differ in their bits
+
+# the skeletal tensors that every family has: the layer's input, attention's output
+INPUT, ATTENTION = "x", "attn_out"
 
 
-def head_rows(V, cpu):
+@dataclass(frozen=True)
+class Parameter:
+    """`shape`: whole. `split_dim`: the dim along which the tp ranks share the parameter; None: each rank
+    holds all of it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros."""
+
+    shape: tuple[int, ...]
+    split_dim: int | None = None
+    init: str = "normal"
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """The shape of one tp rank's part."""
+        return tuple(n // tp if dim == self.split_dim else n for dim, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What makes a skeletal tensor, or the output of the layer.
+
+    kind: norm; column (x w^T, each tp rank has some of the columns of the result); row (residual + x w^T,
+    each tp rank has a part of the sum); activation. `reads`: the tensor that goes in, `takes` elements a
+    token; `gives`: elements a token that come out. `rotary`: positions are rotated into the result.
+    """
+
+    kind: str
+    reads: str
+    takes: int
+    gives: int
+    rotary: bool = False
+
+
+@dataclass(frozen=True)
+class Skeletal:
+    """One row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32 statistic a
+    token, or with `per_head` one a head. `split`: by heads or columns, otherwise by tokens.
+
+    `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group,
+    each from what is there by then: what one group costs depends on no other. None: always swapped.
+    `made_by`: the operation that makes the group, on the group's first tensor.
+    """
+
+    name: str
+    width: int = 0
+    split: bool = False
+    per_head: bool = False
+    group: str | None = None
+    made_by: Operation | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A skeletal tensor of one layer at the shape of a run. `group`: see Skeletal."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    fp32: bool  # statistics and the logsumexp are fp32 whatever the dtype of the run
+    group: str | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`parameters`: {name: Parameter}; `absent`: names of parameters that the family has and this model
+    lacks. `skeletal`: in the order in which the forward makes the tensors. `output`: the operation that makes
+    the next layer's input. `heads`: query heads."""
+
+    parameters: dict[str, Parameter]
+    absent: tuple[str, ...]
+    skeletal: tuple[Skeletal, ...]
+    output: Operation
+    heads: int
+
+    @property
+    def groups(self) -> dict[str, Operation]:
+        """{group: the operation that rebuilds it}, in the order of the forward."""
+        return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
+
+    def tensors(self, B: int, T: int, itemsize: int, tp: int = 1) -> dict[str, Tensor]:
+        """{name: Tensor} of one layer of B sequences; T: the tokens of each that a rank of cp holds.
+        `itemsize` in bytes."""
+        made, N = {}, B * T // tp
+        for t in self.skeletal:
+            whole_rows = (N, tp, t.width // tp) if t.split else (N, t.width) if t.width else (N,)
+            shape = (B, self.heads // tp, T) if t.per_head else whole_rows
+            made[t.name] = Tensor(prod(shape) * (itemsize if t.width else 4), shape, not t.width, t.group)
+        return made
+
+
+# --- the families ---
+
+def gpt_layer(C: int, H: int, bias: bool = False, rope: bool = False) -> Layer:
+    """A layer of GPT-2: x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid), the MLP four times as wide."""
+    F = 4 * C
+    square, bias_of_columns = Parameter((C, C), 0), Parameter((C,), 0, "zeros")
+    whole_bias = Parameter((C,), None, "zeros")
+    matrices = {"q_w": square, "k_w": square, "v_w": square, "proj_w": Parameter((C, C), 1, "residual"),
+                "fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
+    biases = {"q_b": bias_of_columns, "k_b": bias_of_columns, "v_b": bias_of_columns,
+              "fc1_b": Parameter((F,), 0, "zeros"),
+              "proj_b": whole_bias, "fc2_b": whole_bias, "ln1_b": whole_bias, "ln2_b": whole_bias}
+    norms = dict.fromkeys(("ln1_w", "ln2_w"), Parameter((C,), None, "ones"))
+    parameters = matrices | (biases if bias else {}) | norms  # what all tp ranks hold stands last
+
+    def norm(number: int, reads: str) -> tuple[Skeletal, ...]:
+        name = f"ln{number}_out"
+        return (Skeletal(name, C, group=name, made_by=Operation("norm", reads, C, C)),
+                Skeletal(f"ln{number}_mean", group=name), Skeletal(f"ln{number}_rstd", group=name))
+
+    def columns(name: str, reads: str, gives: int, rotary: bool = False) -> Skeletal:
+        made_by = Operation("column", reads, C, gives, rotary)
+        return Skeletal(name, gives, split=True, group=name, made_by=made_by)
+    skeletal = (
+        Skeletal(INPUT, C),
+        Skeletal(ATTENTION, C, split=True),  # attention is what costs to compute again
+        Skeletal("lse", per_head=True),
+        *norm(1, INPUT),
+        columns("q", "ln1_out", C, rope), columns("k", "ln1_out", C, rope), columns("v", "ln1_out", C),
+        Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, C, C)),  # x + attention's branch
+        *norm(2, "mid"),
+        columns("fc1_out", "ln2_out", F),
+        Skeletal("gelu_out", F, split=True, group="gelu_out",
+                 made_by=Operation("activation", "fc1_out", F, F)))
+    return Layer(parameters, () if bias else tuple(biases), skeletal, Operation("row", "gelu_out", F, C), H)
+
+
+def layer_of(cfg) -> Layer:
+    """The Layer of a config."""
+    return gpt_layer(cfg.n_embd, cfg.n_head, cfg.bias, cfg.position == "rope")
+
+
+def model_parameters(cfg) -> dict[str, Parameter]:
+    """{name: Parameter} of the whole model: the embeddings, layer by layer "h.<i>.<name>", the final norm."""
+    C, layer = cfg.n_embd, layer_of(cfg)
+    made = {"wte": Parameter((cfg.padded_vocab_size, C), 0)}
+    if cfg.position == "learned":
+        made["wpe"] = Parameter((cfg.block_size, C))
+    for i in range(cfg.n_layer):
+        made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
+    made["lnf_w"] = Parameter((C,), None, "ones")
+    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.bias else {})
+
+
+# --- the shape of a run ---
+
+def tensors_of(cfg, itemsize: int) -> dict[str, Tensor]:
+    """The skeletal tensors of one layer on one rank of a config."""
+    return layer_of(cfg).tensors(cfg.batch_size, cfg.block_size // cfg.cp, itemsize, cfg.tp)
+
+
+def groups_of(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
+    """{group: its tensors}, of skeletal tensors, in their order."""
+    groups: dict[str, list[str]] = {}
+    for name, t in tensors.items():
+        if t.group:
+            groups.setdefault(t.group, []).append(name)
+    return groups
+
+
+def n_rows(cfg) -> int:
+    """Rows of a rank's own."""
+    return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
+
+
+def head_rows(V: float, cpu: bool) -> int:
     """Tokens whose logits exist at once where a rank has V columns of them."""
     if cpu:
         return HEAD_ROWS
     return HEAD_ROWS * min(MORE_HEAD_ROWS, max(1, int(HEAD_ELEMENTS // (V * HEAD_ROWS))))
 
 
-def heads_at_once(rows, D, heads, multiple=1):
-    """Of so many heads those that attention takes at a time, a multiple: GROUP_ELEMENTS bounds (rows, heads, D)."""
+def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1) -> int:
+    """How many of the heads attention takes at a time, a multiple: GROUP_ELEMENTS bounds (rows, heads, D)."""
     return min(heads, max(1, GROUP_ELEMENTS // (rows * D * multiple)) * multiple)
 
 
-@dataclass(frozen=True)
-class Skeletal:
-    """One row of the table. Its elements per token, over tp: units * C, or one per head (`lse`), or one (a statistic)."""
-
-    name: str
-    units: int = 0
-    split: bool = False  # by heads or columns; otherwise by tokens
-    per_head: bool = False
-    other: bool = True  # one of the "others": token-wise in x and attn_out, so it can be recomputed from them
-
-
-TABLE = (
-    Skeletal("x", 1, other=False),  # layer input
-    Skeletal("attn_out", 1, split=True, other=False),  # recomputing attention is what costs
-    Skeletal("lse", per_head=True, other=False),
-    Skeletal("ln1_out", 1),
-    Skeletal("ln1_mean"),
-    Skeletal("ln1_rstd"),
-    Skeletal("q", 1, split=True),
-    Skeletal("k", 1, split=True),
-    Skeletal("v", 1, split=True),
-    Skeletal("mid", 1),  # x + attention branch
-    Skeletal("ln2_out", 1),
-    Skeletal("ln2_mean"),
-    Skeletal("ln2_rstd"),
-    Skeletal("fc1_out", 4, split=True),
-    Skeletal("gelu_out", 4, split=True),
-)
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A skeletal tensor of one layer."""
-
-    nbytes: int
-    shape: tuple
-    fp32: bool  # statistics and the logsumexp are fp32 whatever the dtype of the run
-
-
-def layout(B, T, C, H, itemsize, tp=1):
-    """{name: Tensor} of one layer; T: the tokens that a rank of cp holds. `itemsize` in bytes."""
-    tensors = {}
-    for t in TABLE:
-        N, width = B * T // tp, t.units * C
-        shape = (B, H // tp, T) if t.per_head else (N, tp, width // tp) if t.split else (N, width) if width else (N,)
-        tensors[t.name] = Tensor(prod(shape) * (itemsize if t.units else 4), shape, fp32=not t.units)
-    return tensors
-
-
-def tensors_of(cfg, itemsize):
-    """The layout() of a rank of a config."""
-    return layout(cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd, cfg.n_head, itemsize, cfg.tp)
-
-
-def n_rows(cfg):
-    """Rows of a rank's own."""
-    return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
-
-
-def group_heads(cfg):
+def group_heads(cfg) -> int:
     """Heads of a rank of a config that attention takes at a time."""
-    rows, multiple = cfg.batch_size * cfg.block_size // cfg.cp, cfg.cp if cfg.context_parallel == "ulysses" else 1
+    rows = cfg.batch_size * cfg.block_size // cfg.cp
+    multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
     return heads_at_once(rows, cfg.n_embd // cfg.n_head, cfg.n_head // cfg.tp, multiple)

@@ -1,9 +1,10 @@
-"""The operations of a layer that are no matrix products: norm, GELU, rotary positions, each a pair x_forward / x_backward;
-and the merge of two parts of attention.
+"""The operations of a layer that are no matrix products: norm, GELU, rotary positions, each a pair x_forward
+/ x_backward; and the merge of two parts of attention.
 
-Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has none that does,
-or that turns pairs of bf16 in one pass: an Ops is the choice between torch's own (any device) and fused kernels in Triton
-(memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of x's shape:
+Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has
+none that does, or that turns pairs of bf16 in one pass: an Ops is the choice between torch's own (any device)
+and fused kernels in Triton (memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of
+x's shape:
 
     torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10 (through fp32),
              merge 9
@@ -39,7 +40,8 @@ Ops.__doc__ = """How norms, rotary positions and merges are computed:
 # --- with torch's kernels ---
 
 def layernorm_operands(*tensors):
-    """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000 rows)."""
+    """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000
+    rows)."""
     return [t if t is None or not t.is_cpu else t.float() for t in tensors]
 
 
@@ -125,7 +127,8 @@ TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_
 
 
 def lacking(device):
-    """Why the fused kernels cannot serve on a device, as far as can be said without touching it; else empty."""
+    """Why the fused kernels cannot serve on a device, as far as can be said without touching it; else
+    empty."""
     if device.type == "meta":  # where a GPU's requests are traced
         return ""
     if device.type != "cuda":
@@ -151,8 +154,8 @@ def failing(device):
 
 
 def resolve_ops(name, device, launch=True):
-    """(the Ops called `name`, or for "auto" the fastest one there is; why no faster one). With `launch` a kernel is tried.
-    Errors: a named one that is absent."""
+    """(the Ops called `name`, or for "auto" the fastest one there is; why no faster one). With `launch` a
+    kernel is tried. Errors: a named one that is absent."""
     why = "" if name == "torch" else lacking(device)
     if name != "torch" and not why and launch and device.type == "cuda":
         why = failing(device)
@@ -175,7 +178,8 @@ def gelu_backward(dy, x, form, out):  # `out` may be dy itself
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---
 
 def rotations(positions, D, theta):
-    """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of tokens."""
+    """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of
+    tokens."""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
     table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
     for rows, t in chunks(table, positions):

@@ -1,7 +1,8 @@
-"""AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight decay on matrices
-only, one global norm.
+"""AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight
+decay on matrices only, one global norm.
 
-Every rank of mesh.data has all gradients of its part of the model, and the optimizer's states of its piece of each bucket:
+Every rank of mesh.data has all gradients of its part of the model, and the optimizer's states of its piece of
+each bucket:
 
     backward    as soon as a bucket's gradients are complete they are summed over the ranks, each getting its piece
     clip        what all tp ranks hold, and saw the gradients of their own tokens of, is summed over them; one global norm
@@ -18,7 +19,7 @@ from functools import partial
 import torch
 from torch.optim.adamw import adamw
 
-from memo.flat import Piece, boxes, is_shared, joined, shared_numel, split_dim, views
+from memo.flat import Piece, boxes, is_shared, joined, shared_numel, views
 from memo.parallel.tp import local
 from memo.staging import Staging
 
@@ -48,8 +49,8 @@ class Range(namedtuple("Range", "start end at")):
 
 
 class Optimizer:
-    """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and whole) and of
-    the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
+    """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and
+    whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
     def __init__(self, model, cfg):
         self.model, self.cfg, data = model, cfg, model.mesh.data
@@ -74,7 +75,7 @@ class Optimizer:
         for k, (start, end) in enumerate(model.buckets):
             here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
-            held = self.within(k, joined((p.offset, p.end, is_shared(name, tp)) for name, p in here))
+            held = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for _, p in here))
             self.split.append([r for r, shared in held if not shared])
             self.shared.append([])  # with their gradients on the device
             for r in (r for r, shared in held if shared):
@@ -85,7 +86,8 @@ class Optimizer:
         self.reducing, self.scale = {}, None
 
     def within(self, k, ranges):
-        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is any."""
+        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is
+        any."""
         own = self.own[k]
         cut = [(max(start, own.start), min(end, own.end), what) for start, end, what in ranges]
         return [(Range(a, b, own.at + a - own.start), what) for a, b, what in cut if a < b]
@@ -95,11 +97,13 @@ class Optimizer:
         return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
 
     def load(self, named_tensors):
-        """Copies this rank's part of (name, whole fp32 tensor) pairs into the master weights and the model's parameters."""
+        """Copies this rank's part of (name, whole fp32 tensor) pairs into the master weights and the model's
+        parameters."""
         model = self.model
         mine = views(model.layout, model.params)
         for name, tensor in named_tensors:
-            part, p = local(name, tensor, model.mesh.tp), model.layout[name]
+            p = model.layout[name]
+            part = local(tensor, p.whole.split_dim, model.mesh.tp)
             mine[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
@@ -108,11 +112,11 @@ class Optimizer:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
     def pieces(self, saved=False):
-        """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is to save, so that
-        nothing is saved twice."""
+        """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
+        to save, so that nothing is saved twice."""
         made, tp = [], self.model.mesh.tp
         for name, p in self.model.layout.items():
-            dim, shape = split_dim(name), self.model.full_shapes[name]
+            dim, shape = p.whole.split_dim, p.whole.shape
             if saved and dim is None and tp.rank > 0:
                 continue
             first = [n * tp.rank if i == dim else 0 for i, n in enumerate(p.shape)]
@@ -169,7 +173,8 @@ class Optimizer:
         return norm
 
     def step(self, lr):
-        """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero again."""
+        """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero
+        again."""
         cfg, scale, staging = self.cfg, self.scale, self.staging
         if staging is not None:
             last = [(r.at, g) for shared in self.shared for r, g in shared]
@@ -194,7 +199,8 @@ class Optimizer:
             self.model.grads.zero_()
 
     def send(self, k):
-        """Sends this rank's part of bucket k's master weights on its way into the parameters of all data ranks."""
+        """Sends this rank's part of bucket k's master weights on its way into the parameters of all data
+        ranks."""
         model, own = self.model, self.own[k]
         part = model.params[own.flat]
         if self.master is not model.params:

@@ -1,13 +1,13 @@
-"""What is found out before the first step, at the run's own shape. The rates that the alpha program needs: seconds of a
-layer's forward, backward and recompute, bytes per second of the copies between device and host. And the memory requests
-of a step, recorded from a rehearsal, or traced with torch's fake tensors, without memory or GPU.
+"""What is found out before the first step, at the run's own shape. The rates that the alpha program needs:
+seconds of a layer's forward, backward and recompute, bytes per second of the copies between device and host.
+And the memory requests of a step, recorded from a rehearsal, or traced with torch's fake tensors, without
+memory or GPU.
 
 The model or the block and its buffers are handed in; what they hold is overwritten, the gradients too.
 """
 
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -28,12 +28,12 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 
 from memo.config import Config
+from memo.decide import Rates
 from memo.device import pick_device, synchronize
 from memo.estimate.calibrate import calibrate
 from memo.estimate.hardware import calibration_path
-from memo.layer import TABLE
+from memo.layer import groups_of
 from memo.parallel.mesh import ALONE, connected, launched, open_mesh
-from memo.swap.alpha import GROUPS
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab
 
@@ -41,21 +41,9 @@ STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full s
 LONG_S = 0.5  # what takes longer is measured once
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What was measured. Seconds are of one layer at the run's shape, all rows."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: dict  # {group of alpha.GROUPS: seconds}
-    offload_bytes_per_s: float  # device to host and host to device, while both are busy
-    prefetch_bytes_per_s: float
-    transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None where that is not known
-
-
 def seconds(device, call, before=lambda: None, host=ALONE.host):
-    """Seconds of call(), which has run before: the least of three, or the first where that is long; on the slowest of the
-    ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
+    """Seconds of call(), which has run before: the least of three, or the first where that is long; on the
+    slowest of the ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
     best = float("inf")
     for _ in range(3):
         before()
@@ -81,7 +69,7 @@ def layer_rates(block, swap, turn, device, host):
         forward()
 
     def recompute_s(tensors):  # of all rows of these, and none of the others
-        rows = {t.name: slice(0 if t.name in tensors else len(x), None) for t in TABLE}
+        rows = dict.fromkeys(tensors, slice(None))
         return seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
     if device.type == "cuda":
@@ -90,7 +78,7 @@ def layer_rates(block, swap, turn, device, host):
     refill()  # untimed: libraries load, attention's kernels are chosen
     forward_s = seconds(device, forward, host=host)
     launches_s = recompute_s(())
-    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in GROUPS.items()}
+    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in groups_of(swap.tensors).items()}
     backward()
     backward_s = seconds(device, backward, before=refill, host=host)
     transient = None
@@ -100,9 +88,9 @@ def layer_rates(block, swap, turn, device, host):
 
 
 def copy_rates(swap, device, pin):
-    """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a host block
-    of its own."""
-    buffer = swap.buffers["fc1_out"]
+    """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a
+    host block of its own."""
+    buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
     nbytes = min(STAGING_BYTES, buffer.nbytes // 2)
     slab = HostSlab(2 * nbytes, device, pin)
     to_host, to_device = ([(slab.bytes[:nbytes], buffer[:nbytes])], [(buffer[-nbytes:], slab.bytes[-nbytes:])])
@@ -124,7 +112,8 @@ def copy_rates(swap, device, pin):
 
 
 def measure(block, swap, turn, device, pin=True, host=ALONE.host):
-    """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them decide alike."""
+    """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them
+    decide alike."""
     synchronize(device)
     swap.streams.timeline.take()
     forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device, host)

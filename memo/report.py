@@ -6,7 +6,7 @@ import shlex
 import signal
 from statistics import median
 
-from memo import decide
+from memo import memory
 from memo.command import python
 from memo.config import save_config
 from memo.device import device_name
@@ -34,7 +34,7 @@ def describe(run):
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {f'{run.peak / 1e12:.0f} TFLOP/s' if run.peak else 'n/a'}, attention={m.attention.label}, "
           f"ops={m.ops.name}{f': {m.why_ops}' if m.why_ops and run.device.type == 'cuda' else ''}\n"
-          f"{decide.describe(cfg, run.decision, run.lines, run.expected)}\n"
+          f"{memory.memory_table(cfg, run.decision, run.lines, run.expected)}\n"
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}", flush=True)
 
 
@@ -55,7 +55,7 @@ def furnish(run, folder):
 
 
 def save_plan(run, folder):
-    save_json(decide.as_dict(run.cfg, run.decision, run.model, run.lines, run.expected), folder / "plan.json")
+    save_json(memory.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected), folder / "plan.json")
 
 
 def draw(run, name, work):

@@ -1,4 +1,5 @@
-"""Generate text from a checkpoint: python -m memo.sample out_dir --prompt="def main(" [--max_new_tokens=200] ..."""
+"""Generate text from a checkpoint: python -m memo.sample out_dir --prompt="def main(" [--max_new_tokens=200]
+..."""
 
 import sys
 from pathlib import Path
@@ -33,26 +34,21 @@ from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
-from memo.parallel.tp import row_linear_forward
 from memo.tokens import load_tokenizer, vocab_size_of
-from model import EVERY_ROW, GPT
+from model import GPT
 
 
 def forward_rows(model, tokens, rows):
-    """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in fp32.
+    """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in
+    fp32.
 
-    The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at 0, or
-    it is a single row, for which the plain mathematics serves (not every kernel takes one query).
+    The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at
+    0, or it is a single row, for which the plain mathematics serves (not every kernel takes one query).
     """
-    swap, tensors = model.swap, dict.fromkeys(EVERY_ROW, rows)
+    swap, attention = model.swap, model.attention if len(tokens) > 1 else BACKENDS["math"]
     model.embed(tokens, model.positions[rows], out=swap.x[0][rows])
     for block, s, out in zip(model.blocks, swap.layers, swap.x[1:], strict=True):
-        block.before_attention(s, model.turn, tensors)
-        q, k, v = (t.view(1, len(t), model.cfg.n_head, -1) for t in (s.q[rows], s.k[:rows.stop], s.v[:rows.stop]))
-        attention = block.attention if len(tokens) > 1 else BACKENDS["math"]
-        s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, block.scale)[0])
-        block.after_attention(s, tensors)
-        row_linear_forward(block.tp, s.mid[rows], s.gelu_out[rows], block.w.fc2_w, block.w.fc2_b, out=out[rows])
+        block.extend(s, model.turn, rows, attention, out)
     return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
 
 

@@ -67,7 +67,8 @@ class Staging:
             compute.wait(self.left[above])
 
     def pairs(self, place, t):
-        """[(bytes of t, on the device, their place from number `place` of the host's on)], for one copy each."""
+        """[(bytes of t, on the device, their place from number `place` of the host's on)], for one copy
+        each."""
         return self.slab.pairs(4 * place, t.view(-1).view(torch.uint8))
 
     def down(self, place, t):
@@ -85,8 +86,8 @@ class Staging:
         self.streams.compute.wait(self.left[0])
 
     def complete_with(self, last):
-        """Copies the last [(first place on the host, tensor)], and returns when all gradients are on the host,
-        and the device is done with the weights, which send() overwrites."""
+        """Copies the last [(first place on the host, tensor)], and returns when all gradients are on the
+        host, and the device is done with the weights, which send() overwrites."""
         compute, offload, *_ = self.streams
         compute.record(self.used)
         # protects the host from gradients that the compute stream still works on

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-VOCAB = 50
+from tests.helpers import VOCAB
 
 
 @pytest.fixture(scope="session", autouse=True)

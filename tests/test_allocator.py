@@ -18,6 +18,7 @@ import torch
 import train
 from memo.config import Config
 from memo.files import ours_alone
+from memo.layer import gpt_layer
 from memo.planner import allocator
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.plan import Plan
@@ -26,7 +27,7 @@ from memo.swap.placement import Placement
 from model import GPT
 
 CPU = torch.device("cpu")
-OTHERS = ("ln1_out", "ln1_mean", "ln1_rstd", "q", "k", "v", "mid", "ln2_out", "ln2_mean", "ln2_rstd", "fc1_out", "gelu_out")
+OTHERS = [t.name for t in gpt_layer(64, 1).skeletal if t.group]
 
 
 @pytest.fixture
@@ -517,7 +518,7 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_pa
             arena.run("half", empty, 100)
             raise torch.OutOfMemoryError("no room")
         return rehearsed_requests(model, arena)
-    monkeypatch.setattr("memo.decide.rehearsed_requests", no_room)
+    monkeypatch.setattr("memo.memory.rehearsed_requests", no_room)
     assert main(dataset, tmp_path / "traced", "--max_iters=3") == 0
     err = capsys.readouterr().err
     assert "its requests are traced, not recorded" in err and "1x1024/forward 0:" in err  # attention's workspace

@@ -1,17 +1,14 @@
 """The alpha program against brute force, a greedy knapsack and the paper's Tables 4 and 5."""
 
-import json
+from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from memo.layer import layout
+from memo.layer import gpt_layer, groups_of
 from memo.swap.alpha import (
-    GROUPS,
-    OTHERS,
     OutOfHostMemory,
     Problem,
     given,
@@ -21,14 +18,19 @@ from memo.swap.alpha import (
     plan,
     rows,
 )
+from testing.paper import PAPER
 
-PAPER = json.loads((Path(__file__).parent / "facts" / "memo_paper.json").read_text())
 HOST_BYTES = 1.035e12 / PAPER["setup"]["gpus_per_node"]  # half of the 2 TB is lost to blocks rounded up to powers of two
 OFFLOAD_BYTES_PER_S = 10.5e9
 
 
-def skeletal_bytes(*args, **kw):
-    return {name: t.nbytes for name, t in layout(*args, **kw).items()}
+LAYER = gpt_layer(256, 4)
+OTHERS = [t.name for t in LAYER.skeletal if t.group]
+GROUPS = groups_of(LAYER.tensors(1, 1, 4))
+
+
+def skeletal(B, T, C, H, itemsize, tp=1):
+    return gpt_layer(C, H).tensors(B, T, itemsize, tp)
 
 
 def instances(n=300, seed=0, lacking=0.2):
@@ -36,11 +38,11 @@ def instances(n=300, seed=0, lacking=0.2):
     rng = np.random.default_rng(seed)
     for _ in range(n):
         tp, H = 2 ** rng.integers(0, 3), 4 * rng.integers(1, 9)
-        nbytes = skeletal_bytes(rng.integers(1, 4), 64 * rng.integers(1, 5000), H * 64, H, rng.choice([2, 4]), tp=tp)
-        nbytes = {name: int(b) for name, b in nbytes.items()}
-        p = Problem(nbytes, int(rng.integers(3, 90)), 1.0, 1.0, 1)
+        tensors = skeletal(rng.integers(1, 4), 64 * rng.integers(1, 5000), H * 64, H, rng.choice([2, 4]), tp=tp)
+        tensors = {name: replace(t, nbytes=int(t.nbytes)) for name, t in tensors.items()}
+        p = Problem(tensors, int(rng.integers(3, 90)), 1.0, 1.0, 1)
         forward_s, host = p.always_bytes + p.others_bytes * rng.uniform(-lacking, 1 + lacking, 2)
-        yield Problem(nbytes, p.n_layer, max(forward_s, 0) / 3e9, 3e9, int(max(0, host) * p.swapped_layers)), rng
+        yield Problem(tensors, p.n_layer, max(forward_s, 0) / 3e9, 3e9, int(max(0, host) * p.swapped_layers)), rng
 
 
 def copied(p, fractions):
@@ -76,12 +78,12 @@ def test_closed_form_against_brute_force():
 
 
 def test_the_limits_are_reported_one_by_one():
-    nbytes = skeletal_bytes(1, 4096, 256, 4, 2)
-    p = Problem(nbytes, 12, 1.0, 1.0, 1)
-    always, others, layer = p.always_bytes, p.others_bytes, sum(nbytes.values())
+    tensors = skeletal(1, 4096, 256, 4, 2)
+    p = Problem(tensors, 12, 1.0, 1.0, 1)
+    always, others, layer = p.always_bytes, p.others_bytes, sum(t.nbytes for t in tensors.values())
 
     def limits(overlap, host):
-        return paper(Problem(nbytes, 12, (always + overlap * others) / 1e9, 1e9, 10 * always + 10 * others * host))
+        return paper(Problem(tensors, 12, (always + overlap * others) / 1e9, 1e9, 10 * always + 10 * others * host))
 
     got = limits(0.78, 1.5)
     assert got.limits == pytest.approx({"overlap": 0.78, "host": 1}) and got.binds == "overlap"
@@ -100,7 +102,7 @@ def test_the_limits_are_reported_one_by_one():
 
 @pytest.mark.parametrize("n_layer", [1, 2])
 def test_the_last_two_layers_are_never_swapped(n_layer):
-    p = Problem(skeletal_bytes(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
+    p = Problem(skeletal(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
     for got in (paper(p), given(p, 1, 4096), per_tensor(p, dict.fromkeys(GROUPS, 1.0))):
         assert got.alpha == 1 and got.host_bytes == got.layer_offload_bytes == got.input_only_layers == 0
         assert got.fits and got.binds is None
@@ -157,13 +159,13 @@ def test_input_only_layers_are_the_least_that_fit():
 
 
 def test_an_alpha_by_hand():
-    nbytes = skeletal_bytes(2, 4096, 256, 4, 2)
-    layer = sum(nbytes.values())
-    p = Problem(nbytes, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; hidden or not is not asked
+    tensors = skeletal(2, 4096, 256, 4, 2)
+    layer = sum(t.nbytes for t in tensors.values())
+    p = Problem(tensors, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; hidden or not is not asked
     got = given(p, 1, 4096)
     assert got.alpha == 1 and got.host_bytes == 10 * layer and got.layer_offload_bytes == layer and got.fits
     assert given(p, 0, 4096).host_bytes == 10 * p.always_bytes
-    short = Problem(nbytes, 12, 0.0, 1.0, 5 * layer)
+    short = Problem(tensors, 12, 0.0, 1.0, 5 * layer)
     with pytest.raises(OutOfHostMemory, match=r"^alpha=1 needs 0\.\d+ GiB .* 10 swapped layers, this rank has 0\.\d+ GiB; "
                                               r"the largest alpha that fits is 0\.42\d, the largest block_size with this "
                                               r"alpha 2048$") as e:
@@ -173,7 +175,7 @@ def test_an_alpha_by_hand():
     with pytest.raises(OutOfHostMemory):
         given(short, largest + 0.001, 4096)
     with pytest.raises(OutOfHostMemory, match="not even alpha=0 fits; try alpha=auto"):
-        given(Problem(nbytes, 12, 1.0, 1.0, 10 * nbytes["x"]), 0, 4096)
+        given(Problem(tensors, 12, 1.0, 1.0, 10 * tensors["x"].nbytes), 0, 4096)
 
 
 @pytest.mark.parametrize("fraction,n,granularity,want", [
@@ -190,7 +192,7 @@ def test_the_largest_block_size_is_the_last_that_fits():
         cp, n_layer, host = (int(v) for v in rng.integers([1, 3, 2**24], [5, 90, 2**40]))
 
         def problem(S):
-            return Problem(skeletal_bytes(2, S // cp, 512, 8, 2, tp=2), n_layer, 1.0, 1e9, host)  # noqa: B023
+            return Problem(skeletal(2, S // cp, 512, 8, 2, tp=2), n_layer, 1.0, 1e9, host)  # noqa: B023
 
         longest = largest_block_size(problem(2400), 2400, 2 * cp)
         assert longest % (2 * cp) == 0
@@ -205,8 +207,8 @@ def paper_problem(table, S, host_bytes=HOST_BYTES):
     C, tp, cp = m["n_embd"], table["tp"], table["cp"]
     flops = 2 * S * 12 * C**2 + 2 * C * S**2
     forward_s = flops / table["gpus"] / (0.62 * PAPER["peak_flops"])
-    nbytes = skeletal_bytes(1, S // cp, C, m["n_head"], 2, tp=tp)
-    return Problem(nbytes, m["n_layer"], forward_s, OFFLOAD_BYTES_PER_S, host_bytes)
+    tensors = skeletal(1, S // cp, C, m["n_head"], 2, tp=tp)
+    return Problem(tensors, m["n_layer"], forward_s, OFFLOAD_BYTES_PER_S, host_bytes)
 
 
 @pytest.mark.parametrize("S", [196608, 262144])

@@ -17,7 +17,7 @@ from memo.errors import ConfigError
 from memo.estimate import budget, hardware, search
 from memo.planner.rehearsal import FakeArena, kernel_requests
 from tests import fakes
-from tests.test_model import error
+from tests.helpers import error
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = {"flash_attn_2": "", "flash_attn_3": "", "flash_attn_4": ""}

@@ -17,8 +17,8 @@ from memo.command import run
 from memo.device import device_name
 from memo.errors import ConfigError
 from memo.planner import __main__ as planner_main
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
 
 

@@ -16,9 +16,8 @@ from memo.keys import check_value
 from memo.manifest import FORMAT, METADATA, sealed
 from memo.metrics import parameters
 from model import GPT
-from tests.test_metrics import PAPER
-
-ROOT = Path(__file__).parents[1]
+from testing.paper import PAPER
+from tests.helpers import ROOT
 
 
 def test_the_set_of_keys_is_frozen():

@@ -16,6 +16,7 @@ from memo import checkpoint, convert
 from memo.command import run
 from memo.config import Config, gpt2_model_keys, load_config
 from memo.errors import ConfigError
+from memo.layer import model_parameters
 from memo.optim import Optimizer
 from memo.tokens import load_tokenizer, train_tokenizer
 from model import GPT
@@ -242,7 +243,7 @@ def test_halves_become_fp32(hf, dtype):
 
 def test_names_and_padding_are_the_models(hf):
     cfg = config(hf)
-    assert {n: tuple(w.shape) for n, w in convert.hf_tensors(hf, cfg)} == memo_model.parameter_shapes(cfg)
+    assert {n: tuple(w.shape) for n, w in convert.hf_tensors(hf, cfg)} == {n: p.shape for n, p in model_parameters(cfg).items()}
 
 
 # --- the user's mistakes ---

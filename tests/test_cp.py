@@ -3,16 +3,21 @@
 import pytest
 import torch
 
-from bench.parallel import scores
 from memo.attention import BACKENDS
 from memo.ops import TORCH
 from memo.parallel.cp import across, held, parts
 from memo.parallel.mesh import Axis
-from tests.ranks import pool
+from testing.ranks import pool
 
 
 def positions(S, axis, kind):
     return torch.cat([torch.arange(*r) for r in held(S, axis, kind)])
+
+
+def scores(queries, keys, causal, T):
+    """Scores that a block computes: all of a rectangle of queries and keys, or those on and under the diagonal."""
+    a, b = len(range(T)[queries]), len(range(T)[keys])
+    return a * (a + 1) / 2 if causal else a * b
 
 
 def attend(host, kind, dtype, limit):

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +16,13 @@ from memo.batch import SPLITS, open_dataset, to_device
 from memo.command import run
 from memo.errors import ConfigError
 from memo.tokens import DTYPES, load_tokenizer, train_tokenizer, write_dataset
+from tests.helpers import ROOT
 
-REPO = Path(__file__).parents[1]
 TEXTS = [f"document {i}\n" + f"line {i * i} of é漢 text\n\tindented 'words' {i}\n\n" * (i % 7 + 1) for i in range(45)]
 
 
 def script(name):
-    spec = importlib.util.spec_from_file_location(f"prepare_{name}", REPO / "data" / name / "prepare.py")
+    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -333,7 +332,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv,
 
 def offline(tmp_path, *command):
     env = os.environ | dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
-    return subprocess.run([sys.executable, *command], cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_an_unreachable_hub_is_one_line_and_status_2(tmp_path):

@@ -8,11 +8,9 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from math import inf
-from pathlib import Path
 
 import pytest
 
-from bench.dsa_hard import FAMILIES, hard
 from memo import command
 from memo.dsa import __main__ as dsa_main
 from memo.dsa import solvers
@@ -31,8 +29,9 @@ from memo.dsa.problem import (
     solve,
     validate,
 )
+from testing.hard import FAMILIES, hard
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 GIB = 2**30
 
 

@@ -18,7 +18,7 @@ from memo import checkpoint, command, dcp, ending, plots, report
 from memo.ending import Beside, Console, StepGivenUp, StopSignal
 from memo.metrics import JsonlLogger, StepStats, read_metrics
 from model import Block
-from tests.test_train import ROOT, argv, losses
+from tests.helpers import ROOT, argv, losses
 from train import TrainingError
 
 

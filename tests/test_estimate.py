@@ -7,31 +7,30 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 import train
-from bench.estimate import PAPER, of_that_width, paper_config, rows_of_table3
 from memo import command as commands
-from memo import decide, profiler
+from memo import memory, profiler
 from memo.config import Config, load_config
+from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
 from memo.estimate.budget import Arena, fast_arena, traced_arena
 from memo.estimate.roofline import swap_s
-from memo.layer import n_rows, tensors_of
+from memo.layer import groups_of, n_rows, tensors_of
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Launch, Mesh
 from memo.planner.trace import parse_trace
-from memo.swap.alpha import GROUPS
 from memo.swap.placement import Placement
 from model import GPT
-from tests.test_train import argv as arguments
+from testing.paper import PAPER, of_that_width, paper_config, rows_of_table3
+from tests.helpers import ROOT
+from tests.helpers import argv as arguments
 
-ROOT = Path(__file__).parents[1]
 A800 = hardware.machine("a800-80gb")
 SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
 
@@ -138,8 +137,8 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
     optimizer = Optimizer(model, cfg)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, got.placement)
-    decision = decide.Decision(got.placement, got.plan, None, 0)
-    for line in decide.where_it_lives(cfg, decision, model, optimizer):
+    decision = Decision(got.placement, got.plan, None, 0)
+    for line in memory.where_it_lives(cfg, decision, model, optimizer):
         if line.region != "transient":
             assert line in got.lines
     assert model.swap.device_bytes == got.bytes_of("rounding_buffers")[0]
@@ -227,7 +226,7 @@ def test_what_binds_and_more_hardware_is_never_slower():
     assert slow.binds == "PCIe" and slow.alpha < got.alpha and slow.mfu < got.mfu
     little = budget.estimate(replace(cfg, host_memory_gb=200.0), A800, 8, fast_arena)
     assert little.binds == "host memory" and little.alpha < got.alpha and little.mfu < got.mfu
-    assert set(got.layer.groups_s) == set(GROUPS)
+    assert set(got.layer.groups_s) == set(groups_of(tensors_of(cfg, 4)))
 
 
 # --- search ---
@@ -369,10 +368,10 @@ def test_the_end_of_the_search_is_not_called_the_memorys(capsys):
     code, out, _ = command(*SEVEN, "--max_context", "--device_memory_bytes=1e18", "--host_memory_bytes=1e18", capsys=capsys)
     assert f"max_context {search.LONGEST:,} tokens" in out and "where this search ends; more would fit: device memory" in out
     limits = {}
-    for memory in ("80e9", "1e18"):
-        out = command(*SEVEN, "--max_context", "--json", f"--device_memory_bytes={memory}", "--host_memory_bytes=1e18",
+    for has in ("80e9", "1e18"):
+        out = command(*SEVEN, "--max_context", "--json", f"--device_memory_bytes={has}", "--host_memory_bytes=1e18",
                       capsys=capsys)[1]
-        limits[memory] = json.loads(out)["max_block_size_limit"]
+        limits[has] = json.loads(out)["max_block_size_limit"]
     assert limits == {"80e9": "device memory", "1e18": "search"}
 
 

@@ -33,7 +33,7 @@ from memo.parallel.mesh import (
     together,
 )
 from memo.planner.allocator import Arena
-from tests.ranks import Ranks, pool
+from testing.ranks import Ranks, pool
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from memo.config import Config
 from memo.estimate.hardware import peak_flops_per_s
 from memo.metrics import JsonlLogger, StepStats, WandbLogger, flops_per_sample, mfu, parameters, percent, read_metrics, tgs
-
-PAPER = json.loads((Path(__file__).parent / "facts" / "memo_paper.json").read_text())
+from testing.paper import PAPER
 
 
 def paper_config(model, S=4096):

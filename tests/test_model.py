@@ -7,34 +7,17 @@ import torch
 
 from memo.config import Config
 from memo.flat import views
-from memo.layer import HEAD_ROWS, TABLE
+from memo.layer import HEAD_ROWS, SPLIT_ROWS, layer_of
 from memo.ops import rotary, rotations
 from memo.optim import Optimizer
 from memo.parallel.tp import CHUNK_ROWS, cut
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import traced_requests
-from memo.swap.alpha import ROWS
-from model import EVERY_ROW, GPT, initial_weights
-from tests.twin import Twin
+from model import GPT, initial_weights
+from testing.twin import Twin
+from tests.helpers import error, perturbed_weights, random_batch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-
-
-def perturbed_weights(cfg, device):
-    """Initial weights in which no bias is zero and no gain is one, so that a forgotten one shows."""
-    g = torch.Generator(device).manual_seed(1)
-    for name, w in initial_weights(cfg, 0, device):
-        yield name, w + torch.zeros_like(w).normal_(0.0, 0.1, generator=g) if w.dim() == 1 else w
-
-
-def random_batch(cfg, B, T, device, seed=3):
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, cfg.vocab_size, (B, T + 1), generator=g).to(device)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def error(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 def compare(cfg, B, T, device, dtype, limit):
@@ -113,12 +96,12 @@ def test_recompute_gives_the_same_bits(position):
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 2, 512, "cpu"))
     (s,) = model.swap.layers
-    names = [t.name for t in TABLE if t.other]
+    names = [t.name for t in layer_of(cfg).skeletal if t.group]
     kept = {n: getattr(s, n).clone() for n in names}
     tail = slice(384, None)
     for n in names:
         getattr(s, n)[tail] = float("nan")
-    model.blocks[0].recompute(s, model.turn, dict.fromkeys(EVERY_ROW, slice(0)) | dict.fromkeys(names, tail))
+    model.blocks[0].recompute(s, model.turn, dict.fromkeys(names, tail))
     for n in names:
         assert torch.equal(getattr(s, n), kept[n]), n
 
@@ -137,7 +120,7 @@ def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most,
     want = {n: getattr(s, n).clone() for n in kept}
     for n, r in rows.items():
         getattr(s, n)[r] = float("nan")
-    model.blocks[0].recompute(s, model.turn, dict.fromkeys(EVERY_ROW, slice(0)) | rows)
+    model.blocks[0].recompute(s, model.turn, rows)
     for n in kept:
         assert torch.equal(getattr(s, n), want[n]), n
 
@@ -148,9 +131,9 @@ def test_a_chunk_is_neither_too_large_nor_too_small(rows, ranks):
     parts = cut(5, 5 + rows, ranks)
     assert [r.start for r in parts] == [5, *(r.stop for r in parts[:-1])] and parts[-1].stop == 5 + rows
     sizes = [r.stop - r.start for r in parts]
-    assert max(sizes) - min(sizes) < 2 * ROWS and min(sizes) >= min(rows, ROWS)
-    assert max(sizes) <= max(ROWS, CHUNK_ROWS // ranks + ROWS * (CHUNK_ROWS % (ranks * ROWS) > 0))
-    assert all(r.start % ROWS == 5 for r in parts)
+    assert max(sizes) - min(sizes) < 2 * SPLIT_ROWS and min(sizes) >= min(rows, SPLIT_ROWS)
+    assert max(sizes) <= max(SPLIT_ROWS, CHUNK_ROWS // ranks + SPLIT_ROWS * (CHUNK_ROWS % (ranks * SPLIT_ROWS) > 0))
+    assert all(r.start % SPLIT_ROWS == 5 for r in parts)
 
 
 def test_rotary_positions_stay_exact_at_ten_million_tokens():

@@ -10,10 +10,9 @@ from memo.config import Config
 from memo.optim import Optimizer, square_sum
 from memo.parallel.mesh import ALONE
 from model import GPT
-from tests.ranks import pool
-from tests.test_model import perturbed_weights
-from tests.test_parallel import degrees_of, mesh_of
-from tests.test_parallel import step as forward_backward
+from testing.ranks import pool
+from tests.helpers import degrees_of, mesh_of, perturbed_weights
+from tests.helpers import step as forward_backward
 
 CPU = torch.device("cpu")
 KEYS = dict(n_layer=3, n_head=4, n_embd=64, vocab_size=300, block_size=256)

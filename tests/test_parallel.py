@@ -1,26 +1,24 @@
 """Every layout gives the loss and the gradients of one process; in one layout every mode and alpha gives the same bits."""
 
-import re
 
 import pytest
 import torch
 
-from memo import decide
+from memo import memory
 from memo.config import Config, load_config
 from memo.flat import views
-from memo.layer import n_rows, tensors_of
+from memo.layer import layer_of, n_rows, tensors_of
 from memo.optim import Optimizer
-from memo.parallel.mesh import ALONE, Axis, Mesh, open_mesh
+from memo.parallel.mesh import ALONE, Axis, Mesh
 from memo.planner.allocator import Arena
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
-from memo.swap.alpha import OTHERS, Problem, place
+from memo.swap.alpha import Problem, place
 from memo.swap.placement import Placement
 from memo.swap.streams import open_streams
 from model import GPT
-from tests.ranks import pool
-from tests.test_model import perturbed_weights, random_batch
-from tests.test_swap import COSTS
+from testing.ranks import pool
+from tests.helpers import COSTS, degrees_of, mesh_of, perturbed_weights, step
 
 CPU = torch.device("cpu")
 S = 2048
@@ -29,22 +27,6 @@ POSITIONS = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="ta
 MODES = [dict(activation="keep"), dict(activation="recompute"), *(dict(activation="memo", alpha=a) for a in (0.0, 0.5, 1.0)),
          dict(activation="memo", alpha_mode="per_tensor")]
 LAYOUTS = ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"]
-MESHES = {}  # of this process: groups have threads
-
-
-def mesh_of(host, cfg):
-    """The Mesh of a layout, opened once."""
-    key = host.size, cfg.cp, cfg.tp
-    if key not in MESHES:
-        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU)
-    return MESHES[key]
-
-
-def degrees_of(text):
-    """"tp2 cp2" -> dict(tp=2, cp=2, dp=1)."""
-    return dict(tp=1, cp=1, dp=1) | {name: int(n) for name, n in re.findall(r"(\w\w)(\d)", text)}
-
-
 def build(cfg, mesh, dtype=torch.float32):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the gradients of q
     and k are so small that one process misses them by 2e-4 in fp32."""
@@ -52,23 +34,11 @@ def build(cfg, mesh, dtype=torch.float32):
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
-    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, dtype.itemsize).items()}
+    tensors = tensors_of(cfg, dtype.itemsize)
     hidden = 0.6 if cfg.finds_alpha else 1.0
-    p = Problem(nbytes, cfg.n_layer, hidden * sum(nbytes.values()), 1.0, 10**12)
+    p = Problem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place(cfg, p, n_rows(cfg), COSTS)[0])
     return model, optimizer
-
-
-def step(model, optimizer, cfg):
-    """Loss of a step, as all ranks know it; gradients are reduced."""
-    mesh, loss, part = model.mesh, torch.zeros(()), 1 / (cfg.gradient_accumulation_steps * cfg.cp)
-    mine = model.positions[:cfg.block_size // cfg.cp]
-    micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
-    for micro in micros:
-        batch = (t[:, mine].contiguous() for t in random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro))
-        loss += model.forward(*batch, scale=part) * part
-        model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
-    return mesh.data.sum(loss)
 
 
 def whole(optimizer, flat):
@@ -100,7 +70,7 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
         model, optimizer = build(cfg, mesh, dtype)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
-            arena.replay(decide.requests_of_a_step(model, arena))
+            arena.replay(memory.requests_of_a_step(model, arena))
             model.arena = arena
         loss = step(model, optimizer, cfg)
         norm = optimizer.clip(0.0)
@@ -268,7 +238,7 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
                        "--n_layer=3"])
     mesh = Mesh(tp=Axis("tp", tp), cp=Axis("cp", cp))
     N = n_rows(cfg)
-    missing = [Placement(3, 1, N, dict.fromkeys(OTHERS, 0)).missing(0)] * 3
+    missing = [Placement(3, 1, N, {t.name: 0 for t in layer_of(cfg).skeletal if t.group}).missing(0)] * 3
     trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
     assert bilevel(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
 

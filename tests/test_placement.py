@@ -7,18 +7,18 @@ from math import ceil, inf
 import pytest
 import torch
 
-from memo import decide
+from memo import memory
 from memo.config import Config
+from memo.decide import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError
 from memo.estimate.budget import estimate, fast_arena, head_bytes
 from memo.estimate.expected import machine_of
-from memo.layer import TABLE, layout, tensors_of
+from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
 from memo.metrics import parameters
 from memo.optim import Optimizer
 from memo.parallel.mesh import Launch
-from memo.profiler import Rates
 from memo.swap import slab
-from memo.swap.alpha import GROUPS, OTHERS, OutOfHostMemory, Problem, largest_block_size, paper, place
+from memo.swap.alpha import OutOfHostMemory, Problem, largest_block_size, paper, place
 from memo.swap.placement import Placement
 from model import GPT
 
@@ -48,13 +48,13 @@ def fixed(alpha):
 def owners(p):
     """{tensor: [(buffer's rows in memory as a range, layer)]} by the rule that buffer k starts k shifts on."""
     return {t.name: [range(i % p.n_buffers * p.shift(t.name), i % p.n_buffers * p.shift(t.name) + p.n_rows)
-                     for i in range(p.n_layer)] for t in TABLE if t.name != "x"}
+                     for i in range(p.n_layer)] for t in layer_of(CFG).skeletal if t.name != "x"}
 
 
 @pytest.mark.parametrize("kept", [0, 128, 256, 512])
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 5])
 def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(kept, n_buffers):
-    p = Placement(5, n_buffers, 512, {n: kept for n in OTHERS})
+    p = Placement(5, n_buffers, 512, {n: kept for n, t in tensors().items() if t.group})
     spans = {name: n // (t.nbytes // 512) for (name, n), t in zip(p.buffer_bytes(tensors()).items(), tensors().values(),
                                                                   strict=True)}
     for name, places in owners(p).items():
@@ -73,13 +73,13 @@ def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(
 def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_inverse():
     t = tensors()
     for alpha in (0.0, 0.25, 0.5, 1.0):
-        p, _ = place(fixed(alpha), decide.problem(CFG, torch.float32, 2**40), 512)
+        p, _ = place(fixed(alpha), problem_of(CFG, 4, None, Room(2**40, cpu=True)), 512)
         taken = sum(p.buffer_bytes(t).values())
-        problem = decide.problem(CFG, torch.float32, 2**40, RATES, 2, taken)
+        problem = replace(problem_of(CFG, 4, RATES, Room(2**40, cpu=True)), device_bytes=taken)
         assert problem.limits["device"] == pytest.approx(alpha)
         got = paper(problem)
         assert got.alpha == pytest.approx(alpha) and got.binds == ("device" if alpha < 1 else None)
-    assert "device" not in decide.problem(CFG, torch.float32, 2**40, RATES).limits
+    assert "device" not in problem_of(CFG, 4, RATES, Room(2**40, cpu=True)).limits
 
 
 def stalls(L, n, f, c):
@@ -97,9 +97,8 @@ def stalls(L, n, f, c):
 
 @pytest.mark.parametrize("L,n", [(3, 2), (32, 2), (8, 3), (32, 20), (32, 31)])
 def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
-    nbytes = {name: t.nbytes for name, t in tensors().items()}
-    total = sum(nbytes.values())
-    p = Problem(nbytes, L, 1.0, total / 2.0, 2**50, n)  # a whole layer's copy takes two forwards
+    total = whole()
+    p = Problem(tensors(), L, 1.0, total / 2.0, 2**50, n)  # a whole layer's copy takes two forwards
     limit = (p.limits["overlap"] * p.others_bytes + p.always_bytes) / total * 2.0
     if p.limits["overlap"] < 1:
         assert stalls(L, n, 1.0, limit * 0.999) == 0 < stalls(L, n, 1.0, limit * 1.001)
@@ -111,7 +110,7 @@ def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
 
 def decided(cfg, limit=PLENTY):
     model = GPT(cfg, "cpu", torch.float32)
-    return model, decide.decide(cfg, model, limit)
+    return model, memory.reserve_activations(cfg, model, limit)
 
 
 @pytest.mark.parametrize("activation,n_buffers,host", [("keep", 5, 0), ("recompute", 1, 0), ("swap", 2, 3)])
@@ -141,17 +140,17 @@ def test_what_is_said_is_what_was_taken(alpha):
     cfg = fixed(alpha)
     model, d = decided(cfg, ENOUGH)
     optimizer = Optimizer(model, cfg)
-    rows = decide.where_it_lives(cfg, d, model, optimizer)
+    rows = memory.where_it_lives(cfg, d, model, optimizer)
     device = sum(line.device_bytes for line in rows)
     positions = model.positions.nbytes + model.turn.nbytes
     assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions  # fp32: own masters
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
     assert sum(line.host_bytes for line in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
-    text = decide.describe(cfg, d, rows, None)
+    text = memory.memory_table(cfg, d, rows, None)
     assert "2 buffers for 5 layers" in text and "others of 3 swapped layers" in text and "in all" in text
     assert f"alpha       {d.alpha:.3f}, " in text and (", given: overlap allows" in text) == (alpha != "auto")
     assert "overlap allows" in text and "host allows 1.00" in text
-    plan = json.loads(json.dumps(decide.as_dict(cfg, d, model, rows, None)))
+    plan = json.loads(json.dumps(memory.plan_record(cfg, d, model, rows, None)))
     assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
     assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
     model.close()
@@ -161,9 +160,9 @@ def test_what_is_said_is_what_was_taken(alpha):
 def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_the_estimate(keys, monkeypatch):
     cfg, launch = replace(CFG, **keys), Launch(0, 1, 0, 1, 0, "")
     model = GPT(cfg, "cpu", torch.bfloat16 if "dtype" in keys else torch.float32)
-    keep = decide.decide(replace(cfg, activation="keep"), model, 0)
+    keep = memory.reserve_activations(replace(cfg, activation="keep"), model, 0)
     kept = model.swap.device_bytes
-    lines = decide.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
+    lines = memory.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
     cpu = machine_of(CPU, launch)
     needs = sum(line.device_bytes for line in lines) + sum(fast_arena(cfg, cpu))
     least = ceil((needs + 12 * parameters(cfg)) / 0.9)  # beside a checkpoint's copy
@@ -171,18 +170,25 @@ def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_th
         monkeypatch.setattr(slab, "available", lambda there=there: there)
         node = replace(cpu.node, host_memory_bytes=there)
         assert estimate(cfg, replace(cpu, node=node), 1, fast_arena).placement.n_buffers == n
-        d = decide.decide(cfg, model, decide.host_limit(cfg, launch))
+        d = memory.reserve_activations(cfg, model, memory.host_limit(cfg, launch))
         assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
         if n == 5:
             assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
-            assert "alpha       none: all layers stay on the device" in decide.describe(cfg, d, lines, None)
+            assert "alpha       none: all layers stay on the device" in memory.memory_table(cfg, d, lines, None)
     model.close()
 
 
 def gpu_with(monkeypatch, free):
     """Makes the CPU pass for a GPU with so many free bytes beside the head's."""
-    monkeypatch.setattr(decide, "free_bytes", lambda device: (int(free) + head_bytes(CFG, 4), 0))
-    monkeypatch.setattr(decide, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (int(free) + head_bytes(CFG, 4), 0))
+    monkeypatch.setattr(memory, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
+
+
+def buffers(cfg, model, rates):
+    """(rounding buffers, bytes that the device has for them)."""
+    room = memory.gpu_room(cfg, model, rates, PLENTY)
+    p = with_buffers(cfg, problem_of(cfg, 4, rates, room), room)
+    return p.n_buffers, p.device_bytes
 
 
 def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(monkeypatch):
@@ -190,29 +196,29 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     x = tensors()["x"].nbytes
     for free, want in ((100 * whole(), 5), (5 * whole() + x, 5), (4 * whole() + x, 4), (3 * whole() + x, 3)):
         gpu_with(monkeypatch, free)
-        assert decide.room(CFG, model, RATES) == (want, inf)
+        assert buffers(CFG, model, RATES) == (want, inf)
         as_in_the_paper = (5, inf) if want == 5 else (2, free)  # every layer has a buffer, or there are two
-        assert decide.room(replace(CFG, alpha_mode="paper"), model, RATES) == as_in_the_paper
+        assert buffers(replace(CFG, alpha_mode="paper"), model, RATES) == as_in_the_paper
     gpu_with(monkeypatch, 3 * whole() + x - 1)
-    assert decide.room(CFG, model, RATES) == (2, 3 * whole() + x - 1)
-    assert decide.room(fixed(0.5), model, RATES) == (2, inf)
-    assert decide.room(replace(CFG, activation="swap"), model, RATES) == (2, inf)
+    assert buffers(CFG, model, RATES) == (2, 3 * whole() + x - 1)
+    assert buffers(fixed(0.5), model, RATES) == (2, inf)
+    assert buffers(replace(CFG, activation="swap"), model, RATES) == (2, inf)
     gpu_with(monkeypatch, 1.5 * whole())
-    rates = replace(RATES, recompute_s=dict.fromkeys(GROUPS, 1))
+    rates = replace(RATES, recompute_s=dict.fromkeys(groups_of(tensors()), 1))
     monkeypatch.setattr("memo.profiler.measure", lambda *a: rates)
-    d = decide.decide(CFG, model, PLENTY)
+    d = memory.reserve_activations(CFG, model, PLENTY)
     assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"
     assert model.swap.device_bytes <= 1.5 * whole() < model.swap.device_bytes + whole() / 4
     least = 2 * whole() + x - (whole() - 2 * x - tensors()["lse"].nbytes)
     gpu_with(monkeypatch, least)
-    assert decide.decide(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
+    assert memory.reserve_activations(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
     gpu_with(monkeypatch, least - 1)
     wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; try --block_size=511, or "
               r"--alpha=0 to try all the same$")
     with pytest.raises(ConfigError, match=wanted):
-        decide.decide(CFG, model, PLENTY)
+        memory.reserve_activations(CFG, model, PLENTY)
     gpu_with(monkeypatch, 100 * whole())
-    d = decide.decide(CFG, model, PLENTY)
+    d = memory.reserve_activations(CFG, model, PLENTY)
     assert d.alpha is None and d.placement.n_buffers == 5 and model.swap.host_bytes == 0
     model.close()
 
@@ -220,7 +226,7 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
 # --- too little host memory ---
 
 def check(cfg, device=CPU, limit=PLENTY):
-    decide.check(cfg, device, torch.float32, int(limit))
+    memory.check_memory(cfg, device, torch.float32, int(limit))
 
 
 def test_too_little_host_memory_is_told_before_the_device_is_touched():
@@ -247,16 +253,16 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     for world, local_world in ((1, 1), (4, 2)):
         launch = Launch(0, world, 0, local_world, 0, "")
         share = 9 * 10**8 // local_world - states // world  # beside a checkpoint's copy of them
-        assert decide.host_limit(replace(CFG, vocab_size=1000), launch) == share
-        assert decide.host_limit(on_host, launch) == share - states * 16 // 12 // world  # and gradients
+        assert memory.host_limit(replace(CFG, vocab_size=1000), launch) == share
+        assert memory.host_limit(on_host, launch) == share - states * 16 // 12 // world  # and gradients
         granted = replace(CFG, vocab_size=1000, host_memory_gb=0.4)  # the copy comes on top
-        assert decide.host_limit(granted, launch) == 4 * 10**8 // local_world
+        assert memory.host_limit(granted, launch) == 4 * 10**8 // local_world
     wanted = r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; try host_memory"
     with pytest.raises(OutOfHostMemory, match=wanted):
-        decide.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
+        memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
     with pytest.raises(OutOfHostMemory, match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
-        decide.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
-    assert decide.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
+        memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
+    assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
@@ -270,11 +276,11 @@ def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
 
 
 def test_copies_to_pageable_memory_of_a_gpu_hide_behind_nothing():
-    on_gpu, on_cpu = RATES, replace(RATES, transient_bytes=None)
+    on_gpu, on_cpu = Room(2**40), Room(2**40, cpu=True)
     cfg = replace(CFG, pin_memory=False)
-    assert decide.problem(cfg, torch.float32, 2**40, on_gpu).limits["overlap"] < 0
-    assert decide.problem(cfg, torch.float32, 2**40, on_cpu).limits["overlap"] == 1
-    assert decide.problem(CFG, torch.float32, 2**40, on_gpu).limits["overlap"] == 1
+    assert problem_of(cfg, 4, RATES, on_gpu).limits["overlap"] < 0
+    assert problem_of(cfg, 4, RATES, on_cpu).limits["overlap"] == 1
+    assert problem_of(CFG, 4, RATES, on_gpu).limits["overlap"] == 1
 
 
 def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
@@ -283,13 +289,13 @@ def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
     model, d = decided(CFG, 3 * always - 1)
     assert d.placement.input_only == 1 and d.alpha == 0
     assert model.swap.host_bytes == 2 * always + t["x"].nbytes
-    lines = decide.where_it_lives(CFG, d, model, Optimizer(model, CFG))
-    assert "1 of 3 swapped layers keep only their input" in decide.describe(CFG, d, lines, None)
+    lines = memory.where_it_lives(CFG, d, model, Optimizer(model, CFG))
+    assert "1 of 3 swapped layers keep only their input" in memory.memory_table(CFG, d, lines, None)
     model.close()
 
 
 def test_the_longest_sequence_with_an_alpha():
-    nbytes = {name: t.nbytes for name, t in layout(1, 4096, 64, 2, 2).items()}
-    p = Problem(nbytes, 10, 1.0, 1.0, 8 * sum(nbytes.values()))
+    t = gpt_layer(64, 2).tensors(1, 4096, 2)
+    p = Problem(t, 10, 1.0, 1.0, 8 * sum(tensor.nbytes for tensor in t.values()))
     assert largest_block_size(p, 4096, alpha=1) == 4096
     assert largest_block_size(p, 4096, alpha=0) > 4096 * 7

@@ -13,6 +13,7 @@ import torch
 from memo.swap import slab
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.slab import HostSlab, cgroup_available, host_bytes, meminfo_available, prefer_node
+from tests.helpers import resident_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -65,11 +66,6 @@ def test_a_ranks_share_of_the_host(monkeypatch):
     with pytest.raises(OutOfHostMemory, match=r"^host_memory_gb=721 must be at most 720, 90% of what is free on this host; "
                                               r"try host_memory_gb=auto$"):
         host_bytes(721.0)
-
-
-def resident_bytes():
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * resource.getpagesize()
 
 
 def test_the_slab_is_there_from_the_start_and_gone_at_the_end_whoever_holds_a_view():

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,20 +23,8 @@ from memo.metrics import read_metrics
 from memo.out_dir import lock
 from memo.swap.slab import HostSlab
 from model import Block
-from tests.conftest import VOCAB
+from tests.helpers import ROOT, VOCAB, argv, losses
 from train import TrainingError, learning_rate
-
-ROOT = Path(__file__).parents[1]
-
-
-def argv(folder, out, **keys):
-    keys = dict(dataset=folder, out_dir=out, n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4, max_iters=12,
-                warmup_iters=2, learning_rate=1e-2, eval_interval=6, eval_iters=2, save_interval=4, device="cpu") | keys
-    return [f"--{k}={v}" for k, v in keys.items()]
-
-
-def losses(out):
-    return [(r["iter"], r["loss"]) for r in read_metrics(Path(out) / "metrics.jsonl")]
 
 
 def test_a_run_learns_and_leaves_everything_it_promises(dataset, tmp_path, capsys):

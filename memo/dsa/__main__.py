@@ -1,6 +1,7 @@
 """Solves the problem in a CSV file:
 
-    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o plan.csv
+    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o
+    plan.csv
 """
 
 import csv

@@ -1,10 +1,13 @@
-"""Offline dynamic storage allocation: an address for each buffer of known size and lifespan, at the least peak.
+"""Offline dynamic storage allocation: an address for each buffer of known size and lifespan, at the least
+peak.
 
-`solve` hands one Problem to a solver and believes only what `validate`, which shares nothing with the solvers, lets pass.
-Before any solver sees it a problem is reduced without loss: time is cut where nothing is alive, and kept only where a
-greatest set of buffers is alive together; bytes become multiples of the sizes' common unit. Source: MEMO 4.2.
+`solve` hands one Problem to a solver and believes only what `validate`, which shares nothing with the
+solvers, lets pass. Before any solver sees it a problem is reduced without loss: time is cut where nothing is
+alive, and kept only where a greatest set of buffers is alive together; bytes become multiples of the sizes'
+common unit. Source: MEMO 4.2.
 
-    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o plan.csv
+    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o
+    plan.csv
 """
 
 import time
@@ -24,7 +27,8 @@ TIME_LIMIT_BOUNDS = dict(least=0.0, most=1e6, why="that is eleven days; what is 
 
 
 class DsaError(ConfigError):
-    """The user's mistake, in one line. `buffer` is the index of the buffer that breaks the rule, where it is one."""
+    """The user's mistake, in one line. `buffer` is the index of the buffer that breaks the rule, where it is
+    one."""
 
     def __init__(self, message, buffer=None):
         super().__init__(message)
@@ -32,7 +36,8 @@ class DsaError(ConfigError):
 
 
 class NoPlacement(RuntimeError):
-    """No placement under the capacity. `proven`: there is none; otherwise none was found in the time limit."""
+    """No placement under the capacity. `proven`: there is none; otherwise none was found in the time
+    limit."""
 
     def __init__(self, message, proven):
         super().__init__(message)
@@ -50,11 +55,12 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Buffers (a tuple of Buffer, may be empty), the bytes there are or None, and what every offset is a multiple of.
+    """Buffers (a tuple of Buffer, may be empty), the bytes there are or None, and what every offset is a
+    multiple of.
 
-    A buffer takes up its size rounded up to the alignment, so that loads and peaks are multiples of it too. Refuses empty
-    lifespans, sizes below 1 (an empty buffer needs no address: leave it out), equal ids, sizes that add up to more than
-    MOST_BYTES and a capacity under the largest buffer with a DsaError.
+    A buffer takes up its size rounded up to the alignment, so that loads and peaks are multiples of it too.
+    Refuses empty lifespans, sizes below 1 (an empty buffer needs no address: leave it out), equal ids, sizes
+    that add up to more than MOST_BYTES and a capacity under the largest buffer with a DsaError.
     """
 
     buffers: tuple
@@ -90,7 +96,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """An offset for every buffer, in their order; the bytes up to the end of the highest; what no placement can be below."""
+    """An offset for every buffer, in their order; the bytes up to the end of the highest; what no placement
+    can be below."""
 
     offsets: tuple
     peak: int
@@ -115,7 +122,8 @@ def lower_bound(problem):
 
 
 def validate(problem, solution):
-    """Raises ValueError with the rule that `solution` breaks and the buffers that break it. Knows nothing of the solvers."""
+    """Raises ValueError with the rule that `solution` breaks and the buffers that break it. Knows nothing of
+    the solvers."""
     a, ends = problem.alignment, []
     if len(solution.offsets) != len(problem.buffers):
         raise ValueError(f"{len(solution.offsets)} offsets for {len(problem.buffers)} buffers")
@@ -148,8 +156,8 @@ def validate(problem, solution):
 
 
 class InOrder:
-    """Some of the items of a list, in its order: a bit for each place, in words, and a bit for each word that has any.
-    None of its functions takes much longer with a million of them."""
+    """Some of the items of a list, in its order: a bit for each place, in words, and a bit for each word that
+    has any. None of its functions takes much longer with a million of them."""
 
     BITS = 1024
 
@@ -185,10 +193,12 @@ class InOrder:
 
 
 def solve(problem, solver="auto", time_limit=60.0):
-    """The best Solution that `solver` finds within `time_limit` seconds; never worse than greedy's, always validated.
+    """The best Solution that `solver` finds within `time_limit` seconds; never worse than greedy's, always
+    validated.
 
-    Without a capacity it looks for the least peak; with one it stops at the first placement that fits, and raises
-    NoPlacement where it found none. `auto` runs greedy and, where that leaves a gap, CP-SAT: on coarser problems first.
+    Without a capacity it looks for the least peak; with one it stops at the first placement that fits, and
+    raises NoPlacement where it found none. `auto` runs greedy and, where that leaves a gap, CP-SAT: on
+    coarser problems first.
     """
     if solver not in SOLVERS:
         raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
@@ -217,7 +227,8 @@ def solve(problem, solver="auto", time_limit=60.0):
 
 
 def _solve_part(part, solver, stop, decide, deadline):
-    """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below `stop`."""
+    """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below
+    `stop`."""
     best, bound, name = solvers.greedy(part, stop, deadline), part.load, "greedy"
     for method in solvers.METHODS[solver]:
         peak, seconds = part.peak(best), deadline - time.monotonic()
@@ -232,12 +243,14 @@ def _solve_part(part, solver, stop, decide, deadline):
 
 
 def _unit(problem):
-    """Bytes that all rounded sizes are multiples of; so are the offsets of some best placement: each is a sum of sizes."""
+    """Bytes that all rounded sizes are multiples of; so are the offsets of some best placement: each is a sum
+    of sizes."""
     return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
 
 
 def components(lifespans):
-    """Indices of half-open (lower, upper), in groups that no moment joins: what is never alive together never conflicts."""
+    """Indices of half-open (lower, upper), in groups that no moment joins: what is never alive together never
+    conflicts."""
     groups, end = [], None
     for i, (lower, upper) in sorted(enumerate(lifespans), key=lambda entry: entry[1][0]):
         if end is None or lower >= end:

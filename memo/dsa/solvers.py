@@ -1,9 +1,10 @@
-"""The solvers of one placement problem: greedy, the paper's mixed-integer program, CP-SAT, and CP-SAT on blocks.
+"""The solvers of one placement problem: greedy, the paper's mixed-integer program, CP-SAT, and CP-SAT on
+blocks.
 
-All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of the part, the
-placement to beat, the peak at which to stop, the highest peak that is still of use and its seconds; it returns
-(offsets or None, what it proved no peak is below: says nothing up to `stop`, since it looks for nothing lower). What it
-returns is validated elsewhere. Source: MEMO 4.2.
+All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of
+the part, the placement to beat, the peak at which to stop, the highest peak that is still of use and its
+seconds; it returns (offsets or None, what it proved no peak is below: says nothing up to `stop`, since it
+looks for nothing lower). What it returns is validated elsewhere. Source: MEMO 4.2.
 """
 
 import importlib.util
@@ -19,10 +20,11 @@ from math import ceil, inf, isfinite
 
 import numpy as np
 
-# To how many blocks buffers are joined, as a fraction of their number, and what each joint may waste of the joined area.
+# To how many blocks buffers are joined, as a fraction of their number, and what each joint may waste of the
+# joined area.
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
 FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more joining them takes longer than it gains
-WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 LARGE = 10_000  # buffers: with more, a placement that takes little time comes first, and CP-SAT is left out, which would
 # find nothing and overrun its time
 MOST_PAIRS = 200_000  # of conflicting buffers that are handed to a MIP solver: two rows of the matrix for each
@@ -31,9 +33,11 @@ TOLERANCE = 1e-9  # of the MIP solvers, the least they take: a binary this far f
 
 @dataclass(frozen=True)
 class Part:
-    """Buffers of one stretch of time: tuples of half-open lifespans [lower, upper) in ranks, and of sizes in units.
+    """Buffers of one stretch of time: tuples of half-open lifespans [lower, upper) in ranks, and of sizes in
+    units.
 
-    Rank t is the t-th of the greatest sets of buffers that are alive together: buffers conflict where they share a rank.
+    Rank t is the t-th of the greatest sets of buffers that are alive together: buffers conflict where they
+    share a rank.
     """
 
     lower: tuple
@@ -75,8 +79,9 @@ def part_of(lower, upper, size):
 
 
 def greedy(part, stop, deadline=inf):
-    """The best of several orderings of best fit: each buffer into the lowest of the tightest gaps that take it. What is
-    not done by `deadline` (of time.monotonic) is left out; where that is all, it is in_order()."""
+    """The best of several orderings of best fit: each buffer into the lowest of the tightest gaps that take
+    it. What is not done by `deadline` (of time.monotonic) is left out; where that is all, it is
+    in_order()."""
     if len(part.size) == 1:
         return [0]
     size, lower, upper = (np.array(v, dtype=np.int64) for v in (part.size, part.lower, part.upper))
@@ -115,8 +120,8 @@ def _best_fit(lower, upper, size, order, deadline):
 
 
 def in_order(part):
-    """Offsets as an allocator gives them, in order of time: each buffer takes the tightest gap that holds it. Seconds for a
-    million buffers."""
+    """Offsets as an allocator gives them, in order of time: each buffer takes the tightest gap that holds it.
+    Seconds for a million buffers."""
     gaps, offsets, dying, gone = Gaps(), [0] * len(part.size), sorted(range(len(part.size)), key=part.upper.__getitem__), 0
     for i in sorted(range(len(part.size)), key=part.lower.__getitem__):
         while part.upper[dying[gone]] <= part.lower[i]:
@@ -222,7 +227,8 @@ def briefly(part, best, stop, highest, seconds):
 def coarse(part, best, stop, highest, seconds):
     """CP-SAT on coarser problems, of blocks of buffers, in turns and then again with other blocks for longer.
 
-    A network's requests come in stacks and rows. Most good placements keep some of that, and the blocks are few.
+    A network's requests come in stacks and rows. Most good placements keep some of that, and the blocks are
+    few.
     """
     end, n, offsets = time.monotonic() + 0.7 * seconds, len(part.size), None
     for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
@@ -242,10 +248,11 @@ def coarse(part, best, stop, highest, seconds):
 
 
 def _blocks(part, ceiling, count, most_waste, seed):
-    """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within the ceiling.
+    """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within
+    the ceiling.
 
-    Of all pairs the one is joined first that wastes the least of its own area: one upon the other where their lives meet,
-    else one after the other at the same address. Seed 0 is exact, others disturb the order.
+    Of all pairs the one is joined first that wastes the least of its own area: one upon the other where their
+    lives meet, else one after the other at the same address. Seed 0 is exact, others disturb the order.
     """
     n, noise = len(part.size), np.random.default_rng(seed)
     lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
@@ -288,7 +295,8 @@ def _blocks(part, ceiling, count, most_waste, seed):
 
 
 def mip(part, best, stop, highest, seconds):
-    """The paper's program. z_ij says that i lies above j, of a conflicting pair; M is the peak of the placement to beat.
+    """The paper's program. z_ij says that i lies above j, of a conflicting pair; M is the peak of the
+    placement to beat.
 
     A_i + S_i <= A_j + z_ij*M,  A_j + S_j <= A_i + (1 - z_ij)*M,  A_i + S_i <= peak <= M.  Source: MEMO 4.2.
     """
@@ -315,7 +323,8 @@ def mip(part, best, stop, highest, seconds):
 
 
 def _dropped(part, i, j, values):
-    """Whole offsets in the order of the solver's, each as low as that order lets it: no rounding can make two overlap."""
+    """Whole offsets in the order of the solver's, each as low as that order lets it: no rounding can make two
+    overlap."""
     below = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):
         low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)
@@ -327,7 +336,8 @@ def _dropped(part, i, j, values):
 
 
 def _highs(n, stop, seconds, matrix, most, lower, upper, first):
-    """(values or None, bound): the least column n, where matrix @ values <= most and the columns after n are 0 or 1."""
+    """(values or None, bound): the least column n, where matrix @ values <= most and the columns after n are
+    0 or 1."""
     import highspy
 
     lp, solver, start, columns = highspy.HighsLp(), highspy.Highs(), highspy.HighsSolution(), np.arange(len(lower))

@@ -1,7 +1,8 @@
-"""The dry run: whether a config fits a machine, which alpha it gets, how long a step takes, at what MFU, and how long the
-context could be. Without a GPU; with --fast without torch too.
+"""The dry run: whether a config fits a machine, which alpha it gets, how long a step takes, at what MFU, and
+how long the context could be. Without a GPU; with --fast without torch too.
 
-    python -m memo.estimate config/7b_1m.py --gpus=8 --gpu=a800-80gb [--search] [--max_context] [--json] [--plot] [--fast]
+    python -m memo.estimate config/7b_1m.py --gpus=8 --gpu=a800-80gb [--search] [--max_context] [--json]
+    [--plot] [--fast]
                             [--node=NAME] [--<figure of the hardware>=NUMBER] [--key=value ...]
 """
 

@@ -1,5 +1,6 @@
-"""What a config needs and gives on a machine: bytes of every region, alpha, seconds of a step, MFU. Plain arithmetic; the
-one thing that takes the model itself, the arena of temporary tensors, is handed in or had from trace_step.py.
+"""What a config needs and gives on a machine: bytes of every region, alpha, seconds of a step, MFU. Plain
+arithmetic; the one thing that takes the model itself, the arena of temporary tensors, is handed in or had
+from trace_step.py.
 """
 
 import hashlib
@@ -9,17 +10,17 @@ import sys
 from collections import namedtuple
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from math import inf
 from pathlib import Path
 
 from memo import backends
 from memo.config import communicators, degrees
+from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_bytes, with_buffers
 from memo.errors import ConfigError
-from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, HOST_SHARE
-from memo.estimate.roofline import Layer, data_s, head_s, optimizer_s, swap_s
+from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from memo.estimate.roofline import LayerSeconds, data_s, head_s, optimizer_s, swap_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
-from memo.layer import CHUNK_ROWS, group_heads, head_rows, n_rows, tensors_of
+from memo.layer import CHUNK_ROWS, INPUT, group_heads, head_rows, tensors_of
 from memo.metrics import mfu, parameters, tgs
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import Trace, parse_trace
@@ -59,8 +60,8 @@ def trace_elsewhere(keys):
 
 
 def traced_arena(cfg, machine, trace=trace_elsewhere):
-    """The Arena of a rank, from the cache or from trace({key of the config, threads or multiprocessors: value}). Errors:
-    those of `trace`, ConfigError where there is no torch."""
+    """The Arena of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
+    value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
@@ -89,8 +90,9 @@ def believed(stored, keys):
 
 
 def fast_arena(cfg, machine, scale=1.0):
-    """A bound of the Arena, without a trace: the most that is there at one time of attention over a group of heads, of a
-    chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces. `scale` multiplies it."""
+    """A bound of the Arena, without a trace: the most that is there at one time of attention over a group of
+    heads, of a chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces. `scale`
+    multiplies it."""
     e, tp, cp, C = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd
     rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
     own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
@@ -127,8 +129,8 @@ def head_bytes(cfg, itemsize, cpu=False):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where no speeds are
-    known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence."""
+    """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where
+    no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence."""
 
     cfg: object
     machine: object
@@ -137,7 +139,7 @@ class Estimate:
     lines: tuple
     placement: Placement
     plan: alpha.SwapPlan | None
-    layer: Layer | None
+    layer: LayerSeconds | None
     seconds: dict
     mfu: float | None
     tgs: float | None
@@ -201,9 +203,9 @@ def micro_batches(cfg, world):
 
 
 def host_capacity(cfg, machine, world):
-    """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may take: what
-    host_memory_gb grants, or what is left beside the copy that a checkpoint is written from. Errors: ConfigError where
-    the node has not so much."""
+    """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may
+    take: what host_memory_gb grants, or what is left beside the copy that a checkpoint is written from.
+    Errors: ConfigError where the node has not so much."""
     return alpha.granted(cfg.host_memory_gb, machine.node.host_memory_bytes, snapshot_bytes(cfg, machine, world),
                          "what a node has")
 
@@ -215,13 +217,13 @@ def snapshot_bytes(cfg, machine, world):
 
 def granting(cfg, machine, world, nbytes):
     """(cfg, machine) where a node grants so many bytes of host memory, whatever it has."""
-    has = int((nbytes + snapshot_bytes(cfg, machine, world)) / HOST_SHARE) + 2
+    has = int((nbytes + snapshot_bytes(cfg, machine, world)) / alpha.HOST_SHARE) + 2
     return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=replace(machine.node, host_memory_bytes=has))
 
 
 def states(cfg, machine, world, itemsize):
-    """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend on the
-    activations)."""
+    """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend
+    on the activations)."""
     data = world // cfg.tp
     layout, buckets = local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.n_embd // cfg.n_head, micro_batches(cfg, world)
@@ -246,11 +248,12 @@ def states(cfg, machine, world, itemsize):
 def activation_lines(placement, tensors):
     """[Line] of the skeletal activations, on device and host. `tensors` as from activations.layout."""
     buffers = placement.buffer_bytes(tensors)
-    inputs, n, layers = buffers.pop("x"), placement.n_buffers, placement.n_layer
-    swapped = {"x": 0, "attn_out, lse": 0, "others": 0}
+    inputs, n, layers = buffers.pop(INPUT), placement.n_buffers, placement.n_layer
+    always = ", ".join(name for name, t in tensors.items() if not t.group and name != INPUT)
+    swapped = {INPUT: 0, always: 0, "others": 0}
     for i in range(placement.n_layer):
         for name, (_, nbytes) in placement.swapped(i, tensors).items():
-            swapped["x" if name == "x" else "attn_out, lse" if name in ("attn_out", "lse") else "others"] += nbytes
+            swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {layers} layer{'s' * (layers > 1)}",
                   sum(buffers.values())),
              Line("rounding_buffers", f"{placement.n_inputs} buffers for their inputs", inputs)]
@@ -259,27 +262,22 @@ def activation_lines(placement, tensors):
 
 
 def cpu_spare(cfg, machine, lines, limit):
-    """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the host, beside
-    the model's states (the `lines` of states()) and a bound of the temporary tensors. The same in the run."""
+    """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the
+    host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors. The same
+    in the run."""
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
-def decide(cfg, machine, itemsize, layer, limit, spare):
-    """(Placement, SwapPlan, message of OutOfHostMemory or None), as memo/decide.py decides in the run."""
-    nbytes = {name: t.nbytes for name, t in tensors_of(cfg, itemsize).items()}
-    forward_s, rate = (layer.forward_s, machine.node.pcie_bytes_per_s) if layer else (inf, 1.0)
-    if not machine.cpu and not cfg.pin_memory:
-        forward_s = 0.0
-    problem = alpha.Problem(nbytes, cfg.n_layer, forward_s, rate, limit)
-    if alpha.copies(cfg) and cfg.finds_alpha:
-        n, device_bytes = alpha.n_buffers(cfg, problem, spare, machine.cpu)
-        problem = replace(problem, n_buffers=n, device_bytes=device_bytes)
-    costs = layer.groups_s if layer else dict.fromkeys(alpha.GROUPS, 1.0)
+def decided(cfg, machine, itemsize, layer, room):
+    """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
+    rate = machine.node.pcie_bytes_per_s
+    rates = layer and Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None)
     try:
-        return *alpha.place(cfg, problem, n_rows(cfg), costs), None
-    except alpha.OutOfHostMemory as e:
-        least = problem.swapped_layers * nbytes["x"] if cfg.finds_alpha else 2**62  # what it would need
-        placement, plan = alpha.place(cfg, replace(problem, host_bytes=least), n_rows(cfg), costs)
+        return *decide(cfg, itemsize, rates, room), None
+    except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
+        problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
+        least = problem.swapped_layers * problem.nbytes[INPUT] if cfg.finds_alpha else 2**62
+        placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         return placement, replace(plan, limits=problem.limits), str(e)
 
 
@@ -301,8 +299,8 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
 
 
 def estimate(cfg, machine, world, arena=traced_arena):
-    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> Arena. Errors: ConfigError for what
-    cannot be, a layout that does not fill the world; not for what does not fit."""
+    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> Arena. Errors:
+    ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
@@ -312,7 +310,7 @@ def estimate(cfg, machine, world, arena=traced_arena):
     if least > (machine.memory_bytes or machine.node.host_memory_bytes):
         arena = fast_arena  # it cannot fit: a trace, which takes long where a step is large, would not change that
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
-    layer = Layer(cfg, machine, itemsize) if known else None
+    layer = LayerSeconds(cfg, machine, itemsize) if known else None
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
     local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
     host = host_capacity(cfg, machine, world)
@@ -320,10 +318,11 @@ def estimate(cfg, machine, world, arena=traced_arena):
     limit = max(0, host // local_ranks - on_host)
     if machine.cpu:
         spare = cpu_spare(cfg, machine, lines, limit)
-    else:  # with the margin of placement.room
-        lines.append(Line("margin", "margin for gaps", capacity // 32 + max(0, transient // 4 - head)))
-        spare = capacity - sum(line.device_bytes for line in lines) - transient - head
-    placement, plan, why = decide(cfg, machine, itemsize, layer, limit, spare)
+    else:
+        free = capacity - sum(line.device_bytes for line in lines)
+        spare = spare_bytes(free, capacity, transient, head)
+        lines.append(Line("margin", "margin for gaps", margin_bytes(capacity, transient, head)))
+    placement, plan, why = decided(cfg, machine, itemsize, layer, Room(limit, spare, machine.cpu))
     lines += activation_lines(placement, tensors_of(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient)]
     lines += [Line("head", "more of it for the head", head)] * bool(head)
@@ -347,7 +346,7 @@ def verdict(got, why):
     if got.capacity is not None:
         lacks("oom", device, got.capacity, "device memory")
     else:  # one memory for both
-        there = int(node.host_memory_bytes * HOST_SHARE)
+        there = int(node.host_memory_bytes * alpha.HOST_SHARE)
         lacks("oohm", got.host_bytes + got.local_ranks * device, there, "memory on a node")
     if why:
         reasons.append(("oohm", why))

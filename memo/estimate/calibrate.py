@@ -3,7 +3,8 @@
     python -m memo.profiler --calibrate                                  one rank
     torchrun --nproc_per_node=8 -m memo.profiler --calibrate             eight at once, and what they send each other
 
-The operations are those of model.py, at several sizes, each timed on all ranks together; the slowest rank's figure counts.
+The operations are those of model.py, at several sizes, each timed on all ranks together; the slowest rank's
+figure counts.
 """
 
 import time
@@ -133,8 +134,8 @@ def copy_rate(nbytes, device, host):
 
 
 def calibrate(axis, host, device, dtype, local_ranks):
-    """Measures, stores and returns what the Machine "here" of hardware.py is made of. `axis`: of all ranks, over the
-    devices' network; `host` the same over gloo."""
+    """Measures, stores and returns what the Machine "here" of hardware.py is made of. `axis`: of all ranks,
+    over the devices' network; `host` the same over gloo."""
     cuda, table, doing = device.type == "cuda", {}, ""
 
     def note(op, size, amount, call):

@@ -1,5 +1,5 @@
-"""What is expected of a run on the machine at hand: its estimate before it starts, and what is said when memory runs out all
-the same."""
+"""What is expected of a run on the machine at hand: its estimate before it starts, and what is said when
+memory runs out all the same."""
 
 import contextlib
 import sys
@@ -16,7 +16,8 @@ from memo.swap.slab import available
 
 
 def machine_of(device, launch):
-    """The hardware.Machine that this rank runs on: what is known of its GPU and this host, and what --calibrate measured."""
+    """The hardware.Machine that this rank runs on: what is known of its GPU and this host, and what
+    --calibrate measured."""
     try:
         measured = hardware.machine("here", ranks=launch.world)
     except ConfigError:
@@ -34,7 +35,8 @@ def machine_of(device, launch):
 
 
 def expect(cfg, device, launch, arena, force):
-    """The Estimate of this run, None where it is not to be had. Errors: ConfigError where it cannot fit, unless `force`."""
+    """The Estimate of this run, None where it is not to be had. Errors: ConfigError where it cannot fit,
+    unless `force`."""
     try:
         got = estimate(cfg, machine_of(device, launch), launch.world, arena)
         others = [] if got.fits or got.only_tight or force else [text for text, _ in remedies(got)]
@@ -57,7 +59,8 @@ class OutOfMemory(RuntimeError):
 
 @contextlib.contextmanager
 def growing(expected, device, region):
-    """Names the region of memory that grows meanwhile, should there be too little: a key of budget.Line.region."""
+    """Names the region of memory that grows meanwhile, should there be too little: a key of
+    budget.Line.region."""
     try:
         yield
     except RuntimeError as e:

@@ -1,7 +1,9 @@
-"""What is known of GPUs, of the nodes they come in, and of how fast a rank gets its work done on them: plain data, with
-where each figure stands, and what `python -m memo.profiler --calibrate` measured on the machine at hand.
+"""What is known of GPUs, of the nodes they come in, and of how fast a rank gets its work done on them: plain
+data, with where each figure stands, and what `python -m memo.profiler --calibrate` measured on the machine at
+hand.
 
-Every figure can be overridden on the command line of memo.estimate. Bandwidths are of one GPU and one direction.
+Every figure can be overridden on the command line of memo.estimate. Bandwidths are of one GPU and one
+direction.
 """
 
 import difflib
@@ -17,7 +19,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class GPU:
-    """`peak_flops_per_s`: dense bf16. `memory_bytes`: what CUDA reports in all. `node`: the one it usually comes in."""
+    """`peak_flops_per_s`: dense bf16. `memory_bytes`: what CUDA reports in all. `node`: the one it usually
+    comes in."""
 
     pattern: str  # of the whole name that CUDA reports
     peak_flops_per_s: float
@@ -30,7 +33,8 @@ class GPU:
 
 @dataclass(frozen=True)
 class Node:
-    """`pcie_bytes_per_s`: what each GPU gets while all of the node copy at once. `network_bytes_per_s`: to other nodes."""
+    """`pcie_bytes_per_s`: what each GPU gets while all of the node copy at once. `network_bytes_per_s`: to
+    other nodes."""
 
     gpus_per_node: int
     host_memory_bytes: int
@@ -40,9 +44,9 @@ class Node:
     host_bytes_per_s: float  # of the host's own memory, all cores
 
 
-# total memory: torch's own "total capacity" on such a device, or the datasheet's; peaks, memory bandwidths and
-# multiprocessors: NVIDIA's datasheets and whitepapers, which give the Hopper and Blackwell peaks with sparsity, twice the
-# dense figure
+# total memory: torch's own "total capacity" on such a device, or the datasheet's; peaks, memory bandwidths
+# and multiprocessors: NVIDIA's datasheets and whitepapers, which give the Hopper and Blackwell peaks with
+# sparsity, twice the dense figure
 GPUS = {
     # A100 datasheet: 312 TFLOPS BF16, 2,039 GB/s
     "a100-80gb": GPU(r"(NVIDIA )?A100[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12, int(79.1 * GIB), 2.039e12,
@@ -60,12 +64,14 @@ GPUS = {
     # H200 datasheet: SXM 1,979 and NVL 1,671 TFLOPS BF16 with sparsity, both 4.8 TB/s
     "h200-141gb": GPU(r"NVIDIA H200", 989.4e12, int(139.7 * GIB), 4.8e12, 132, "dgx-h100", "hopper"),
     "h200-nvl": GPU(r"NVIDIA H200 NVL", 835.5e12, int(139.7 * GIB), 4.8e12, 132, "pcie-server", "hopper"),
-    # GH200 datasheet: 1,979 TFLOPS BF16 with sparsity; 96 GB at 4 or 144 GB at 4.9 TB/s. The 480GB are the host's
+    # GH200 datasheet: 1,979 TFLOPS BF16 with sparsity; 96 GB at 4 or 144 GB at 4.9 TB/s. The 480GB are the
+    # host's
     "gh200-96gb": GPU(r"NVIDIA GH200 480GB", 989.4e12, int(94.5 * GIB), 4.0e12, 132, "gh200", "hopper"),
     "gh200-144gb": GPU(r"NVIDIA GH200 144G HBM3e", 989.4e12, 144 * 10**9, 4.9e12, 132, "gh200", "hopper"),
     # HGX B200 datasheet: 36 PFLOPS BF16 with sparsity and 62 TB/s for eight GPUs
     "b200": GPU(r"NVIDIA B200", 2250e12, int(178.3 * GIB), 7.7e12, 148, "dgx-b200", "blackwell"),
-    # HGX B300 datasheet: 36 PFLOPS BF16 with sparsity, 2.1 TB and 64 TB/s for eight GPUs; no more than 160 multiprocessors
+    # HGX B300 datasheet: 36 PFLOPS BF16 with sparsity, 2.1 TB and 64 TB/s for eight GPUs; no more than 160
+    # multiprocessors
     "b300": GPU(r"NVIDIA B300( SXM6 AC)?", 2250e12, 2100 * 10**9 // 8, 8.0e12, 160, "dgx-b300", "blackwell"),
     # L40S datasheet: 362.05 TFLOPS BF16, 864 GB/s
     "l40s": GPU(r"NVIDIA L40S", 362.05e12, int(44.4 * GIB), 864e9, 142, "pcie-server", "ada"),
@@ -74,8 +80,9 @@ GPUS = {
 }
 ARCHITECTURES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}  # compute capability
 
-# PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (this reproduces the best alphas of its
-# Table 5). In the others pairs of GPUs share a switch's x16 uplink: half of what one link carries, 25e9 (gen 4) or 50e9
+# PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (this reproduces the best
+# alphas of its Table 5). In the others pairs of GPUs share a switch's x16 uplink: half of what one link
+# carries, 25e9 (gen 4) or 50e9
 NODES = {
     # MEMO 5.1: 2 TB, NVLink 400 GB/s both ways together, InfiniBand 200 GB/s a node
     "memo-a800": Node(8, 2 * 10**12, 200e9, 10.5e9, 25e9, 300e9),
@@ -85,7 +92,8 @@ NODES = {
     "dgx-h100": Node(8, 2 * 10**12, 450e9, 25e9, 50e9, 400e9),
     # the same but for NVLink, 400 GB/s
     "hgx-h800": Node(8, 2 * 10**12, 200e9, 25e9, 50e9, 400e9),
-    # GH200 datasheet: 480 GB of host memory at up to 384 GB/s behind NVLink-C2C, 450 GB/s; a port of 400 Gb/s assumed
+    # GH200 datasheet: 480 GB of host memory at up to 384 GB/s behind NVLink-C2C, 450 GB/s; a port of 400 Gb/s
+    # assumed
     "gh200": Node(1, 480 * 10**9, 50e9, 300e9, 50e9, 300e9),
     # DGX B200 datasheet: 2 TB (to 4 TB), NVLink 1,800 GB/s, eight ports of 400 Gb/s
     "dgx-b200": Node(8, 2 * 10**12, 900e9, 25e9, 50e9, 500e9),
@@ -96,39 +104,43 @@ NODES = {
     "workstation": Node(1, 128 * 10**9, 12.5e9, 25e9, 1e9, 60e9),
 }
 
-# set by hand: memory, what NCCL gets of NVLink and of InfiniBand with large messages, and how much of the tp ranks' messages
-# that have products beside them (memo/parallel/tp.py) hides: NCCL's kernels take multiprocessors from these products
+# set by hand: memory, what NCCL gets of NVLink and of InfiniBand with large messages, and how much of the tp
+# ranks' messages that have products beside them (memo/parallel/tp.py) hides: NCCL's kernels take
+# multiprocessors from these products
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
-# what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two products forward
-# and five backward), of its memory bandwidth, of a link. "attention": of every kernel of memo/backends.py not named
+# what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two
+# products forward and five backward), of its memory bandwidth, of a link. "attention": of every kernel of
+# memo/backends.py not named
 EFFICIENCY = {
-    # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800): of a system whose messages do not hide
+    # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800): of a system whose
+    # messages do not hide
     "ampere": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST, "hidden": 0.0},
-    # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal and backward:
-    # FlashAttention-2 335 and 322 TFLOPS, cuDNN 539 and 516, FlashAttention-3 616 and 561. cuBLAS: assumed
+    # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal
+    # and backward: FlashAttention-2 335 and 322 TFLOPS, cuDNN 539 and 516, FlashAttention-3 616 and 561.
+    # cuBLAS: assumed
     "hopper": {"matmul": 0.70, "attention forward": 0.339, "attention backward": 0.325, "cudnn forward": 0.545,
                "cudnn backward": 0.522, "flash_attn_3 forward": 0.623, "flash_attn_3 backward": 0.567, **REST},
-    # B200, head dimension 128: FlashAttention-4 causal at 8K 1,418 and 1,209 TFLOPS (flash-attention pull request 2280);
-    # FlashAttention-2 forward 331 at 16K (tritonbench pull request 171), backward 334 (flash-attention issue 1589, head
-    # dimension 64). cuBLAS and cuDNN: taken as on Hopper
+    # B200, head dimension 128: FlashAttention-4 causal at 8K 1,418 and 1,209 TFLOPS (flash-attention pull
+    # request 2280); FlashAttention-2 forward 331 at 16K (tritonbench pull request 171), backward 334
+    # (flash-attention issue 1589, head dimension 64). cuBLAS and cuDNN: taken as on Hopper
     "blackwell": {"matmul": 0.70, "attention forward": 0.147, "attention backward": 0.148, "cudnn forward": 0.545,
                   "cudnn backward": 0.522, "flash_attn_4 forward": 0.630, "flash_attn_4 backward": 0.537, **REST},
     # not measured nor published for these kernels: taken as on Ampere
     "ada": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST},
 }
 
-# device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels, all-to-all between
-# eight GPUs 3.3 GB (NVIDIA/nccl issues 864 and 1685); CUDA's context with cuBLAS and cuDNN loaded, about 0.7 GB
+# device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels,
+# all-to-all between eight GPUs 3.3 GB (NVIDIA/nccl issues 864 and 1685); CUDA's context with cuBLAS and cuDNN
+# loaded, about 0.7 GB
 COMMUNICATOR_BYTES = 400 * 10**6
 CONTEXT_BYTES = 700 * 10**6
 LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are those of large ones
-HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and whatever else the host does
 
 
 class Speeds:
-    """How fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, for elementwise passes that are not listed
-    those of "memory". What `size` is, roofline.py says with each operation. `overhead_s`: of one kernel, at least.
-    `itemsize`: of the dtype that they are for."""
+    """How fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, for elementwise passes that
+    are not listed those of "memory". What `size` is, roofline.py says with each operation. `overhead_s`: of
+    one kernel, at least. `itemsize`: of the dtype that they are for."""
 
     def __init__(self, table, overhead_s=0.0, itemsize=2):
         self.table = {op: sorted(map(tuple, points)) for op, points in table.items()}
@@ -149,9 +161,9 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is estimated for. `peak_flops_per_s` is None where it is not known, `speeds` where nothing was measured or
-    published, `memory_bytes` (of the device) where the device is the host, a CPU. `threads`: of a rank there.
-    `capability`, as (9, 0), and `multiprocessors`: of a GPU."""
+    """What a run is estimated for. `peak_flops_per_s` is None where it is not known, `speeds` where nothing
+    was measured or published, `memory_bytes` (of the device) where the device is the host, a CPU. `threads`:
+    of a rank there. `capability`, as (9, 0), and `multiprocessors`: of a GPU."""
 
     name: str
     node: Node
@@ -167,9 +179,9 @@ class Machine:
         return self.memory_bytes is None
 
     def message_s(self, op, nbytes, span, stride=1):
-        """Of so many bytes that a rank sends to the others of its group: each stride-th of `span` ranks that follow each
-        other. op: gather, scatter, exchange or shift. What gathers and scattered sums send over the network goes through
-        the ports of all the group's GPUs of a node."""
+        """Of so many bytes that a rank sends to the others of its group: each stride-th of `span` ranks that
+        follow each other. op: gather, scatter, exchange or shift. What gathers and scattered sums send over
+        the network goes through the ports of all the group's GPUs of a node."""
         if op in self.speeds.table:
             return self.speeds.seconds(op, nbytes, max(1, nbytes))
         node = self.node
@@ -186,9 +198,9 @@ def nearest(kind, name, known):
 
 
 def machine(gpu, node=None, ranks=1, **figures):
-    """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many ranks. Any
-    figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory). Errors: ConfigError with the
-    nearest names."""
+    """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many
+    ranks. Any figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
+    Errors: ConfigError with the nearest names."""
     if "device_memory_bytes" in figures:
         figures["memory_bytes"] = figures.pop("device_memory_bytes")
     if node and node not in NODES:
@@ -239,7 +251,8 @@ def calibration_path(ranks):
 
 
 def calibration(ranks):
-    """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did not."""
+    """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did
+    not."""
     start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
     remedy = f"try {start} -m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}"
     if not (path := calibration_path(ranks)).exists():

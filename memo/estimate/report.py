@@ -81,7 +81,7 @@ def advice(got):
 
 
 def as_dict(got):
-    """--json, see DESIGN section 5. device_bytes are a rank's, host_bytes a node's; None is not known."""
+    """--json, see device_bytes are a rank's, host_bytes a node's; None is not known."""
     layer = got.layer
     regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
     for line in got.lines:
@@ -108,7 +108,8 @@ def draw(got, machine, world, most, path):
 
 
 def limit_of(most):
-    """(what ends the context: the memory that is nearer to full, or where the search ended; the same for people)."""
+    """(what ends the context: the memory that is nearer to full, or where the search ended; the same for
+    people)."""
     if most.capacity is None:
         name, full = "memory", ""
     else:

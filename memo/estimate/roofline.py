@@ -1,19 +1,20 @@
-"""How long a step takes: the sum of its operations, each at the speed that it gets (hardware.py), and what of its
-messages and copies does not hide behind them.
+"""How long a step takes: the sum of its operations, each at the speed that it gets (hardware.py), and what of
+its messages and copies does not hide behind them.
 
-A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose amounts are
-bytes read and written. Sizes that speeds depend on: of a matrix product the geometric mean of the weight's dims, of
-attention the keys of a rank's block, of elementwise passes their bytes.
-Source: MEMO 4.1 for what hides behind what; DESIGN section 2.
+A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose
+amounts are bytes read and written. Sizes that speeds depend on: of a matrix product the geometric mean of the
+weight's dims, of attention the keys of a rank's block, of elementwise passes their bytes. Source: MEMO 4.1
+for what hides behind what.
 """
 
-from math import sqrt
+from math import fsum, sqrt
 
 from memo.backends import kernel_of
-from memo.layer import CHUNK_ROWS, group_heads, head_rows
-from memo.swap.alpha import ROWS
+from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, group_heads, head_rows, layer_of
+from memo.swap.schedule import schedule, times_of
 
-# units that a pass reads and writes. What was measured on a machine (calibrate.py) counts as one pass, whatever it took
+# units that a pass reads and writes. What was measured on a machine (calibrate.py) counts as one pass,
+# whatever it took
 PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2, "merge": 5}
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}  # with ops=torch on a GPU: memo/ops.py
 
@@ -22,12 +23,13 @@ def passes(cfg, speeds):
     return PASSES_OF_TORCH if cfg.ops == "torch" and "rotary" not in speeds.table else PASSES
 
 
-class Layer:
-    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of alpha.GROUPS, all rows; `kernel`:
-    of attention, see memo/backends.py."""
+class LayerSeconds:
+    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of the layer, all
+    rows; `kernel`: of attention, see memo/backends.py."""
 
     def __init__(self, cfg, machine, itemsize):
         self.cfg, self.machine, self.speeds, self.kernel = cfg, machine, machine.speeds, kernel_of(cfg, machine)
+        self.layer = layer_of(cfg)
         B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
         self.u = B * T * C * itemsize // cfg.tp
@@ -35,21 +37,55 @@ class Layer:
         scores = B * cfg.block_size**2 / 2 * C  # that the mask leaves, times C
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes, self.pieces = passes(cfg, self.speeds), self.pieces_of_rows()
-        attention, norm = self.attention_forward_s(), self.pass_s("norm forward")
-        rope = self.pass_s("rotary") if cfg.position == "rope" else 0.0
-        qkv, fc1 = self.matmul_s(C, C), self.matmul_s(4 * C, C)
-        gather = self.exposed_s(3 * qkv, "gather")
-        self.groups_s = {"ln1_out": norm, "q": gather / 3 + qkv + rope, "k": gather / 3 + qkv + rope, "v": gather / 3 + qkv,
-                         "mid": self.into_residual_s(C), "ln2_out": norm, "fc1_out": fc1 + self.exposed_s(fc1, "gather"),
-                         "gelu_out": self.pass_s("gelu forward", 8)}
+        attention = self.attention_forward_s()
+        self.groups_s = {group: self.operation_s(op) for group, op in self.layer.groups.items()}
         self.attention_s = attention + self.pass_s("copy", 2)  # into attn_out
-        self.forward_s = sum(self.groups_s.values()) + self.attention_s + self.into_residual_s(4 * C)
+        self.forward_s = sum(self.groups_s.values()) + self.attention_s + self.operation_s(self.layer.output)
         self.backward_s = self.backward()
         self.attention_kernels_s = sum(self.kernels_s())
         in_attention = attention + self.attention_backward_s() - self.attention_kernels_s
-        forward = gather + sum(self.exposed_s(s, op) for s, op in (
-            (qkv, "scatter"), (fc1, "gather"), (self.matmul_s(C, 4 * C), "scatter")))
-        self.messages_s = forward + self.exposed_in_backward_s() + in_attention
+        before, after = (sum(map(self.message_s, half)) for half in self.halves())
+        self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
+
+    def halves(self):
+        """The products before attention and behind it, each input of several of them once: [[operations of
+        one input]]."""
+        halves, attention = ([], []), False
+        for op in [*self.layer.groups.values(), self.layer.output]:
+            attention = attention or op.reads == ATTENTION
+            if op.kind not in ("column", "row"):
+                continue
+            half = halves[attention]
+            if half and op.kind == "column" and half[-1][0].reads == op.reads:
+                half[-1].append(op)
+            else:
+                half.append([op])
+        return halves
+
+    def together(self, op):
+        """The operations that share the message of op's input."""
+        return next(ops for half in self.halves() for ops in half if op in ops)
+
+    def message_s(self, ops):
+        """Exposed seconds of the message of operations with one input."""
+        gathers = ops[0].kind == "column"
+        return self.exposed_s(len(ops) * self.product_s(ops[0]), "gather" if gathers else "scatter")
+
+    def product_s(self, op):
+        return self.matmul_s(op.gives, op.takes)
+
+    def operation_s(self, op):
+        """Of all rows."""
+        if op.kind == "norm":
+            return self.pass_s("norm forward")
+        if op.kind == "activation":
+            return self.pass_s("gelu forward", (op.takes + op.gives) // self.C)
+        if op.kind == "row":  # residual + x w^T: each of the tp ranks has a part of the sum
+            copied = self.pass_s("copy", 3) if self.tp > 1 else 0.0
+            return self.product_s(op) + self.message_s([op]) + copied
+        ops = self.together(op)
+        rotary = self.pass_s("rotary") if op.rotary else 0.0
+        return self.message_s(ops) / len(ops) + self.product_s(op) + rotary
 
     def kernels_s(self):
         """Of attention (forward, backward) on this rank's share of the scores."""
@@ -59,7 +95,8 @@ class Layer:
                 for way, part in (("forward", 1.0), ("backward", 2.5))]
 
     def matmul_s(self, gives, takes):
-        """All rows times a weight that `takes` so many columns and `gives` so many, one of them split among the tp ranks."""
+        """All rows times a weight that `takes` so many columns and `gives` so many, one of them split among
+        the tp ranks."""
         weights = gives * takes / self.tp
         return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
 
@@ -69,12 +106,13 @@ class Layer:
 
     def pieces_of_rows(self):
         """Of a rank's own rows, as tp.in_turns cuts them on a GPU."""
-        return max(1, min(self.rows // self.tp // ROWS, max(2, -(-2 * self.rows // CHUNK_ROWS))))
+        return max(1, min(self.rows // self.tp // SPLIT_ROWS, max(2, -(-2 * self.rows // CHUNK_ROWS))))
 
     def exposed_s(self, compute_s, *messages):
-        """Exposed seconds of gathers and scattered sums of all rows beside so much computing, by pieces of rows, two under
-        way: at best the first message of the first piece, and what takes longer than the computing. How far it gets there is
-        the machine's "hidden"; on a CPU, and where it is not known, nothing hides."""
+        """Exposed seconds of gathers and scattered sums of all rows beside so much computing, by pieces of
+        rows, two under way: at best the first message of the first piece, and what takes longer than the
+        computing. How far it gets there is the machine's "hidden"; on a CPU, and where it is not known,
+        nothing hides."""
         if self.tp == 1:
             return 0.0
         seconds = [self.machine.message_s(op, self.u * (self.tp - 1), self.tp) for op in messages]
@@ -82,25 +120,30 @@ class Layer:
         best = seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
         return sum(seconds) - hidden * max(0.0, sum(seconds) - best)
 
-    def into_residual_s(self, takes):
-        """residual + x w^T: each of the tp ranks has a part of the sum."""
-        matmul = self.matmul_s(self.C, takes)
-        return matmul + self.exposed_s(matmul, "scatter") + (self.pass_s("copy", 3) if self.tp > 1 else 0.0)
-
     def exposed_in_backward_s(self):
-        """Of gathers of dy, ln2_out, dy and a scattered sum; of a gather of ln1_out and a scattered sum."""
-        one, four = 2 * self.matmul_s(self.C, self.C), 2 * self.matmul_s(4 * self.C, self.C)
-        return self.exposed_s(2 * four + one, "gather", "gather", "scatter", "gather") + self.exposed_s(3 * one, "gather",
-                                                                                                     "scatter")
+        """The half behind attention, then the one before it, each from its last product to its first. A row
+        product gathers its gradient; column products of one input gather that input again and scatter the sum
+        of its gradients."""
+        seconds = 0.0
+        for half in reversed(self.halves()):
+            messages = [m for ops in reversed(half) for m in (("gather", "scatter") if ops[0].kind == "column" else ("gather",))]
+            products = fsum(self.product_s(op) for ops in half for op in ops)
+            seconds += self.exposed_s(2 * products, *messages)
+        return seconds
 
     def backward(self):
-        matmuls = 2 * (4 * self.matmul_s(self.C, self.C) + 2 * self.matmul_s(4 * self.C, self.C))  # dx and dw of each linear
-        passes = 2 * self.pass_s("norm backward") + self.pass_s("gelu backward", 12)
-        if self.cfg.position == "rope":
-            passes += 2 * self.pass_s("rotary")
+        ops = [*self.layer.groups.values(), self.layer.output]
+        products = fsum(self.product_s(op) for op in ops if op.kind in ("column", "row"))
+        norms = sum(op.kind == "norm" for op in ops)
+        passes = norms * self.pass_s("norm backward")
+        for op in ops:
+            if op.kind == "activation":
+                passes += self.pass_s("gelu backward", (2 * op.gives + op.takes) // self.C)
+        passes += sum(op.rotary for op in ops) * self.pass_s("rotary")
         if group_heads(self.cfg) < self.cfg.n_head // self.tp:
             passes += self.pass_s("copy", 6)  # a group's dq, dk, dv take the place of its q, k, v
-        return matmuls + passes + self.exposed_in_backward_s() + self.attention_backward_s()
+        # dx and dw of each product
+        return 2 * products + passes + self.exposed_in_backward_s() + self.attention_backward_s()
 
     # --- attention, over the ranks of cp ---
 
@@ -108,8 +151,8 @@ class Layer:
         return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.tp)
 
     def late_s(self, nbytes, block_s):
-        """What of a hop does not hide behind the block that is computed meanwhile; on a CPU, which carries the message
-        itself, nothing hides."""
+        """What of a hop does not hide behind the block that is computed meanwhile; on a CPU, which carries
+        the message itself, nothing hides."""
         return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
 
     def exchange_s(self, tensors):
@@ -123,7 +166,8 @@ class Layer:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + self.exchange_s(4)
-        # to fp32 and back; merged are all queries with an earlier rank's block, half of them with a later one's
+        # to fp32 and back; merged are all queries with an earlier rank's block, half of them with a later
+        # one's
         merge = self.pass_s("copy", 6 + 0.75 * (self.cp - 1) * self.passes["merge"])
         return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
 
@@ -139,32 +183,34 @@ class Layer:
         return kernels + merge + (self.cp - 1) * late + self.hop_s(gradients)
 
     def recompute_s(self, missing):
-        """Of these rows, {tensor: slice} as in activations.Placement.missing."""
+        """Of these rows, {tensor: slice} as in Placement.missing."""
         if not missing:
             return 0.0
         own = self.rows / self.tp
         part = {name: (r.stop - r.start) / own for name, r in missing.items()}
-        seconds = sum(part[group] * s for group, s in self.groups_s.items())
-        return seconds + (self.attention_s if part["attn_out"] else 0.0)
+        seconds = sum(part.get(group, 0.0) * s for group, s in self.groups_s.items())
+        return seconds + (self.attention_s if part.get(ATTENTION) else 0.0)
 
 
 def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
-    """(forward, backward, stall) seconds of all layers: the schedule of swap/buffers.py, event by event. recompute_s(i): of
-    layer i."""
-    L, n = placement.n_layer, placement.n_buffers
-    copy_s = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values()) / bytes_per_s for i in range(L)]
-    now, stall, offloaded = 0.0, 0.0, []
-    for i in range(L):
-        start = max(now, offloaded[i - n] if i >= n else 0.0)
-        stall, now = stall + start - now, start + forward_s
-        offloaded.append(max(now, offloaded[-1] if offloaded else 0.0) + copy_s[i] if copy_s[i] else 0.0)
-    forward, prefetched, last = now, {}, 0.0
-    for i in reversed(range(L)):
-        start = max(now, prefetched.get(i, 0.0))
-        stall, now = stall + start - now, start + recompute_s(i) + backward_s
-        if i >= n and copy_s[i - n]:
-            last = prefetched[i - n] = max(now, last, offloaded[i - n]) + copy_s[i - n]
-    return forward, now - forward, stall
+    """(forward, backward, stall) seconds of all layers, as the schedule runs. recompute_s(i): of layer i."""
+    copied = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values()) for i in range(placement.n_layer)]
+
+    def seconds(step):
+        i, _ = step.unit
+        match step.kind:
+            case "forward":
+                return forward_s
+            case "recompute":
+                return recompute_s(i)
+            case "backward":
+                return backward_s
+            case "offload" | "prefetch":
+                return copied[i] / bytes_per_s
+        return 0.0  # embedding and head are counted by themselves
+    times = times_of(schedule(placement.fates, placement.n_layer), seconds)
+    forward = times.spans["forward", (placement.n_layer - 1, 0)][1]
+    return forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s
 
 
 def head_s(cfg, machine, itemsize):

@@ -53,8 +53,9 @@ def layouts(cfg, machine, world):
 
 
 def search(cfg, machine, world, arena=traced_arena, best=5):
-    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`. Where none
-    fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
+    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`.
+    Where none fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all
+    for so many ranks."""
     every, judged, seen = [*layouts(cfg, machine, world)], 0, set()
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest looked at closely"):
         found = []
@@ -82,8 +83,8 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
 
 
 def longest(cfg, machine, world, arena=traced_arena):
-    """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp up to LONGEST; None where not one of
-    them does."""
+    """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp up to LONGEST; None
+    where not one of them does."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
 
     def of(n, arena):
@@ -118,8 +119,8 @@ def at_its_end(got):
 
 
 def remedies(got, most=3):
-    """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last one a shorter
-    context."""
+    """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last
+    one a shorter context."""
     cfg, machine, world, cpu = got.cfg, got.machine, got.world, dict(optimizer_device="cpu")
     changes = [dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
                dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
@@ -149,8 +150,8 @@ KNOBS = {"params": "--tp", "optimizer": "--optimizer_device=cpu, or more ranks",
 
 
 def explain(expected, region, capacity, text):
-    """The line on a run that found no memory for `region`: what was expected of it, the knob, the longest context.
-    `capacity`: the device's bytes that other processes leave, None where it is the host."""
+    """The line on a run that found no memory for `region`: what was expected of it, the knob, the longest
+    context. `capacity`: the device's bytes that other processes leave, None where it is the host."""
     line = f"out of memory ({text}) while the region {region} grew"
     if expected is None:
         return f"{line}; try {KNOBS[region]}, or a smaller --block_size"

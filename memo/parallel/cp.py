@@ -1,10 +1,11 @@
 """Context parallelism: each of cp ranks holds T = S/cp tokens of every sequence, and attention goes round.
 
-Ring: in a zigzag rank r holds the chunks r and 2cp-1-r of 2cp, so that every rank has the same causal work. While a rank
-attends to one block of keys and values the next one travels; partial results are merged through the logsumexp, in fp32.
-In the backward the gradients of keys and values travel with their block and are home after one round.
-Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its logsumexp stays (B, H/cp, S).
-Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here makes the host wait for a GPU.
+Ring: in a zigzag rank r holds the chunks r and 2cp-1-r of 2cp, so that every rank has the same causal work.
+While a rank attends to one block of keys and values the next one travels; partial results are merged through
+the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block and are home
+after one round. Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its
+logsumexp stays (B, H/cp, S). Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here
+makes the host wait for a GPU.
 """
 
 from functools import partial
@@ -24,8 +25,9 @@ def held(S, axis, kind):
 # --- ring ---
 
 def parts(source, rank, T):
-    """(queries, keys, causal) that meet while the block of rank `source` is here: the rank's own block under the mask; of an
-    earlier rank's its first half, seen by all queries; all of a later rank's, seen by the second half of the queries."""
+    """(queries, keys, causal) that meet while the block of rank `source` is here: the rank's own block under
+    the mask; of an earlier rank's its first half, seen by all queries; all of a later rank's, seen by the
+    second half of the queries."""
     everything, half = slice(None), T // 2
     if source == rank:
         return everything, everything, True
@@ -96,7 +98,8 @@ def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
 
 
 def across(attention, axis, kind, merge):
-    """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an ops.Ops."""
+    """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
+    ops.Ops."""
     if axis.size == 1:
         return attention
     if kind == "ring":

@@ -1,15 +1,17 @@
-"""Tensor parallelism with Megatron's sequence parallelism: linears, embedding and the vocabulary's softmax, each a pair of
-x_forward / x_backward, over the tp ranks of an Axis.
+"""Tensor parallelism with Megatron's sequence parallelism: linears, embedding and the vocabulary's softmax,
+each a pair of x_forward / x_backward, over the tp ranks of an Axis.
 
-The tokens of a rank group are dealt out in turns: token t belongs to rank t % tp. Norms, residuals and biases behind a sum
-see a rank's own n = N/tp rows (n, C). What is split by heads or by columns has all N rows, seen as (n, tp, width), so that a
-range of own rows is a range of all ranks' rows too, and the order of the rows is the order of the tokens. In between
+The tokens of a rank group are dealt out in turns: token t belongs to rank t % tp. Norms, residuals and biases
+behind a sum see a rank's own n = N/tp rows (n, C). What is split by heads or by columns has all N rows, seen
+as (n, tp, width), so that a range of own rows is a range of all ranks' rows too, and the order of the rows is
+the order of the tokens. In between
 
     gather        (n, C) of every rank -> (tp, n, C); row i of rank r is token i * tp + r
     scatter_sum   (tp, n, C), partial sums of every rank -> (n, C)
 
-With one rank all this is a view. What is done row by row is done piece by piece, and on GPUs two pieces of rows are under
-way at once: the messages of one travel while the other computes. Source: MEMO 3.1, Megatron-LM (arXiv 2205.05198).
+With one rank all this is a view. What is done row by row is done piece by piece, and on GPUs two pieces of
+rows are under way at once: the messages of one travel while the other computes. Source: MEMO 3.1, Megatron-LM
+(arXiv 2205.05198).
 """
 
 from collections import deque
@@ -17,9 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from memo.flat import split_dim
-from memo.layer import CHUNK_ROWS
-from memo.swap.alpha import ROWS
+from memo.layer import CHUNK_ROWS, SPLIT_ROWS
 
 aten = torch.ops.aten
 
@@ -27,12 +27,13 @@ aten = torch.ops.aten
 # --- what is done row by row is done piece by piece ---
 
 def cut(first, end, ranks=1, at_once=1):
-    """Slices of a rank's own rows first..end, nearly equal, at least `at_once` of them, so many of which together have
-    CHUNK_ROWS rows of `ranks` ranks or less (each rounded up to ROWS own ones); but never of fewer than ROWS own ones out of
-    more, whose products would differ in their bits from those of the whole."""
-    whole = (end - first) // ROWS
+    """Slices of a rank's own rows first..end, nearly equal, at least `at_once` of them, so many of which
+    together have CHUNK_ROWS rows of `ranks` ranks or less (each rounded up to SPLIT_ROWS own ones); but never
+    of fewer than SPLIT_ROWS own ones out of more, whose products would differ in their bits from those of the
+    whole."""
+    whole = (end - first) // SPLIT_ROWS
     n = max(1, min(whole, max(at_once, -(-(end - first) * ranks * at_once // CHUNK_ROWS))))
-    edges = [first - (-i * whole // n) * ROWS for i in range(n)] + [end]
+    edges = [first - (-i * whole // n) * SPLIT_ROWS for i in range(n)] + [end]
     return [slice(*edge) for edge in pairwise(edges)]
 
 
@@ -43,13 +44,15 @@ def chunks(*tensors, ranks=1):
 
 
 def pieces_at_once(axis, device):
-    """Pieces of rows under way at once: two where messages travel beside the computing; a CPU carries them itself."""
+    """Pieces of rows under way at once: two where messages travel beside the computing; a CPU carries them
+    itself."""
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
 def in_turns(axis, device, first, end, work):
-    """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a message of its
-    own is on its way: meanwhile the other piece under way computes. What pieces add to a tensor they add in their order."""
+    """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a
+    message of its own is on its way: meanwhile the other piece under way computes. What pieces add to a
+    tensor they add in their order."""
     at_once, under_way = pieces_at_once(axis, device), deque()
 
     def go_on(piece):
@@ -65,9 +68,9 @@ def in_turns(axis, device, first, end, work):
 
 # --- parameters ---
 
-def local(name, whole, axis):
-    """This rank's part of a parameter, a view."""
-    return whole if split_dim(name) is None else whole.chunk(axis.size, split_dim(name))[axis.rank]
+def local(whole, split_dim, axis):
+    """This rank's part of a parameter that the ranks share along `split_dim`, a view."""
+    return whole if split_dim is None else whole.chunk(axis.size, split_dim)[axis.rank]
 
 
 # --- products, of the rows of all tp ranks at once ---
@@ -107,7 +110,8 @@ def column_linear_forward(x, w, b, out):  # (tp, n, I), (O/tp, I), (O/tp,) or No
 
 
 def column_linear_backward(axis, dys, x, ws, dws, dbs):
-    """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses x up."""
+    """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses
+    x up."""
     for dy, dw, db in zip(dys, dws, dbs, strict=True):
         bias_backward(dy.flatten(0, 1), db)
         for dy_, x_ in zip(dy.unbind(1), x, strict=True):
@@ -144,7 +148,8 @@ def row_linear_backward(dy, x, w, dw, out):  # (tp, n, C) -> dx (n, tp, I/tp); `
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
 
 def own_ids(axis, ids, V):
-    """Of token ids those among this rank's V, counted from its first, and the others as any of them; and which are which."""
+    """Of token ids those among this rank's V, counted from its first, and the others as any of them; and
+    which are which."""
     ids = ids - axis.rank * V
     return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)
 

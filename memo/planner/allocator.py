@@ -1,9 +1,10 @@
-"""Record and replay of memory requests inside torch's allocator interface: the Python side of memo/planner/allocator.cpp.
+"""Record and replay of memory requests inside torch's allocator interface: the Python side of
+memo/planner/allocator.cpp.
 
-The requests of a segment (a layer's forward, say) that has no plan are served by torch and recorded, once. Those of a
-segment that has one get their planned addresses in the arena. A request that the plan does not have, or whose place
-is still taken, is a miss: torch serves it, it is counted and reported once for each segment. What is requested outside the
-segments never comes near the plan. Source: MEMO 4.3.3.
+The requests of a segment (a layer's forward, say) that has no plan are served by torch and recorded, once.
+Those of a segment that has one get their planned addresses in the arena. A request that the plan does not
+have, or whose place is still taken, is a miss: torch serves it, it is counted and reported once for each
+segment. What is requested outside the segments never comes near the plan. Source: MEMO 4.3.3.
 """
 
 import ctypes
@@ -38,8 +39,8 @@ class Unavailable(RuntimeError):
 
 
 def compiled(folder, *flags):
-    """The path of the compiled library in `folder`; g++ builds it in a few seconds the first time. Errors: Unavailable,
-    OSError where the folder cannot be used."""
+    """The path of the compiled library in `folder`; g++ builds it in a few seconds the first time. Errors:
+    Unavailable, OSError where the folder cannot be used."""
     where = Path(torch.__file__).parent
     command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}", f"-L{where / 'lib'}",
                "-lc10", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
@@ -61,8 +62,8 @@ def compiled(folder, *flags):
 
 
 def loaded(path):
-    """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError where it is
-    another one."""
+    """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError
+    where it is another one."""
     descriptor = opened(path)
     try:
         if not ours_alone(os.fstat(descriptor)):
@@ -87,8 +88,8 @@ def loaded(path):
 
 
 def library_of(folder, *flags):
-    """The library that is kept in `folder`; what cannot be loaded, or may not be, is built again. Errors: Unavailable,
-    OSError where the folder cannot be used."""
+    """The library that is kept in `folder`; what cannot be loaded, or may not be, is built again. Errors:
+    Unavailable, OSError where the folder cannot be used."""
     path = compiled(folder, *flags)
     try:
         return loaded(path)
@@ -131,12 +132,12 @@ class NoArena:
 
 
 class Arena:
-    """The temporary tensors of one model: `run(label, work, *args)` is a segment, settle() the boundary of a step, `plans`
-    all that was planned so far, [(trace, plan)].
+    """The temporary tensors of one model: `run(label, work, *args)` is a segment, settle() the boundary of a
+    step, `plans` all that was planned so far, [(trace, plan)].
 
-    What a segment does with its tensors must stay on one stream, and on the device that was current when the plan came: a
-    place that is free may be given away at once. `guard`: on every request check all live blocks against each other, and on
-    the CPU fill what is freed with NaN. Errors: Unavailable.
+    What a segment does with its tensors must stay on one stream, and on the device that was current when the
+    plan came: a place that is free may be given away at once. `guard`: on every request check all live blocks
+    against each other, and on the CPU fill what is freed with NaN. Errors: Unavailable.
     """
 
     def __init__(self, device, solver="auto", guard=False, flags=()):
@@ -154,8 +155,8 @@ class Arena:
             raise Unavailable("this torch's allocator has another interface")
 
     def run(self, label, work, *args):
-        """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do not nest. A
-        closed arena leaves them to torch."""
+        """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do
+        not nest. A closed arena leaves them to torch."""
         if not self.close.alive:
             return work(*args)
         if " ".join(label.split()) != label or not label or "#" in label:
@@ -171,20 +172,21 @@ class Arena:
             self.lib.memo_end(failed)
 
     def stats(self, reset_peak=False):
-        """Stats since the start; peak_bytes since it was last reset: the highest byte used of the arena, and in a segment
-        that is being recorded the most bytes in use."""
+        """Stats since the start; peak_bytes since it was last reset: the highest byte used of the arena, and
+        in a segment that is being recorded the most bytes in use."""
         out = (ctypes.c_int64 * len(Stats._fields))()
         if self.close.alive:
             self.lib.memo_stats(self.handle, reset_peak, out)
         return Stats(*out)
 
     def recorded(self):
-        """The Trace of all segments recorded since the last call; what is not freed by now outlives the step."""
+        """The Trace of all segments recorded since the last call; what is not freed by now outlives the
+        step."""
         return parse_trace(self.lib.memo_log(self.handle).decode(), "recorded").settled()
 
     def settle(self):
-        """To be called between two steps: plans what was recorded in the last one, warns of what missed its plan. -> whether
-        there is a new plan."""
+        """To be called between two steps: plans what was recorded in the last one, warns of what missed its
+        plan. -> whether there is a new plan."""
         for line in self.lib.memo_misses(self.handle).decode().splitlines():
             print(f"warning: memory plan: {line}; torch serves what the plan does not have", file=sys.stderr)
         if not self.stats().log_chars:
@@ -203,7 +205,8 @@ class Arena:
         self.plans.append(Planned(trace, plan))
 
     def install(self, plan):
-        """From now on the segments of `plan` get its addresses. Errors: Unavailable: no memory for the arena."""
+        """From now on the segments of `plan` get its addresses. Errors: Unavailable: no memory for the
+        arena."""
         if plan.arena_bytes > (before := self.stats().arena_bytes):
             self.lib.memo_reserve(self.handle, 0)
             if self.device.type == "cuda":

@@ -1,16 +1,20 @@
-"""What torch's caching allocator would do with a step's requests: a simulation, without torch and without a GPU.
+"""What torch's caching allocator would do with a step's requests: a simulation, without torch and without a
+GPU.
 
-It follows the rules of c10/cuda/CUDACachingAllocator.cpp (the sizes, in torch 2.13: c10/core/AllocatorConfig.h) as they
-are by default: no expandable segments, no limit to splitting, no rounding up to powers of two. All is on one stream.
+It follows the rules of c10/cuda/CUDACachingAllocator.cpp (the sizes, in torch 2.13:
+c10/core/AllocatorConfig.h) as they are by default: no expandable segments, no limit to splitting, no rounding
+up to powers of two. All is on one stream.
 
     rounding     a request is rounded up to 512 bytes
     pools        rounded requests up to 1 MiB share segments of 2 MiB; those below 10 MiB make segments of 20 MiB; greater
-                 ones get a segment of their own, rounded up to 2 MiB. The first are the small pool, the others the large
+                 ones get a segment of their own, rounded up to 2 MiB. The first are the small pool, the
+                 others the large
     best fit     the smallest free block of the pool that is large enough; among equals see tie_rule()
     splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB (large pool)
     merging      a freed block merges with its free neighbours of the same segment; the segment stays reserved
     full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc tried again. That is
-                 a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device stands still. If it fails too: OOM
+                 a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device stands still. If it fails
+                 too: OOM
 """
 
 import math
@@ -65,18 +69,20 @@ def installed_torch():
 
 
 def tie_rule(torch_version):
-    """Which of several free blocks of the same size that torch, (major, minor), takes: "address", the lowest; "segment", one
-    of the segment that was reserved first, there the lowest; "block", the one that became a block of its own first. Of a
-    block that is cut the rest remains the old one, of blocks that merge the one just freed."""
+    """Which of several free blocks of the same size that torch, (major, minor), takes: "address", the lowest;
+    "segment", one of the segment that was reserved first, there the lowest; "block", the one that became a
+    block of its own first. Of a block that is cut the rest remains the old one, of blocks that merge the one
+    just freed."""
     return "address" if torch_version < (2, 12) else "block" if torch_version < (2, 13) else "segment"
 
 
 class CachingAllocator:
-    """One device of `capacity` bytes. `malloc` returns addresses, `free` takes them. Counters: `allocated_bytes` (rounded)
-    and `reserved_bytes` now, `peak_allocated_bytes`, `peak_reserved_bytes`; `cuda_mallocs`, `reorganisations`. `ties`: a
-    tie_rule(), that of the installed torch without.
+    """One device of `capacity` bytes. `malloc` returns addresses, `free` takes them. Counters:
+    `allocated_bytes` (rounded) and `reserved_bytes` now, `peak_allocated_bytes`, `peak_reserved_bytes`;
+    `cuda_mallocs`, `reorganisations`. `ties`: a tie_rule(), that of the installed torch without.
 
-    `time` is the caller's clock; `history` lists the segments, [address, bytes, reserved at, returned at (None: never)].
+    `time` is the caller's clock; `history` lists the segments, [address, bytes, reserved at, returned at
+    (None: never)].
     """
 
     def __init__(self, capacity=None, ties=None):
@@ -166,7 +172,8 @@ class CachingAllocator:
         return block
 
     def place(self, nbytes):
-        """The address of a new segment: the lowest that is free. The device maps pages, so that holes cost it nothing."""
+        """The address of a new segment: the lowest that is free. The device maps pages, so that holes cost it
+        nothing."""
         address = 0
         for start, taken, *_ in self.segments:
             if address + nbytes <= start:
@@ -191,9 +198,9 @@ class CachingAllocator:
 def tensors(trace):
     """The tensors of a Trace in the order of their mallocs: Tensor(start, stop, bytes, segment, k, planned).
 
-    start and stop are request numbers; mallocs and frees count, marks do not. k is the number of the malloc in its segment.
-    What is never freed, and what outlives the step (`keep`), is freed at the end. A plan may have what a segment requests
-    and does not keep.
+    start and stop are request numbers; mallocs and frees count, marks do not. k is the number of the malloc
+    in its segment. What is never freed, and what outlives the step (`keep`), is freed at the end. A plan may
+    have what a segment requests and does not keep.
     """
     out, live, segment, k, time = [], {}, "", 0, 0
     for verb, name, nbytes in trace.events:
@@ -214,8 +221,8 @@ def tensors(trace):
 
 
 def pieces(trace):
-    """[(segment, request number at which it begins)] of a Trace, and a last one, "", at its end; "" also stands for what
-    lies between segments."""
+    """[(segment, request number at which it begins)] of a Trace, and a last one, "", at its end; "" also
+    stands for what lies between segments."""
     out, time = [("", 0)], 0
     for verb, name, _ in trace.events:
         if verb in ("begin", "end"):
@@ -233,9 +240,10 @@ def kind(segment):
 
 @dataclass(frozen=True)
 class Simulation:
-    """The caching allocator over some steps: the most bytes allocated (rounded to 512) and reserved, the reorganisations and
-    cudaMallocs. `steps` has the Rectangles of each step's tensors and `segments` those reserved, all on one clock;
-    `starts` the request number at which each step starts, and the end of the last."""
+    """The caching allocator over some steps: the most bytes allocated (rounded to 512) and reserved, the
+    reorganisations and cudaMallocs. `steps` has the Rectangles of each step's tensors and `segments` those
+    reserved, all on one clock; `starts` the request number at which each step starts, and the end of the
+    last."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -252,11 +260,12 @@ class Simulation:
 
 
 def simulate(traces, capacity=None, resident_bytes=0, planned_only=False):
-    """The Simulation of one Trace after the other, the cache kept between them: several steps, several lengths.
+    """The Simulation of one Trace after the other, the cache kept between them: several steps, several
+    lengths.
 
-    capacity: bytes of the device; None for no limit. resident_bytes of it are taken by what is not in the traces and never
-    moves (model states); they are in none of the results. planned_only: without the tensors that a plan leaves to torch.
-    Errors: OutOfMemory.
+    capacity: bytes of the device; None for no limit. resident_bytes of it are taken by what is not in the
+    traces and never moves (model states); they are in none of the results. planned_only: without the tensors
+    that a plan leaves to torch. Errors: OutOfMemory.
     """
     allocator = CachingAllocator(None if capacity is None else capacity - resident_bytes)
     steps, starts = [], [0]
@@ -280,7 +289,8 @@ def simulate(traces, capacity=None, resident_bytes=0, planned_only=False):
 
 
 def planned(trace, plan):
-    """The Rectangles of a Plan: where the tensors of the Trace lie in the arena, without what it leaves to torch."""
+    """The Rectangles of a Plan: where the tensors of the Trace lie in the arena, without what it leaves to
+    torch."""
     out = []
     for t in tensors(trace):
         requests = plan.segments.get(t.segment, ())

@@ -1,9 +1,9 @@
 """The memory plan: from the requests of a training step to an address for each of them.
 
-A Trace is the step's log, `malloc <tensor> <bytes>` and `free <tensor> <bytes>`, with `begin <segment>` and `end <segment>`
-around the pieces of the step: the embedding, a layer's forward, the head, a layer's backward, the optimizer. Level 1
-solves each piece by itself, and equal pieces (the layers) once; level 2 puts one pseudo block in the place of each and
-solves the whole step. Source: MEMO 4.2 and 4.3.2.
+A Trace is the step's log, `malloc <tensor> <bytes>` and `free <tensor> <bytes>`, with `begin <segment>` and
+`end <segment>` around the pieces of the step: the embedding, a layer's forward, the head, a layer's backward,
+the optimizer. Level 1 solves each piece by itself, and equal pieces (the layers) once; level 2 puts one
+pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 and 4.3.2.
 
     python -m memo.planner requests.log -o plan.json
 """
@@ -22,12 +22,12 @@ ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
 PLANNING_S = 10.0  # for each of a run's problems; what is found by then is used
 LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=str, seconds=float)  # of Plan.levels
 MOST_ABOVE = 2  # lower bounds that a kept arena may take: a hole in the places could make it any size. What is planned
-#                 is at its bound or a few percent above (bench/planner.py); beyond twice it is planned at every start
+# is at its bound or a few percent above (bench/planner.py); beyond twice it is planned at every start
 @dataclass(frozen=True)
 class Plan:
-    """Where each request of each segment gets its memory: request k of `segments[label]` is (bytes, offset in the arena),
-    the offset None where it is left to torch. `lower_bound` is the greatest sum of bytes in use at one time; `levels`
-    tells what was solved: [{segment, n, lower_bound, peak, proven, solver, seconds}].
+    """Where each request of each segment gets its memory: request k of `segments[label]` is (bytes, offset in
+    the arena), the offset None where it is left to torch. `lower_bound` is the greatest sum of bytes in use
+    at one time; `levels` tells what was solved: [{segment, n, lower_bound, peak, proven, solver, seconds}].
     """
 
     arena_bytes: int
@@ -55,8 +55,8 @@ class Plan:
 
 @dataclass
 class Request:
-    """One tensor to plan: request k of a segment, alive from event `lower` of the trace to `upper`. `freed_in`: the segment
-    that frees it; OUTSIDE where none does."""
+    """One tensor to plan: request k of a segment, alive from event `lower` of the trace to `upper`.
+    `freed_in`: the segment that frees it; OUTSIDE where none does."""
 
     segment: str
     k: int
@@ -85,7 +85,8 @@ def requests_of(trace):
 
 
 class Levels:
-    """Solves what it is given, equal problems once (a layer's, or a chunk's of the head), and remembers what it took."""
+    """Solves what it is given, equal problems once (a layer's, or a chunk's of the head), and remembers what
+    it took."""
 
     def __init__(self, alignment, solver, time_limit):
         self.alignment, self.how, self.solutions, self.rows = alignment, (solver, time_limit), {}, []
@@ -141,8 +142,8 @@ def compose(trace, solver, alignment, time_limit, by_segment):
 
 
 def validate_plan(trace, plan):
-    """Raises ValueError where `plan` is not one of `trace`: other segments or requests, tensors that overlap, a place for
-    what is left to torch, another lower bound."""
+    """Raises ValueError where `plan` is not one of `trace`: other segments or requests, tensors that overlap,
+    a place for what is left to torch, another lower bound."""
     requests, sizes, _ = requests_of(marked(trace))
     if {label: [n for n, _ in segment] for label, segment in plan.segments.items()} != sizes:
         raise ValueError("the plan's requests are not the trace's")
@@ -157,8 +158,8 @@ def validate_plan(trace, plan):
 
 
 def bilevel(trace, solver="auto", alignment=1, time_limit=60.0):
-    """The Plan of a trace in two levels: equal segments are solved once, then the step with a pseudo block for each.
-    Source: MEMO 4.2."""
+    """The Plan of a trace in two levels: equal segments are solved once, then the step with a pseudo block
+    for each. Source: MEMO 4.2."""
     return compose(trace, solver, alignment, time_limit, by_segment=True)
 
 
@@ -168,8 +169,8 @@ def one_level(trace, solver="auto", alignment=1, time_limit=60.0):
 
 
 def cached_plan(trace, folder, solver="auto", alignment=1, time_limit=60.0):
-    """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or None, costs
-    time only."""
+    """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or
+    None, costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {time_limit}".encode())
     for module in (__file__, problem.__file__, solvers.__file__):  # a better solver's plan is another
         key.update(Path(module).read_bytes())

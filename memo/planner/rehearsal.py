@@ -1,7 +1,9 @@
-"""The memory requests of a step: recorded from a rehearsal, or traced with torch's fake tensors, without memory or GPU."""
+"""The memory requests of a step: recorded from a rehearsal, or traced with torch's fake tensors, without
+memory or GPU."""
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,12 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from memo.backends import workspaces
 from memo.planner.trace import checked_trace
+from memo.swap.schedule import compute_only, schedule
 from memo.swap.streams import open_streams
 
 
 class Rehearsal:
-    """In the place of a model's arena while it goes through a step and an evaluation: of the segments that make the same
-    requests (the layers are identical) only the first does anything. `order`: {label: that of its first like}."""
+    """In the place of a model's arena while it goes through a step and an evaluation: of the segments that
+    make the same requests (the layers are identical) only the first does anything. `order`: {label: that of
+    its first like}."""
 
     def __init__(self, arena):
         self.arena, self.first, self.order = arena, {}, {}
@@ -24,7 +28,7 @@ class Rehearsal:
         name, _, number = label.rpartition(" ")
         kind = name if number.isdigit() else label
         if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
-            kind += str(list(args[-1].values()))
+            kind += str(args[-1])
         if kind not in self.first:
             self.first[kind] = label
             self.arena.run(label, work, *args)
@@ -32,39 +36,44 @@ class Rehearsal:
 
 
 def rehearsed_requests(model, arena):
-    """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of one layer of
-    each kind. Copies nothing; the model's gradients are zero afterwards."""
-    swap, B, T = model.swap, *model.shape
+    """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
+    one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
+    swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
-    pairs, before, model.arena = swap.pairs, model.arena, Rehearsal(arena)
-    swap.pairs = [[] for _ in pairs]
+    steps, before, model.arena = swap.steps, model.arena, Rehearsal(arena)
+    swap.follow(compute_only(steps))
     try:
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
         return arena.recorded().repeated(model.arena.order.items())
     finally:
-        swap.pairs, model.arena = pairs, before
+        swap.follow(steps)
+        model.arena = before
         swap.streams.timeline.clear()
         model.grads.zero_()
 
 
 def traced_requests(make, B, T, missing, device="meta", requests=None):
-    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as it
-    is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see Placement.missing. requests(name of
-    an operation, its arguments) -> bytes of each request of an attention kernel for itself, see kernel_requests; None
-    leaves them out."""
+    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
+    "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see
+    Placement.missing. requests(name of an operation, its arguments) -> bytes of each request of an attention
+    kernel for itself, see kernel_requests; None leaves them out."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
-        model.swap.missing = missing
+        swap = model.swap
+        swap.missing = missing
+        rebuilt = frozenset(i for i, rows in enumerate(missing) if rows)
+        swap.follow(schedule(replace(swap.placement.fates, rebuilt=rebuilt), len(missing)))
         return rehearsed_requests(model, FakeArena(requests))
 
 
 def kernel_requests(name, args, threads=1, deterministic=False, multiprocessors=0):
-    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for itself.
-    On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in torch's
-    FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and out contiguous."""
+    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for
+    itself. On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in
+    torch's FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and
+    out contiguous."""
     copies = []
     if name == "memo::attention_backward":
         kernel, (B, T, H, D) = args[0], args[1].shape
@@ -90,8 +99,8 @@ def cpu_workspace_bytes(q, k, threads, backward):
 
 
 class FakeArena(TorchDispatchMode):
-    """Records the requests of segments that run on fake tensors: those of each operation's results, and `requests`, see
-    traced_requests()."""
+    """Records the requests of segments that run on fake tensors: those of each operation's results, and
+    `requests`, see traced_requests()."""
 
     def __init__(self, requests=None):
         super().__init__()

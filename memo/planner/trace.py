@@ -21,8 +21,8 @@ class LogError(ConfigError):
 class Trace:
     """The memory requests of a step in their order: (verb, tensor, bytes), or ("begin" or "end", segment, 0).
 
-    A tensor's name may come again after its free. What is never freed lives to the end of the log; `keep` stands for the
-    malloc of a tensor that outlives the step and so is not planned.
+    A tensor's name may come again after its free. What is never freed lives to the end of the log; `keep`
+    stands for the malloc of a tensor that outlives the step and so is not planned.
     """
 
     events: tuple
@@ -44,8 +44,8 @@ class Trace:
         return out
 
     def repeated(self, order):
-        """The Trace of the segments of `order`, [(label, the label here that makes the same requests)]. What a segment does
-        not free itself outlives the step."""
+        """The Trace of the segments of `order`, [(label, the label here that makes the same requests)]. What
+        a segment does not free itself outlives the step."""
         segments, events = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}, []
         for number, (label, like) in enumerate(order):
             for verb, name, nbytes in segments[like]:
@@ -66,8 +66,9 @@ class Trace:
 
 
 def checked_trace(events, lines=None, where="requests"):
-    """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is freed twice,
-    freed before it was allocated or with other bytes, allocated twice; where segments are nested, repeated or left open."""
+    """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
+    freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
+    nested, repeated or left open."""
     live, total, segment, seen = {}, 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):
         at = f"{where}:{lines[i] if lines else i}: {verb} {name}"

@@ -1,31 +1,18 @@
 """The alpha program: how much of every layer's skeletal activations is swapped; what is not is recomputed.
 
-`paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear program, `given`
-takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO 4.1; DESIGN section 2.
+`paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear
+program, `given` takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO
+4.1.
 """
 
 from dataclasses import dataclass, replace
 from math import inf
 
 from memo.errors import ConfigError
-from memo.estimate.hardware import HOST_SHARE
-from memo.layer import TABLE
+from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
 from memo.swap.placement import Placement
 
-OTHERS = tuple(t.name for t in TABLE if t.other)
-GROUPS = {  # the "others" that are rebuilt together, from what is by then there: so what one group costs depends on no other
-    "ln1_out": ("ln1_out", "ln1_mean", "ln1_rstd"),
-    "q": ("q",),
-    "k": ("k",),
-    "v": ("v",),
-    "mid": ("mid",),
-    "ln2_out": ("ln2_out", "ln2_mean", "ln2_rstd"),
-    "fc1_out": ("fc1_out",),
-    "gelu_out": ("gelu_out",),
-}
-
-
-ROWS = 256  # swapped and recomputed rows come in multiples of this: matrix products of fewer rows may differ in their bits
+HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and whatever else the host does
 
 
 class OutOfHostMemory(ConfigError):
@@ -33,8 +20,8 @@ class OutOfHostMemory(ConfigError):
 
 
 def granted(host_memory_gb, there_bytes, reserved, where):
-    """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved` bytes. Errors:
-    OutOfHostMemory: more than that asked for. `where`: words for what is there."""
+    """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved`
+    bytes. Errors: OutOfHostMemory: more than that asked for. `where`: words for what is there."""
     most = max(0, int(there_bytes * HOST_SHARE) - reserved)
     if host_memory_gb == "auto":
         return most
@@ -49,7 +36,7 @@ def granted(host_memory_gb, there_bytes, reserved, where):
 class Problem:
     """What the program needs to know of one rank."""
 
-    nbytes: dict  # {skeletal tensor: bytes of one layer}, all of activations.TABLE
+    tensors: dict[str, Tensor]  # all skeletal tensors of one layer
     n_layer: int
     forward_s: float  # one layer's forward
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
@@ -62,8 +49,17 @@ class Problem:
         return max(0, self.n_layer - self.n_buffers)
 
     @property
+    def nbytes(self):
+        return {name: t.nbytes for name, t in self.tensors.items()}
+
+    @property
+    def others(self):
+        """The tensors that need not be swapped."""
+        return [name for name, t in self.tensors.items() if t.group]
+
+    @property
     def others_bytes(self):
-        return sum(self.nbytes[name] for name in OTHERS)
+        return sum(t.nbytes for t in self.tensors.values() if t.group)
 
     @property
     def always_bytes(self):
@@ -73,15 +69,17 @@ class Problem:
     @property
     def least_device_bytes(self):
         """Of two buffers and three inputs at alpha = 0."""
-        return 2 * self.always_bytes + self.nbytes["x"] + self.others_bytes
+        return 2 * self.always_bytes + self.nbytes[INPUT] + self.others_bytes
 
     @property
     def limits(self):
-        """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone allows. At most 1.
+        """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone
+        allows. At most 1.
 
-        Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for alpha = 0.
-        The copies of the L - n swapped layers, one after the other from the end of the first layer on, must be done when
-        the last layer starts: L - 2 layers' time. With the paper's n = 2 that is a layer's time for each.
+        Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for
+        alpha = 0. The copies of the L - n swapped layers, one after the other from the end of the first layer
+        on, must be done when the last layer starts: L - 2 layers' time. With the paper's n = 2 that is a
+        layer's time for each.
         """
         always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
         device = {}
@@ -123,7 +121,7 @@ def what_set_it(cfg, plan, n_swapped):
 
 def plan(problem, fractions):
     """The SwapPlan of these fractions, whether or not its copies hide."""
-    layers, x, limits = problem.swapped_layers, problem.nbytes["x"], problem.limits
+    layers, x, limits = problem.swapped_layers, problem.nbytes[INPUT], problem.limits
     others = sum(f * problem.nbytes[name] for name, f in fractions.items())
     layer = problem.always_bytes + int(others)
     lacking = layers * layer - problem.host_bytes
@@ -137,30 +135,33 @@ def plan(problem, fractions):
 def paper(problem):
     """The SwapPlan with one alpha for all tensors, the largest under all limits. Source: MEMO 4.1.
 
-    Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they are over the
-    host limit some layers keep only x.
+    Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they
+    are over the host limit some layers keep only x.
     """
-    return plan(problem, dict.fromkeys(OTHERS, problem.largest_alpha))
+    return plan(problem, dict.fromkeys(problem.others, problem.largest_alpha))
 
 
 def per_tensor(problem, recompute_s):
-    """The SwapPlan that saves the most recompute seconds under the limits of `paper`. Source: DESIGN section 2.
+    """The SwapPlan that saves the most recompute seconds under the limits of `paper`.
 
-    recompute_s: {group of GROUPS: seconds to rebuild all rows of it in one layer}. The limits are all of the same sum of
-    bytes, so the linear program is a knapsack: first what saves most per byte, the last one in part.
+    recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
+    the same sum of bytes, so the linear program is a knapsack: first what saves most per byte, the last one
+    in part.
     """
     room, fractions = problem.largest_alpha * problem.others_bytes, {}
-    nbytes = {group: sum(problem.nbytes[n] for n in tensors) for group, tensors in GROUPS.items()}
-    for group in sorted(GROUPS, key=lambda g: recompute_s[g] / nbytes[g], reverse=True):
+    groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
+    nbytes = {group: sum(nbytes_of[n] for n in names) for group, names in groups.items()}
+    for group in sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True):
         f = min(1.0, room / nbytes[group]) if recompute_s[group] > 0 else 0.0
         room = max(0.0, room - f * nbytes[group])
-        fractions |= dict.fromkeys(GROUPS[group], f)
+        fractions |= dict.fromkeys(groups[group], f)
     return plan(problem, fractions)
 
 
 def given(problem, alpha, block_size, multiple=1):
-    """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot hold it."""
-    chosen = plan(problem, dict.fromkeys(OTHERS, float(alpha)))
+    """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot
+    hold it."""
+    chosen = plan(problem, dict.fromkeys(problem.others, float(alpha)))
     if chosen.input_only_layers:
         limit = problem.limits["host"]
         longest = largest_block_size(problem, block_size, multiple, alpha)
@@ -179,8 +180,8 @@ def out_of_host_memory(problem, what, layer_bytes, remedy):
 
 
 def rows(fraction, n_rows, granularity):
-    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down, that leaves at least as
-    many; at 1 all of them."""
+    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down, that
+    leaves at least as many; at 1 all of them."""
     if fraction >= 1:
         return n_rows
     most = max(0, n_rows - granularity)
@@ -188,14 +189,14 @@ def rows(fraction, n_rows, granularity):
 
 
 def largest_block_size(problem, block_size, multiple=1, alpha=None):
-    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of all layers;
-    or x, attn_out and `alpha` of the others.
+    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of
+    all layers; or x, attn_out and `alpha` of the others.
 
     `block_size`: that of problem.nbytes. Infinite where no layer is swapped.
     """
     if not problem.swapped_layers:
         return inf
-    layer = problem.nbytes["x"] if alpha is None else problem.always_bytes + int(alpha * problem.others_bytes)
+    layer = problem.nbytes[INPUT] if alpha is None else problem.always_bytes + int(alpha * problem.others_bytes)
     tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * layer)
     return tokens // multiple * multiple
 
@@ -206,28 +207,31 @@ def copies(cfg):
 
 
 def n_buffers(cfg, problem, spare_bytes, cpu=False):
-    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are left for them.
+    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are
+    left for them.
 
-    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken; with
-    alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy frees nothing and
-    takes the time of the cores that compute. Where all do not fit there, the host's limit alone bounds the two.
+    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken;
+    with alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy
+    frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
+    alone bounds the two.
     """
-    fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes["x"]) // sum(problem.nbytes.values()))
+    fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes[INPUT]) // sum(problem.nbytes.values()))
     if fit <= 2 or (fit < cfg.n_layer and (cpu or cfg.alpha_mode == "paper")):
         return 2, inf if cpu else spare_bytes
     return fit, inf
 
 
 def place(cfg, problem, n_rows, recompute_s=None):
-    """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and cfg.alpha_mode made
-    rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it.
+    """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
+    cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
+    per_tensor, which needs it.
 
     Errors: OutOfHostMemory, before anything is allocated.
     """
     L, N = problem.n_layer, n_rows
     if cfg.activation == "keep":
         return Placement(L, L, N), None
-    only_input = {t.name: N if t.name == "x" else 0 for t in TABLE}
+    only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
     if cfg.activation == "recompute":
         return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
     if not cfg.finds_alpha:
@@ -237,10 +241,10 @@ def place(cfg, problem, n_rows, recompute_s=None):
     else:
         chosen = paper(problem)
     if not chosen.fits:
-        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes["x"],
+        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes[INPUT],
                                  "the largest block_size that fits is "
                                  f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
-    granularity = max(1, min(ROWS, N // 16))
-    kept = {t.name: rows(chosen.fractions.get(t.name, 1), N, granularity) for t in TABLE}
-    chosen = replace(plan(problem, {name: kept[name] / N for name in OTHERS}), binds=chosen.binds)
+    granularity = max(1, min(SPLIT_ROWS, N // 16))
+    kept = {name: rows(chosen.fractions.get(name, 1), N, granularity) for name in problem.tensors}
+    chosen = replace(plan(problem, {name: kept[name] / N for name in problem.others}), binds=chosen.binds)
     return Placement(L, min(L, problem.n_buffers), N, kept, chosen.input_only_layers), chosen

@@ -1,21 +1,20 @@
-"""Rounding buffers, host slab, and the schedule that moves skeletal activations between them while the GPU computes.
-
-    forward    layer i computes in buffer i % n; then the offload stream copies what survives of it to the slab while
-               the next layers compute
-    backward   the last n layers are still in their buffers; when layer i is done, the prefetch stream refills its
-               buffer with layer i - n while the layers between compute
-
-`memo` and `swap` have n = 2 (or more where the device has room), `keep` has n = L and `recompute` n = 1: then nothing
-is copied. Source: MEMO 4.1 and 4.3.2; DESIGN section 3.
+"""Rounding buffers, the host slab, and the copies between them: the memory that a schedule of steps is
+executed in. Source: MEMO 4.1 and 4.3.2.
 """
 
 from types import SimpleNamespace
 
 import torch
 
-from memo.layer import layout
+from memo.layer import INPUT, Layer
+from memo.swap.placement import Placement
+from memo.swap.schedule import Step, schedule
 from memo.swap.slab import HostSlab
 from memo.swap.streams import Event, close_streams, open_streams
+from memo.swap.validator import validate_schedule
+
+# what a wait for a step of this kind is called in the timeline
+EVENT_NAMES = {"forward": "computed", "offload": "offloaded", "backward": "done", "prefetch": "prefetched"}
 
 
 def copy_bytes(pairs):
@@ -27,16 +26,17 @@ def copy_bytes(pairs):
 class Swap:
     """The activations of all layers of a (B, T) batch that tp ranks share, placed as `placement` says.
 
-    `layers[i]`: the skeletal tensors of layer i, views of its buffer. `x[i]`: (n, C), the input of layer i, and x[L] the
-    output of the last; in the backward their places hold the gradients of the same tensors. `missing[i]`: {tensor: the
-    rows to recompute}. The caller brackets each layer's forward with before_forward and after_forward, and so
-    on; nothing is allocated and the host waits for nothing (but on the CPU, which is its own device).
-    Errors: OutOfHostMemory.
+    `tensors`: {name: Tensor} of one layer. `layers[i]`: the skeletal tensors of layer i, views of its buffer.
+    `x[i]`: (n, C), the input of layer i, and x[L] the output of the last layer; in the backward their places
+    hold the gradients of the same tensors. `missing[i]`: {tensor: the rows to recompute}. `steps`: the
+    schedule; whoever executes it hands each step to launch(). Nothing is allocated by then, and the host
+    waits for nothing (but on the CPU, which is its own device). Errors: OutOfHostMemory.
     """
 
-    def __init__(self, placement, B, T, C, H, dtype, device, tp=1, streams=None, pin=True):
+    def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype, device, tp=1, streams=None,
+                 pin=True):
         p = self.placement = placement
-        tensors = layout(B, T, C, H, dtype.itemsize, tp)
+        tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
         nbytes = p.buffer_bytes(tensors)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         self.streams = streams or open_streams(device)
@@ -44,60 +44,52 @@ class Swap:
 
         def view(name, buffer):
             t = tensors[name]
-            shift = t.nbytes if name == "x" else t.nbytes * p.shift(name) // p.n_rows
+            shift = t.nbytes if name == INPUT else t.nbytes * p.shift(name) // p.n_rows
             flat = self.buffers[name][buffer * shift:buffer * shift + t.nbytes]
             return flat.view(torch.float32 if t.fp32 else dtype).view(t.shape)
-        self.x = [view("x", i % p.n_inputs) for i in range(p.n_layer + 1)]
-        self.layers = [SimpleNamespace(**{name: view(name, i % p.n_buffers) for name in tensors if name != "x"}, x=self.x[i])
+        self.x = [view(INPUT, i % p.n_inputs) for i in range(p.n_layer + 1)]
+        others = [name for name in tensors if name != INPUT]
+        self.layers = [SimpleNamespace(x=self.x[i], **{name: view(name, i % p.n_buffers) for name in others})
                        for i in range(p.n_layer)]
         self.missing = [p.missing(i) for i in range(p.n_layer)]
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
-        self.pairs = self.swapped_pairs(tensors)
-        self.computed, self.offloaded, self.done, self.prefetched = (
-            [Event(f"{name} {i}") for i in range(p.n_layer)] for name in ("computed", "offloaded", "done", "prefetched"))
+        self.pairs = self.swapped_pairs()
+        self.follow(schedule(p.fates, p.n_layer))
+        validate_schedule(self.steps, p.fates, p.n_layer)
 
-    def swapped_pairs(self, tensors):
+    def follow(self, steps: list[Step]):
+        """Makes `steps` the schedule."""
+        self.steps = steps
+        awaited = [key for step in steps for key in step.waits]
+        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {unit[0]}") for kind, unit in awaited}
+
+    def swapped_pairs(self):
         """Of each layer [(bytes on the device, their bytes in the slab)]; empty where nothing is copied."""
         pairs, end = [], 0
         for i, layer in enumerate(self.layers):
             pairs.append([])
-            for name, (first, n) in self.placement.swapped(i, tensors).items():
+            for name, (first, n) in self.placement.swapped(i, self.tensors).items():
                 flat = getattr(layer, name).view(-1).view(torch.uint8)
                 pairs[i] += self.slab.pairs(end, flat[first:first + n])
                 end += n
         return pairs
 
-    # --- forward ---
-
-    def before_forward(self, i):
-        j = i - self.placement.n_buffers
-        if j >= 0 and self.pairs[j]:
-            # protects layer j: its copy still reads the buffer (and the input) that layer i is about to write
-            self.streams.compute.wait(self.offloaded[j])
-
-    def after_forward(self, i):
-        if self.pairs[i]:
-            self.streams.compute.record(self.computed[i])
-            # protects the slab from a layer i that is not computed yet
-            self.streams.offload.wait(self.computed[i])
-            self.streams.offload.launch(f"offload {i}", copy_bytes, [(host, device) for device, host in self.pairs[i]])
-            self.streams.offload.record(self.offloaded[i])
-
-    # --- backward ---
-
-    def before_backward(self, i):
-        if self.pairs[i]:
-            # protects layer i's recompute and backward from a buffer that is not refilled yet
-            self.streams.compute.wait(self.prefetched[i])
-
-    def after_backward(self, i):
-        j = i - self.placement.n_buffers
-        if j >= 0 and self.pairs[j]:
-            self.streams.compute.record(self.done[i])
-            # protects layer i: its backward still reads the buffer that layer j's copy is about to fill
-            self.streams.prefetch.wait(self.done[i])
-            self.streams.prefetch.launch(f"prefetch {j}", copy_bytes, self.pairs[j])
-            self.streams.prefetch.record(self.prefetched[j])
+    def launch(self, step: Step, label=None, work=None, *args):
+        """Hands `step` to its stream: behind the steps that it waits for, and noted for those that wait for
+        it. work(*args): what a step of the compute stream does."""
+        stream = getattr(self.streams, step.stream)
+        for key in step.waits:
+            stream.wait(self.events[key])
+        layer, _ = step.unit
+        if step.kind == "offload":
+            to_host = [(host, device) for device, host in self.pairs[layer]]
+            stream.launch(f"offload {layer}", copy_bytes, to_host)
+        elif step.kind == "prefetch":
+            stream.launch(f"prefetch {layer}", copy_bytes, self.pairs[layer])
+        else:
+            stream.launch(label, work, *args)
+        if step.key in self.events:
+            stream.record(self.events[step.key])
 
     def close(self):
         """Waits for the copies under way and gives the memory back."""

@@ -1,7 +1,8 @@
 """The host slab: the one block of host memory that swapped activations go to, exactly as large as they are.
 
-It is page-locked by registering it with the driver. torch's pinned-memory cache would round it up to a power of two and
-so waste up to half of the host. Source: MEMO 4.1 and its Table 5, read backwards (DESIGN section 2).
+It is page-locked by registering it with the driver. torch's pinned-memory cache would round it up to a power
+of two and so waste up to half of the host. Source: MEMO 4.1 and its Table 5, read backwards (DESIGN section
+2).
 """
 
 import contextlib
@@ -43,7 +44,8 @@ def meminfo_available(root="/"):
 
 
 def cgroup_available(root="/"):
-    """Bytes that the process's control group and the groups above it leave; infinite where nothing limits them."""
+    """Bytes that the process's control group and the groups above it leave; infinite where nothing limits
+    them."""
     left = float("inf")
     try:
         lines = (Path(root) / "proc/self/cgroup").read_text().split()
@@ -82,8 +84,8 @@ def available():
 
 
 def host_bytes(host_memory_gb, local_ranks=1, reserved=0):
-    """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host, or what is
-    free there beside `reserved` bytes. Errors: more than that granted."""
+    """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host,
+    or what is free there beside `reserved` bytes. Errors: more than that granted."""
     return granted(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
 
 
@@ -103,7 +105,8 @@ def numa_node(device):
 
 
 def prefer_node(address, nbytes, node):
-    """Asks the kernel to take the pages of a range that nobody has touched yet from `node`. True where it agreed."""
+    """Asks the kernel to take the pages of a range that nobody has touched yet from `node`. True where it
+    agreed."""
     number = MBIND.get(platform.machine())
     if number is None or sys.platform != "linux":
         return False
@@ -121,11 +124,12 @@ def split(first, end, piece_bytes):
 
 
 class HostSlab:
-    """`nbytes` of host memory: `bytes`, a uint8 tensor. Taken at once, zeroed; page-locked for a CUDA device if `pin`.
+    """`nbytes` of host memory: `bytes`, a uint8 tensor. Taken at once, zeroed; page-locked for a CUDA device
+    if `pin`.
 
-    It is locked in pieces, since the driver refuses one registration of 512 GiB (NVIDIA's open kernel modules, R580), and
-    CUDA refuses a copy that goes over the edge of a piece: what is copied is cut by parts().
-    Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
+    It is locked in pieces, since the driver refuses one registration of 512 GiB (NVIDIA's open kernel
+    modules, R580), and CUDA refuses a copy that goes over the edge of a piece: what is copied is cut by
+    parts(). Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
     """
 
     def __init__(self, nbytes, device, pin=True):

@@ -1,8 +1,9 @@
-"""Streams and events, with one meaning on CUDA and on the CPU: what a stream is handed runs in order, one thing after the
-other; streams run beside each other; `record` marks a point in a stream and `wait` holds another one back until it is
-reached. On the CPU a stream is a worker thread, or the calling thread itself.
+"""Streams and events, with one meaning on CUDA and on the CPU: what a stream is handed runs in order, one
+thing after the other; streams run beside each other; `record` marks a point in a stream and `wait` holds
+another one back until it is reached. On the CPU a stream is a worker thread, or the calling thread itself.
 
-Every launch and every wait leaves a span in the streams' Timeline: that is where stalls are read and pictures come from.
+Every launch and every wait leaves a span in the streams' Timeline: that is where stalls are read and pictures
+come from.
 """
 
 import threading
@@ -17,14 +18,16 @@ Span = namedtuple("Span", "stream kind label start_s end_s")  # kind: launch or 
 
 
 class Event:
-    """A point in a stream, set anew by each record(). `mark` is what a wait() that is called now waits for."""
+    """A point in a stream, set anew by each record(). `mark` is what a wait() that is called now waits
+    for."""
 
     def __init__(self, name):
         self.name, self.mark = name, None
 
 
 class Timeline:
-    """What ran when since the last take(): spans of two marks each, read once the device is done with them."""
+    """What ran when since the last take(): spans of two marks each, read once the device is done with
+    them."""
 
     def __init__(self):
         self.spans = []
@@ -107,9 +110,11 @@ class CpuMark:
 
 
 class CpuStream:
-    """A worker thread; with `threaded=False` the calling thread, where everything is done when the call returns.
+    """A worker thread; with `threaded=False` the calling thread, where everything is done when the call
+    returns.
 
-    An exception ends a worker's work but not its marks, so that nobody waits for ever: whoever waits for one gets it.
+    An exception ends a worker's work but not its marks, so that nobody waits for ever: whoever waits for one
+    gets it.
     """
 
     def __init__(self, name, timeline, threaded=True):
@@ -154,8 +159,8 @@ class CpuStream:
         event.mark = self.put_mark()
 
     def wait(self, event):
-        """Holds back what is launched from now on until the last record() of `event` is reached. Errors: what went
-        wrong before it in its stream."""
+        """Holds back what is launched from now on until the last record() of `event` is reached. Errors: what
+        went wrong before it in its stream."""
         if event.mark is not None:
             before = self.put_mark()
             self.put(lambda mark=event.mark: self.wait_for(mark))
@@ -182,7 +187,8 @@ class CpuStream:
 # --- both ---
 
 def open_streams(device):
-    """The three streams of a device. Compute is the one that torch uses anyway, on the CPU the calling thread."""
+    """The three streams of a device. Compute is the one that torch uses anyway, on the CPU the calling
+    thread."""
     timeline = Timeline()
     if device.type == "cuda":
         side = [CudaStream(name, timeline, torch.cuda.Stream(device)) for name in ("offload", "prefetch")]

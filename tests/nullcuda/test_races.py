@@ -45,7 +45,7 @@ def two_steps(layout, group):
     import torch
 
     from memo.config import Config
-    from memo.layer import TABLE
+    from memo.layer import layer_of
     from memo.optim import Optimizer
     from memo.parallel.mesh import Axis, Mesh
     from memo.swap.placement import Placement
@@ -60,7 +60,7 @@ def two_steps(layout, group):
     optimizer = Optimizer(model, cfg)
     B, T = 1, cfg.block_size // cfg.cp
     rows = T // cfg.tp
-    half = {t.name: rows // 2 // 256 * 256 if t.other else rows for t in TABLE}
+    half = {t.name: rows // 2 // 256 * 256 if t.group else rows for t in layer_of(cfg).skeletal}
     model.reserve(B, T, Placement(cfg.n_layer, 2, rows, half))
     tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
     for _ in range(2):

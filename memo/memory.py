@@ -1,0 +1,233 @@
+"""The memory of a run: where the activations live, decided from what is measured; the plan of the temporary
+tensors; what the startup and plan.json say of both."""
+
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+import torch
+
+from memo import profiler
+from memo.decide import GAPS, SPARE_TRANSIENTS, Decision, Room, decide, problem_of, spare_bytes, with_buffers
+from memo.device import device_name, free_bytes, settle
+from memo.errors import ConfigError
+from memo.estimate.budget import (
+    HOST_STATES_BYTES,
+    STATES_BYTES,
+    Line,
+    activation_lines,
+    cpu_spare,
+    head_bytes,
+    states,
+)
+from memo.estimate.hardware import NODES, Machine
+from memo.estimate.report import as_dict as estimate_dict
+from memo.layer import groups_of, n_rows, tensors_of
+from memo.metrics import parameters, percent
+from memo.planner.allocator import Arena, Unavailable
+from memo.planner.rehearsal import rehearsed_requests, traced_requests
+from memo.swap.alpha import OutOfHostMemory, copies, place, what_set_it
+from memo.swap.placement import Placement
+from memo.swap.slab import host_bytes
+
+
+def gpu_decides(cfg, device):
+    """Whether alpha and the number of buffers are left to what is measured on a GPU."""
+    return copies(cfg) and cfg.finds_alpha and device.type == "cuda"
+
+
+def host_limit(cfg, launch):
+    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
+    gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
+    on top. Errors: OutOfHostMemory."""
+    if not copies(cfg) and cfg.optimizer_device == "auto":
+        return 0
+    states = STATES_BYTES * parameters(cfg) // launch.world
+    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=states * launch.local_world)
+    if cfg.optimizer_device == "auto":
+        return share
+    needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
+    if needs > share:
+        raise OutOfHostMemory(
+            f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, "
+            f"moments and gradients, its share is {share / 2**30:.4g} GiB; try a larger host_memory_gb, "
+            "more ranks, or optimizer_device=auto")
+    return share - needs
+
+
+def check_memory(cfg, device, dtype, limit):
+    """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
+    if gpu_decides(cfg, device) and cfg.deterministic:
+        raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "
+                          "run to run, and so would the rows that are recomputed); try --alpha=0.5 or "
+                          "--activation=keep")
+    if copies(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
+        problem = problem_of(cfg, dtype.itemsize, None, Room(limit, cpu=device.type == "cpu"))
+        place(cfg, problem, n_rows(cfg), dict.fromkeys(groups_of(problem.tensors), 1.0))
+
+
+def cpu_room(cfg, model, limit):
+    """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`:
+    host_limit()."""
+    host = model.mesh.host
+    cpu = Machine(device_name(model.device), NODES["workstation"], None, None, None, torch.get_num_threads())
+    spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
+    return Room(limit, -int(*host.max(-spare)), cpu=True)
+
+
+def gpu_room(cfg, model, rates, limit):
+    """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha.
+    Errors: ConfigError where not even two buffers fit at alpha = 0."""
+    if not gpu_decides(cfg, model.device):
+        return Room(limit)
+    free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))
+    layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
+    spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
+    least = problem_of(cfg, model.dtype.itemsize, None, Room(0)).least_device_bytes
+    if spare < least:
+        free -= total // GAPS
+        longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
+                      cfg.block_size * max(0, free - head) // least)
+        longest -= longest % cfg.block_multiple
+        raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for "
+                          "two buffers of activations, the model's states and a layer's temporaries leave "
+                          f"{spare / 2**30:.4g} GiB; try --block_size={longest}, or --alpha=0 to try all the "
+                          "same")
+    return Room(limit, spare)
+
+
+def reserve_activations(cfg, model, limit, streams=None):
+    """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
+    measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
+    """
+    B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
+    rates, host, itemsize = None, model.mesh.host, model.dtype.itemsize
+    limit = -int(*host.max(-limit))
+    cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
+    room = cpu_room(cfg, model, limit) if cpu else Room(limit)
+    problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room) if cpu else None
+    if copies(cfg) and not (problem and problem.n_buffers == cfg.n_layer):  # not every layer stays on the CPU
+        settle(model.device)
+        model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
+        model.grads.zero_()
+        model.close()
+        if not cpu:
+            room = gpu_room(cfg, model, rates, limit)
+    placement, swap_plan = decide(cfg, itemsize, rates, room)
+    model.reserve(B, T, placement, **how)
+    return Decision(placement, swap_plan, rates, limit)
+
+
+def requests_of_a_step(model, arena):
+    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for
+    one on some rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other
+    waiting."""
+    trace, host = None, model.mesh.host
+    with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
+        trace = rehearsed_requests(model, arena)
+    if all(host.objects(trace is not None)):
+        return trace
+    if host.rank == 0:
+        print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its "
+              "requests are traced, not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
+    if trace is None:
+        arena.recorded()  # half a rehearsal, of no use
+    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
+    like = "cpu" if model.device.type == "cpu" else "meta"
+    def make(device):
+        return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
+    return traced_requests(make, *model.shape, model.swap.missing, like)
+
+
+def plan_memory(cfg, model):
+    """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done
+    the run goes on without, and says so."""
+    if cfg.memory_plan == "off":
+        return
+
+    def without(why):
+        print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {why}; training goes on without it",
+              file=sys.stderr)
+    host, arena, why = model.mesh.host, None, None
+    try:
+        arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
+    except Unavailable as e:
+        why = str(e)
+    if whys := [w for w in host.objects(why) if w]:  # on any rank: a rehearsal takes all of them
+        if host.rank == 0:
+            without(whys[0])
+        return
+    trace = requests_of_a_step(model, arena)
+    try:
+        arena.replay(trace)
+        model.arena = arena
+    except Unavailable as e:
+        without(e)
+
+
+def where_it_lives(cfg, decision, model, optimizer):
+    """[budget.Line] of a rank, which add up to all that is held from step to step."""
+    states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
+    on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
+    grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0
+    positions = sum(t.nbytes for t in (model.positions, model.turn) if t is not None)
+    return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
+            Line("optimizer", "optimizer", states - on_host, on_host),
+            *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
+            Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
+            Line("positions", "positions", positions)]
+
+
+def memory_table(cfg, decision, lines, expected):
+    """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
+    nothing is); what set alpha, and how fast things go."""
+    unit = "GiB, (estimated)" if expected else "GiB"
+    out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   {unit}"]
+
+    def row(what, device, host, region):
+        shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
+        guess = ""
+        if expected and region:
+            device, host = expected.bytes_of(region)
+            guess = f"   ({(device or host) / 2**30:.3f})"
+        out.append(f"            {what:32}{shown[0]:>9}{shown[1]:>9}{guess}".rstrip())
+    for i, line in enumerate(lines):
+        last = i + 1 == len(lines) or lines[i + 1].region != line.region  # the estimate is the whole region's
+        row(line.what, line.device_bytes, line.host_bytes, line.region if last else None)
+    row("in all", sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines), None)
+    return "\n".join(out + alpha_and_rates(cfg, decision, expected))
+
+
+def alpha_and_rates(cfg, decision, expected):
+    """The lines on what set alpha, and on what was measured."""
+    lines = []
+    plan, rates, p = decision.swap_plan, decision.rates, decision.placement
+    if plan:
+        lines.append(f"alpha       {what_set_it(cfg, plan, p.n_swapped)}")
+    if decision.alpha is not None:
+        if p.input_only:
+            lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
+        ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
+        speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
+        lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; "
+                     f"{speed[0]} to the host, {speed[1]} back")
+    if expected and expected.seconds:
+        ms = [f"{s * 1e3:.1f} ms" for s in (expected.layer.forward_s, expected.layer.backward_s)]
+        lines.append(f"estimated   a layer's forward {ms[0]}, backward {ms[1]}; "
+                     f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, "
+                     f"MFU {percent(expected.mfu)}")
+    return lines
+
+
+def plan_record(cfg, decision, model, lines, expected):
+    """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
+    where_it_lives()."""
+    plan = decision.swap_plan
+    return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
+                binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
+                placement=asdict(decision.placement), device_bytes=model.swap.device_bytes,
+                host_bytes=model.swap.host_bytes,
+                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
+                regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
+                memory_plans=[asdict(plan) for _, plan in model.arena.plans])

@@ -1,0 +1,160 @@
+"""An independent check of a schedule: shares nothing with the function that makes it but the words. No torch.
+
+The validator goes through the steps in the order in which the host launches them, and knows for each place in
+memory who wrote it last, what lies there, and who has read it since. A step is certain to be done before
+another one only where the streams' own order and the waits say so."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from memo.swap.schedule import Fates, Step, Unit, units_in_order
+
+# places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
+# place) an input or its gradient; ("slab", unit) the host's copy. What lies there: (what, whose unit)
+Place = tuple
+Content = tuple
+
+
+class Access(NamedTuple):
+    """`reads`: [(place, content that must lie there)]; `writes`: [(place, content that lies there
+    afterwards)]."""
+
+    reads: list[tuple[Place, Content]]
+    writes: list[tuple[Place, Content]]
+
+
+class Memory:
+    """Which step touches which place."""
+
+    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str):
+        self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
+        self.units = units_in_order(layers, subsequences, order)
+        self.number = {unit: k for k, unit in enumerate(self.units)}
+        # two buffers share the rows that are recomputed
+        self.shares = fates.n_buffers == 2 and bool(fates.rebuilt)
+
+    def kept(self, unit: Unit) -> Place:
+        return "kept", self.number[unit] % self.fates.n_buffers
+
+    def rest(self, unit: Unit) -> Place:
+        return "rest", 0 if self.shares else self.number[unit] % self.fates.n_buffers
+
+    def x(self, layer: int, subsequence: int) -> Place:
+        """Where the input of a layer lies; that of layer `layers` is the head's."""
+        if self.fates.x_stays:
+            return "x", (layer, subsequence)
+        n = self.fates.n_buffers
+        if self.order == "layer":  # the last layer's outputs follow the inputs
+            return "x", (layer * self.subsequences + subsequence) % (n + self.subsequences)
+        if layer == self.layers:  # outputs wait for the backward of their subsequence
+            return "x", ("output", subsequence)
+        return "x", (subsequence * self.layers + layer) % (n + 1)
+
+    def access(self, step: Step) -> Access:
+        """What a step reads and writes."""
+        unit, fates = step.unit, self.fates
+        layer, i = unit
+        k, x, out = self.number[unit], self.x(layer, i), self.x(layer + 1, i)
+        kept, rest, slab = self.kept(unit), self.rest(unit), ("slab", unit)
+        x_here, activations = (x, ("x", unit)), (kept, ("kept", unit))
+        survives = [] if k in fates.input_only else [activations]
+        inputs = [] if fates.x_stays else [x_here]
+        match step.kind:
+            case "embedding":
+                return Access([], [x_here])
+            case "forward":
+                return Access([x_here], [activations, (rest, ("rest", unit)), (out, ("x", (layer + 1, i)))])
+            case "head":
+                return Access([(out, ("x", (layer + 1, i)))], [(out, ("dx", (layer + 1, i)))])
+            case "offload":
+                return Access(survives + inputs, [(slab, ("copy", unit))])
+            case "prefetch":
+                return Access([(slab, ("copy", unit))], survives + inputs)
+            case "recompute":
+                lost = [] if survives else [activations]
+                return Access([x_here, *survives], [*lost, (rest, ("rest", unit))])
+            case "backward":
+                # of a unit that is copied and not rebuilt all rows are kept rows
+                needs_rest = k in fates.rebuilt or k not in fates.copied
+                rests = [(rest, ("rest", unit))] if needs_rest else []
+                return Access([x_here, activations, *rests, (out, ("dx", (layer + 1, i)))],
+                              [(x, ("dx", unit)), (kept, ("used", unit))])
+            case "embedding backward":
+                return Access([(x, ("dx", unit))], [])
+        raise ValueError(f"{step.kind} {unit}: no such kind of step")
+
+
+RULES = {  # by what a step finds that is not there, or not there for certain
+    "x": "a unit is computed after its input", "dx": "a backward comes after that of the layer above",
+    "kept": "a unit is read after it is computed",
+    "rest": "rows that were dropped are recomputed before they are read",
+    "copy": "a copy is fetched after it has left"}
+
+
+def rule_of_read(step: Step, what: str, copied: bool) -> str:
+    """The rule that a step breaks which finds other content; `copied`: its unit went to the host."""
+    if step.kind == "offload":
+        return "a unit is copied after it is computed, and before its buffer is overwritten"
+    if step.kind in ("recompute", "backward") and copied and what in ("x", "kept"):
+        return "a copy is read after it has arrived"
+    return RULES[what]
+
+
+def rule_of_write(step: Step, other: Step) -> str:
+    if other.kind == "offload":
+        return "a buffer is overwritten after its copy has left"
+    if step.kind == "prefetch":
+        return "a buffer is refilled after it was read"
+    return "a place is written after it was read"
+
+
+def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subsequences: int = 1,
+                      order: str = "layer"):
+    """Errors: ValueError: the rule that the steps violate, and the steps."""
+    memory = Memory(fates, layers, subsequences, order)
+    streams, clocks, content, writer, readers = {}, {}, {}, {}, {}
+
+    def check_order(step, other, rule):
+        """`other` must be done before `step` starts, for certain."""
+        if clocks[step.key].get(other.stream, -1) < clocks[other.key][other.stream]:
+            raise ValueError(f"{rule}: {step.kind} {step.unit} does not wait for {other.kind} {other.unit}")
+    for step in steps:
+        if step.key in clocks:
+            raise ValueError(f"each step comes once: {step.kind} {step.unit} comes again")
+        clock = dict(clocks[streams[step.stream]]) if step.stream in streams else {}
+        for key in step.waits:
+            if key not in clocks:
+                raise ValueError("a step waits for steps that are launched before it: "
+                                 f"{step.kind} {step.unit} waits for {key}")
+            other = clocks[key]
+            clock = {name: max(clock.get(name, -1), other.get(name, -1)) for name in clock | other}
+        clocks[step.key] = clock | {step.stream: len(clocks)}
+        streams[step.stream] = step.key
+        access = memory.access(step)
+        for place, wanted in access.reads:
+            rule = rule_of_read(step, wanted[0], memory.number[step.unit] in fates.copied)
+            if content.get(place) != wanted:
+                raise ValueError(f"{rule}: {step.kind} {step.unit} finds {content.get(place)} "
+                                 f"where {wanted} must lie")
+            check_order(step, writer[place], rule)
+            readers.setdefault(place, []).append(step)
+        for place, what in access.writes:
+            if place in writer:
+                check_order(step, writer[place], rule_of_write(step, writer[place]))
+            for reader in readers.pop(place, []):
+                if reader is not step:
+                    check_order(step, reader, rule_of_write(step, reader))
+            content[place], writer[place] = what, step
+    wanted = {(kind, unit) for unit in memory.units for kind in ("forward", "backward")}
+    wanted |= {(kind, (0, i)) for i in range(subsequences) for kind in ("embedding", "embedding backward")}
+    wanted |= {("head", (layers - 1, i)) for i in range(subsequences)}
+    if lacking := sorted(wanted - set(clocks)):
+        kind, unit = lacking[0]
+        raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")
+    for layer, i in memory.units:  # attention reads the keys and values of the subsequences before
+        for kind, earlier in (("forward", i - 1), ("backward", i + 1)):
+            if 0 <= earlier < subsequences:
+                a, b = (kind, (layer, i)), (kind, (layer, earlier))
+                if clocks[a]["compute"] < clocks[b]["compute"]:
+                    raise ValueError(f"subsequences follow each other: {kind} {(layer, i)} comes before "
+                                     f"{(layer, earlier)}")

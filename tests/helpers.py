@@ -1,0 +1,83 @@
+"""What several tests use."""
+
+import re
+import resource
+from pathlib import Path
+
+import torch
+
+from memo.metrics import read_metrics
+from memo.parallel.mesh import open_mesh
+from model import initial_weights
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+VOCAB = 50  # of the fixture `dataset`
+COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)  # seconds of recomputing, in proportion
+
+# --- runs of train.py ---
+
+def argv(folder, out, **keys):
+    keys = dict(dataset=folder, out_dir=out, n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4, max_iters=12,
+                warmup_iters=2, learning_rate=1e-2, eval_interval=6, eval_iters=2, save_interval=4, device="cpu") | keys
+    return [f"--{k}={v}" for k, v in keys.items()]
+
+
+def losses(out):
+    return [(r["iter"], r["loss"]) for r in read_metrics(Path(out) / "metrics.jsonl")]
+
+
+# --- models ---
+
+def perturbed_weights(cfg, device):
+    """Initial weights in which no bias is zero and no gain is one, so that a forgotten one shows."""
+    g = torch.Generator(device).manual_seed(1)
+    for name, w in initial_weights(cfg, 0, device):
+        yield name, w + torch.zeros_like(w).normal_(0.0, 0.1, generator=g) if w.dim() == 1 else w
+
+
+def random_batch(cfg, B, T, device, seed=3):
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, cfg.vocab_size, (B, T + 1), generator=g).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def error(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+# --- ranks ---
+
+MESHES = {}  # of this process: groups have threads
+
+
+def mesh_of(host, cfg):
+    """The Mesh of a layout, opened once."""
+    key = host.size, cfg.cp, cfg.tp
+    if key not in MESHES:
+        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU)
+    return MESHES[key]
+
+
+def degrees_of(text):
+    """"tp2 cp2" -> dict(tp=2, cp=2, dp=1)."""
+    return dict(tp=1, cp=1, dp=1) | {name: int(n) for name, n in re.findall(r"(\w\w)(\d)", text)}
+
+
+def step(model, optimizer, cfg):
+    """Loss of a step, as all ranks know it; gradients are reduced."""
+    mesh, loss, part = model.mesh, torch.zeros(()), 1 / (cfg.gradient_accumulation_steps * cfg.cp)
+    mine = model.positions[:cfg.block_size // cfg.cp]
+    micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
+    for micro in micros:
+        batch = (t[:, mine].contiguous() for t in random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro))
+        loss += model.forward(*batch, scale=part) * part
+        model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
+    return mesh.data.sum(loss)
+
+
+# --- this process ---
+
+def resident_bytes():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,189 @@
+"""The schedule: what is made is valid, what is changed in a way that matters is not, and times add up."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from memo.swap.placement import Placement
+from memo.swap.schedule import Fates, Step, compute_only, schedule, times_of, units_in_order
+from memo.swap.validator import validate_schedule
+
+
+def instances(n, seed=0):
+    """n random (fates, layers, subsequences, order), all kinds of modes among them."""
+    rng = random.Random(seed)
+    for _ in range(n):
+        layers, subsequences = rng.randint(1, 6), rng.randint(1, 4)
+        order = rng.choice(["layer", "subsequence"])
+        units = layers * subsequences
+        mode = rng.choice(["keep", "recompute", *["swap"] * 6])
+        if mode == "keep":
+            yield Fates(units, frozenset(), frozenset()), layers, subsequences, order
+            continue
+        if mode == "recompute":
+            dropped = frozenset(range(units - 1))
+            yield Fates(1, frozenset(), dropped, dropped, x_stays=True), layers, subsequences, order
+            continue
+        buffers = rng.randint(1, min(5, units))
+        copied = frozenset(range(units - buffers))
+        rebuilt = copied if rng.random() < 0.7 else frozenset()
+        if buffers == 2 and rebuilt:
+            rebuilt |= {units - 2}  # it shares rows with the last unit
+        some = rebuilt and rng.random() < 0.3
+        inputs = frozenset(range(rng.randint(0, len(copied)))) if some else frozenset()
+        yield Fates(buffers, copied, rebuilt, inputs), layers, subsequences, order
+
+
+def accepts(steps, instance):
+    try:
+        validate_schedule(steps, *instance)
+    except ValueError as e:
+        return str(e)
+    return None
+
+
+def test_every_schedule_that_is_made_is_valid():
+    for instance in instances(1000):
+        steps = schedule(*instance)
+        assert accepts(steps, instance) is None, instance
+
+
+RULES = {  # by the kind of step whose wait is taken out
+    "forward": "a buffer is overwritten after its copy has left",
+    "embedding": "a buffer is overwritten after its copy has left",
+    "offload": "a unit is copied after it is computed", "recompute": "a copy is read after it has arrived",
+    "backward": "a copy is read after it has arrived",
+    "prefetch": "a buffer is refilled after it was read|a copy is fetched after it has left"}
+NEEDED = {  # by the kind of step that is taken out
+    "embedding": "there is no embedding|a unit is computed after its input", "forward": "after|waits for",
+    "head": "a backward comes after that of the layer above|there is no head",
+    "offload": "a copy is fetched after it has left|waits",
+    "prefetch": "a copy is read after it has arrived|waits",
+    "recompute": "rows that were dropped are recomputed|a copy is read|a unit is read after it is computed",
+    "backward": "after|there is no backward|waits|arrived",
+    "embedding backward": "there is no embedding backward"}
+
+
+def test_a_schedule_without_one_of_its_waits_is_not():
+    seen = set()
+    for instance in instances(300, seed=1):
+        steps, inputs = schedule(*instance), instance[0].input_only
+        number = {unit: k for k, unit in enumerate(units_in_order(*instance[1:]))}
+        for k, step in enumerate(steps):
+            for wait in step.waits:
+                copied = step.unit if step.kind == "offload" else wait[1]
+                if "offload" in (step.kind, wait[0]) and number[copied] in inputs:
+                    continue  # only an input: it was there before, and its place is not always written next
+                left = tuple(w for w in step.waits if w != wait)
+                why = accepts([*steps[:k], step._replace(waits=left), *steps[k + 1:]], instance)
+                assert why and re.match(RULES[step.kind], why), (step, why, instance)
+                seen.add(step.kind)
+    assert seen == set(RULES)
+
+
+def test_a_schedule_without_one_of_its_steps_is_not():
+    seen = set()
+    for instance in instances(150, seed=2):
+        steps = schedule(*instance)
+        for k, step in enumerate(steps):
+            why = accepts(steps[:k] + steps[k + 1:], instance)
+            assert why and re.search(NEEDED[step.kind], why), (step, why, instance)
+            seen.add(step.kind)
+    assert seen == set(NEEDED)
+
+
+def test_a_schedule_whose_steps_change_places_is_not():
+    """Two steps that depend on each other, at any distance: a unit and the next, a unit and its own copy,
+    ..."""
+    rng, wrong = random.Random(3), 0
+    for instance in instances(400, seed=3):
+        fates, layers, subsequences, order = instance
+        steps = schedule(*instance)
+        place = {step.key: k for k, step in enumerate(steps)}
+        units = units_in_order(layers, subsequences, order)
+        a = rng.randrange(len(units))
+        unit, last = units[a], (layers - 1, 0)
+        layer, i = unit
+        pairs = [(("forward", unit), ("backward", unit)), (("head", last), ("backward", last))]
+        for there, before in ((layer > 0, (layer - 1, i)), (i > 0, (layer, i - 1))):
+            if there:
+                pairs += [(("forward", before), ("forward", unit)),
+                          (("backward", unit), ("backward", before))]
+        if a in fates.copied:
+            pairs += [(("forward", unit), ("offload", unit)), (("offload", unit), ("prefetch", unit)),
+                      (("prefetch", unit), ("backward", unit))]
+        for x, y in pairs:
+            i, j = place[x], place[y]
+            mutant = list(steps)
+            mutant[i], mutant[j] = steps[j], steps[i]
+            assert i < j and accepts(mutant, instance), (x, y, instance)
+            wrong += 1
+    assert wrong > 1000
+
+
+def test_a_step_that_comes_twice_or_is_unknown_is_refused():
+    instance = Fates(2, frozenset({0}), frozenset()), 3
+    steps = schedule(*instance)
+    with pytest.raises(ValueError, match=r"^each step comes once: forward \(1, 0\) comes again"):
+        validate_schedule([*steps[:4], Step("forward", (1, 0)), *steps[4:]], *instance)
+    with pytest.raises(ValueError, match=r"^rest \(0, 0\): no such kind of step"):
+        validate_schedule([Step("rest", (0, 0))], *instance)
+
+
+@pytest.mark.parametrize("kept,n_buffers,input_only,kinds", [
+    ({}, 5, 0, {"forward": 5, "backward": 5}),
+    ({"x": 512, "q": 256}, 2, 0, {"forward": 5, "backward": 5, "offload": 3, "prefetch": 3, "recompute": 4}),
+    ({"x": 512, "q": 512}, 2, 0, {"forward": 5, "backward": 5, "offload": 3, "prefetch": 3}),
+    ({"x": 512, "q": 256}, 3, 1, {"forward": 5, "backward": 5, "offload": 2, "prefetch": 2, "recompute": 2})])
+def test_a_placement_says_the_fates_of_its_layers(kept, n_buffers, input_only, kinds):
+    p = Placement(5, n_buffers, 512, kept, input_only)
+    steps = schedule(p.fates, 5)
+    assert accepts(steps, (p.fates, 5)) is None
+    count = {kind: sum(step.kind == kind for step in steps) for kind in {step.kind for step in steps}}
+    assert count == kinds | {"embedding": 1, "head": 1, "embedding backward": 1}
+    computing = [step.key for step in steps if step.stream == "compute"]
+    assert [step.key for step in compute_only(steps)] == computing
+    whole = Placement(5, 1, 512, {"x": 512, "q": 0}, 5, x_stays=True)
+    assert whole.fates == Fates(1, frozenset(), frozenset(range(4)), frozenset(range(4)), x_stays=True)
+
+
+def test_times_by_hand():
+    """Three layers of 2 s forward, 3 s backward; a copy of 5 s each way of the first: the last one waits for
+    it."""
+    steps = schedule(Fates(2, frozenset({0}), frozenset({0, 1})), 3)
+    seconds = {"forward": 2.0, "backward": 3.0, "recompute": 1.0, "offload": 5.0, "prefetch": 5.0}
+    times = times_of(steps, lambda step: seconds.get(step.kind, 0.0))
+    assert times.spans["offload", (0, 0)] == (2, 7)
+    assert times.spans["forward", (2, 0)] == (7, 9)  # 3 s after the second layer
+    assert times.spans["backward", (2, 0)] == (9, 12) and times.spans["prefetch", (0, 0)] == (12, 17)
+    assert times.spans["backward", (1, 0)] == (13, 16) and times.spans["recompute", (0, 0)] == (17, 18)
+    assert times.spans["backward", (0, 0)] == (18, 21) and times.stall_s == 4
+
+
+def test_no_stream_does_two_things_at_once_and_nothing_starts_before_what_it_waits_for():
+    rng = random.Random(4)
+    for instance in instances(300, seed=4):
+        steps = schedule(*instance)
+        lengths = {step.key: rng.random() for step in steps}
+        times, ends = times_of(steps, lambda step: lengths[step.key]), {}  # noqa: B023
+        for step in steps:
+            start, end = times.spans[step.key]
+            assert start == max([0.0, ends.get(step.stream, 0.0), *(times.spans[w][1] for w in step.waits)])
+            assert end == start + lengths[step.key]
+            ends[step.stream] = end
+        total = sum(lengths[step.key] for step in steps if step.stream == "compute")
+        assert ends["compute"] == pytest.approx(total + times.stall_s)
+        assert times_of(compute_only(steps), lambda step: lengths[step.key]).stall_s == 0  # noqa: B023
+
+
+def test_the_validator_knows_shared_rows():
+    """Two buffers share the rows that are recomputed: the last but one layer, which is not copied, has lost
+    its own."""
+    fates = Fates(2, frozenset({0}), frozenset({0, 1}))
+    steps = [step for step in schedule(fates, 3) if step.key != ("recompute", (1, 0))]
+    with pytest.raises(ValueError, match="rows that were dropped are recomputed before they are read: back"):
+        validate_schedule(steps, fates, 3)
+    apart = replace(fates, n_buffers=3, copied=frozenset(), rebuilt=frozenset())
+    validate_schedule(schedule(apart, 3), apart, 3)
