@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # A run of config/$(1).py. One that Ctrl-C stopped has saved, and has not failed: 130 = 128 + SIGINT
 RUN = $(BIN)/python train.py config/$(1).py $(if $(wildcard out/$(1)/ckpt/*[0-9]),--init_from=resume) || [ $$? -eq 130 ]
 
-.PHONY: train demo quick test lint test-cuda test-cuda-bench
+.PHONY: train demo quick test same-losses lint test-cuda test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,stdlib)
 
@@ -18,6 +18,9 @@ quick: $(VENV)/.installed-dev
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q tests
+
+same-losses: $(VENV)/.installed data/stdlib/meta.json
+	$(BIN)/python -m bench.same_losses $(BASE)
 
 test-cuda:
 	tests/nullcuda/run.sh $(PYTHON) '$(TORCH)' tests

@@ -66,7 +66,7 @@ def fit():
 def paper():
     """Everything that the paper measured, predicted from its hardware."""
     machine, out = hardware.machine("a800-80gb"), dict(fitted=fit(), used=hardware.EFFICIENCY["ampere"])
-    for model in ("7B", "30B"):
+    for model in ("7B", "13B", "30B"):
         rows = []
         for S, mfu in rows_of_table3(model):
             got = estimate(paper_config(model, S), machine, GPUS[model], fast_arena)
@@ -99,8 +99,8 @@ def paper():
 
 
 def draw(out):
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), dpi=130, sharey=True, layout="constrained")
-    for ax, model in zip(axes, ("7B", "30B"), strict=True):
+    fig, axes = plt.subplots(1, 3, figsize=(14, 4.2), dpi=110, sharey=True, layout="constrained")
+    for ax, model in zip(axes, ("7B", "13B", "30B"), strict=True):
         rows = out[f"table3 {model}"]
         S = [row["S"] / 1024 for row in rows]
         ax.plot(S, [row["paper"] for row in rows], "o-", color="#d9730d", label="MEMO paper, Table 3, measured")

@@ -28,6 +28,6 @@ def rows_of_table3(model):
 def of_that_width(model, S):
     """The estimates with the preset's tp and the paper's 16 sequences a step, by cp: the paper's rows are each in the best
     layout that it found, which it tells for 7B alone."""
-    machine, cps = hardware.machine("a800-80gb"), {"7B": (2,), "30B": (1, 2, 4)}[model]
+    machine, cps = hardware.machine("a800-80gb"), {"7B": (2,), "13B": (1, 2), "30B": (1, 2, 4)}[model]
     configs = [paper_config(model, S, cp=cp, gradient_accumulation_steps=16) for cp in cps]
     return [estimate(cfg, machine, GPUS[model], fast_arena) for cfg in configs]
