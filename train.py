@@ -156,9 +156,9 @@ def train(run: Run, stop: StopSignal) -> None:
             start, lr = time.perf_counter(), learning_rate(cfg, it)
             loss = forward_backward(run, it)
             # clip and optimizer are segments of the memory plan: their temporary tensors have addresses
-            norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
-            # the one place where the host waits for the device
-            loss, grad_norm = torch.stack((loss, norm)).tolist()
+            grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
+            # the one place where the host waits for the device; the tensors go, before the optimizer's come
+            loss, grad_norm = torch.stack((loss, grad_norm)).tolist()
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
         spans = swap.streams.timeline.take()  # before weights come up from the host: no picture shows that

@@ -16,7 +16,8 @@ from memo.manifest import newest
 # Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
 STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 31 years")
 RATE: dict[str, Any] = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
-LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20, why="a layer of that width has 13e12 parameters")
+LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20,
+                                   why="a single layer of that width has 13e12 parameters")
 MOST_TOGETHER = {  # keys within their bounds may be too much together
     "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
     "gradient_accumulation_steps*batch_size*block_size":
