@@ -29,8 +29,8 @@ def serve(rank, size, port, pipe):
 
 class Ranks:
     def __init__(self, size):
-        context = multiprocessing.get_context("forkserver")  # whose server imports torch once, for all pools
-        context.set_forkserver_preload(["model", "memo.optim", "testing.ranks"])
+        context = multiprocessing.get_context("forkserver")  # its server imports torch once, for the ranks of all pools
+        context.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

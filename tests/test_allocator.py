@@ -496,6 +496,7 @@ def metrics(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_fifty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsys):
     assert main(dataset, tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false", "--max_iters=50") == 0
     assert main(dataset, tmp_path / "plan", "--max_iters=50", "--eval_interval=10", "--eval_iters=1") == 0

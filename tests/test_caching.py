@@ -248,7 +248,7 @@ def follow_torch():
     assert a.reorganisations == torch.cuda.memory_stats()["num_alloc_retries"] > failures > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 def test_every_address_and_counter_is_that_of_torch(monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

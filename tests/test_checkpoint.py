@@ -250,6 +250,7 @@ def fails(save, saver, message):
     saver.wait()
 
 
+@pytest.mark.slow
 def test_ranks_write_in_parallel_and_fail_together(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=a_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
@@ -411,6 +412,7 @@ def kill_twenty_times(out_dir):
     assert os.listdir(out_dir / "ckpt") == [str(ckpt.iter + 1)]
 
 
+@pytest.mark.slow
 def test_kills_at_any_moment_leave_a_whole_checkpoint_and_the_same_run(tmp_path):
     run_in_a_process_of_its_own(kill_twenty_times, tmp_path)
 

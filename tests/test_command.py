@@ -22,6 +22,7 @@ from tests.helpers import ROOT
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     SEVEN, (*SEVEN, "--json"), *(("-m", f"memo.{name}", "--help") for name in ("estimate", "dsa", "planner", "profiler",
                                                                                "convert", "sample")),
@@ -95,6 +96,7 @@ def test_an_error_of_a_file_names_it(capsys):
     assert capsys.readouterr().err == "error: /no/such/file: No such file or directory\n"
 
 
+@pytest.mark.slow
 def test_a_start_imports_nothing_that_can_wait():
     late = "matplotlib torch.distributed.checkpoint scipy highspy ortools wandb transformers"
     code = f"import sys, train, memo.estimate; print(*(name for name in {late.split()} if name in sys.modules))"

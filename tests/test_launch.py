@@ -33,6 +33,7 @@ MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", 
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5, eval_interval=5,
              eval_iters=2, save_interval=0, device="cpu")
 SAME = 1e-5
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 
 def argv(folder, out, **keys):
