@@ -33,7 +33,7 @@ FAMILIES = {  # buffers, live blocks, P(a successor is as large as what it follo
 }
 
 
-def parts_of(rng, total, count):
+def parts_of(rng: random.Random, total: int, count: int) -> list[int]:
     """`total` cut into `count` positive whole numbers of very different sizes, in a random order."""
     weights = [rng.lognormvariate(0, 1.2) for _ in range(min(count, total))]
     sizes = [max(1, int(total * w / sum(weights))) for w in weights]
@@ -43,14 +43,15 @@ def parts_of(rng, total, count):
     return rng.sample(sizes, len(sizes))
 
 
-def hard(seed, n, live, again, several, slack, trim=0.0, capacity=1024, horizon=1024):
+def hard(seed: str, n: int, live: int, again: float, several: float, slack: int, trim: float = 0.0, capacity: int = 1024,
+         horizon: int = 1024) -> Problem:
     """A Problem of about n buffers, and that a placement exists. Blocks fill the addresses from 0 up; at every event some
     neighbours end and others take their room: the larger a block, the sooner."""
     rng, rows = random.Random(seed), []
     blocks, t = [(0, size) for size in parts_of(rng, capacity, live)], 0
     events = sorted(rng.sample(range(1, horizon), min(horizon - 1, n)))
 
-    def end(block, t):
+    def end(block: tuple[int, int], t: int) -> None:
         born, size = block
         count = rng.randint(2, 4) if rng.random() < several else 1
         for piece in parts_of(rng, size, count):

@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from memo.parallel.mesh import Launch, connected
 TIMEOUT_S = 300
 
 
-def serve(rank, size, port, pipe):
+def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     with connected(Launch(rank, size, rank, size, 0, "")) as host:
@@ -28,7 +30,7 @@ def serve(rank, size, port, pipe):
 
 
 class Ranks:
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")  # its server imports torch once, for the ranks of all pools
         context.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
         with socket.socket() as s:
@@ -42,7 +44,7 @@ class Ranks:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, work, *args):
+    def run(self, work: Callable, *args: object) -> list:
         """[work(host, *args) of every rank]. What one of them raises is raised here, and the pool is gone."""
         for pipe in self.pipes:
             pipe.send((work, args))
@@ -60,7 +62,7 @@ class Ranks:
                 raise AssertionError(failed)
         return [results[rank] for rank in range(len(self.pipes))]
 
-    def close(self):
+    def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -68,13 +70,13 @@ class Ranks:
             process.join(10)
 
 
-def children(pid):
+def children(pid: int) -> list[int]:
     """The processes that another one started: a torchrun's are its ranks, in order."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @cache
-def pool(size):
+def pool(size: int) -> Ranks:
     """The pool of `size` ranks."""
     made = Ranks(size)
     atexit.register(made.close)
