@@ -10,7 +10,7 @@ from memo.estimate.budget import Estimate, estimate, fast_arena
 
 PAPER = json.loads((Path(__file__).parent / "memo_paper.json").read_text())
 GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
-HOST_BYTES = 1.035e12  # what torch's pinned cache, which rounds up to powers of two, leaves of the paper's 2 TB
+HOST_BYTES = 1.035e12  # of the paper's 2 TB: torch's pinned cache rounds blocks up to powers of two
 
 
 def paper_config(model: str, S: int, **keys: object) -> Config:
@@ -26,8 +26,8 @@ def rows_of_table3(model: str) -> list[tuple[int, float]]:
 
 
 def of_that_width(model: str, S: int) -> list[Estimate]:
-    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp: the paper's rows are each in the best
-    layout that it found, which it tells for 7B alone."""
+    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp. Each row of the paper is in
+    the best layout that its authors found; they name it for 7B alone."""
     machine, cps = hardware.machine("a800-80gb"), {"7B": (2,), "30B": (1, 2, 4)}[model]
     configs = [paper_config(model, S, cp=cp, gradient_accumulation_steps=16) for cp in cps]
     return [estimate(cfg, machine, GPUS[model], fast_arena) for cfg in configs]

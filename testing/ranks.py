@@ -31,7 +31,7 @@ def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
 
 class Ranks:
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")  # its server imports torch once, for the ranks of all pools
+        context = multiprocessing.get_context("forkserver")  # its server imports torch once, for all ranks
         context.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
