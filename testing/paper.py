@@ -26,8 +26,8 @@ def rows_of_table3(model: str) -> list[tuple[int, float]]:
 
 
 def of_that_width(model: str, S: int) -> list[Estimate]:
-    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp. Each row of the paper is in
-    the best layout that its authors found; they name it for 7B alone."""
+    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp. Each row of the paper is
+    in the best layout that its authors found; they name it for 7B alone."""
     machine, cps = hardware.machine("a800-80gb"), {"7B": (2,), "30B": (1, 2, 4)}[model]
     configs = [paper_config(model, S, cp=cp, gradient_accumulation_steps=16) for cp in cps]
     return [estimate(cfg, machine, GPUS[model], fast_arena) for cfg in configs]

@@ -15,6 +15,8 @@ import torch
 from memo.parallel.mesh import Launch, connected
 
 TIMEOUT_S = 300
+PROCESSES = multiprocessing.get_context("forkserver")  # forks from a server that imports torch once
+PROCESSES.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
 
 
 def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
@@ -31,15 +33,13 @@ def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
 
 class Ranks:
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")  # its server imports torch once, for all ranks
-        context.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.pipes, self.processes = [], []
         for rank in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, port, theirs), daemon=True)
+            mine, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=serve, args=(rank, size, port, theirs), daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)

@@ -1,4 +1,4 @@
-"""An independent GPT in plain torch under autograd: the reference of the gradient tests, a rival in benches."""
+"""An independent GPT in plain torch under autograd: the reference of the gradient tests, a rival in bench/."""
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,7 @@ class Twin(nn.Module):
         return {k: v for k, v in names.items() if v is not None}
 
     def worst_gradient(self, model):
-        """(largest relative error of a gradient of memo's `model` against the twin's, names of the parameter)."""
+        """(largest relative error of a gradient of memo's `model` against the twin's, its names)."""
         grads = views(model.layout, model.grads)
         mine = ((torch.cat([grads[n] for n in names])[:len(p)], p.grad, ", ".join(names))
                 for names, p in self.memo_names().items())

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -28,6 +27,7 @@ from memo.manifest import CHECKPOINT_JSON, newest, sealed
 from memo.optim import Optimizer
 from memo.snapshot import Copier
 from model import GPT, initial_weights
+from testing.ranks import PROCESSES
 
 CFG = Config(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=200, bias=True)
 LARGER = replace(CFG, n_embd=128)
@@ -252,8 +252,7 @@ def fails(save, saver, message):
 
 @pytest.mark.slow
 def test_ranks_write_in_parallel_and_fail_together(tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=a_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
+    ranks = [PROCESSES.Process(target=a_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -361,7 +360,7 @@ def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkey
 # --- kills and full disks while saving ---
 
 def run_in_a_process_of_its_own(target, out_dir):
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(out_dir,))
+    process = PROCESSES.Process(target=target, args=(out_dir,))
     process.start()
     process.join(90)
     assert process.exitcode == 0

@@ -80,7 +80,7 @@ GAPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver,instances,helped", [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 1000, False)])
+@pytest.mark.parametrize("solver,instances,helped", [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 300, False)])
 def test_the_proven_optimum_is_that_of_brute_force(solver, instances, helped, monkeypatch):
     monkeypatch.setattr(solvers, "_gurobi", lambda *args, **kwargs: None)
     if not helped:
