@@ -298,6 +298,7 @@ def test_resident_bytes_take_their_share_of_the_capacity():
         simulate([longer], capacity=123 * MiB, resident_bytes=100 * MiB)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_requests_take_seconds():
     rng, events, live = random.Random(0), [], []
     for i in range(50_000):

@@ -443,6 +443,7 @@ def fill_the_disk(out_dir):
     assert calls == [["2", "3"], ["3"]] and sorted(os.listdir(out_dir / "ckpt")) == ["3", "4"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
     run_in_a_process_of_its_own(fill_the_disk, tmp_path)
 

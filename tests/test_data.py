@@ -146,6 +146,7 @@ def test_text_is_read_in_parts(tmp_path, monkeypatch):
     assert "".join(parts) == document and max(map(len, parts)) == 10
 
 
+@pytest.mark.slow
 def test_what_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "FIRST_S", 0.001)
     documents = ["".join(TEXTS)] * 200
