@@ -14,7 +14,7 @@ demo: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,swap_demo)
 
 quick: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m 'not slow and not ranks' tests
+	$(BIN)/python -m pytest -q -m 'not slow' --each_module tests
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q tests

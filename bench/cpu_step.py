@@ -1,10 +1,10 @@
-"""Tokens/s of a whole training step on the CPU, fp32: memo with its memory plan and without, an autograd twin,
-transformers' GPT-2, and the floor.
+"""Tokens/s of a whole training step on the CPU, fp32: memo with its memory plan and without, an autograd
+twin, transformers' GPT-2, and the floor.
 
     python -m bench.cpu_step [--threads=2] [--rounds=7]
 
-Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process, there and back; figures are medians
-over the rounds. Writes bench/results/cpu_step.json.
+Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process, there and back; figures
+are medians over the rounds. Writes bench/results/cpu_step.json.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m bench.dsa_hard [--only=network_3,rows_1] [--solvers=greedy,mip,cpsat,auto] [--time_limit=60] [more.csv ...]
 
-The instances are those of testing/hard.py. Writes bench/results/dsa_hard.json; with --only, into the rows that the file
-holds. Files in the CSV format are tried instead with --capacity, and not written down.
+The instances are those of testing/hard.py. Writes bench/results/dsa_hard.json; with --only, into the rows
+that the file holds. Files in the CSV format are tried instead with --capacity, and not written down.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""The floor of a step: the time of its bare matrix products and attention kernels, alone, on preallocated outputs."""
+"""The floor of a step: the time of its bare matrix products and attention kernels, alone, on preallocated
+outputs."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

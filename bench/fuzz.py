@@ -1,4 +1,5 @@
-"""Does anything that can be given to memo end in a traceback, hang, run planted code or lose what was trained?
+"""Does anything that can be given to memo end in a traceback, hang, run planted code or lose what was
+trained?
 
     python -m bench.fuzz [--seed=0] [--cases=2000] [--kinds=argv,json] [--out=bench/results/fuzz.json]
     python -m bench.fuzz --seed=0 --only=17      one case again: its commands, files and output, which stay
@@ -12,7 +13,8 @@ in a scratch folder, nothing of memo is imported here. Each command must end
   canary      without running what was planted,
   loss        without loss of what was saved or trained.
 
-Two servers import torch once and fork a child for each command; the child executes the program as `python` does.
+Two servers import torch once and fork a child for each command; the child executes the program as `python`
+does.
 """
 
 import argparse
@@ -190,9 +192,10 @@ class Case:
         return text if len(text) <= most else f"{text[:most // 2]} ... {text[-most // 2:]}"
 
     def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False, file_bytes=FILE_BYTES):
-        """Runs a command and judges how it ends. `at`: [(seconds, "signal", "remove", "truncate" or "replace", what)].
-        stdout, stderr: a file, or "pipe", which is closed after `head` lines. `watch`: a file whose lines are counted
-        when something happens. `real`: as a process of its own. `file_bytes`: no file may become larger."""
+        """Runs a command and judges how it ends. `at`: [(seconds, "signal", "remove", "truncate" or
+        "replace", what)]. stdout, stderr: a file, or "pipe", which is closed after `head` lines. `watch`: a
+        file whose lines are counted when something happens. `real`: as a process of its own. `file_bytes`: no
+        file may become larger."""
         argv = [str(a) for a in argv]
         program = argv[1] if argv[0] == "-m" else argv[0]
         if argv[0] != "-m":

@@ -1,7 +1,8 @@
-"""The kinds of cases of bench/fuzz.py: functions (case, there) that draw from case.rng, write files, and run commands.
+"""The kinds of cases of bench/fuzz.py: functions (case, there) that draw from case.rng, write files, and run
+commands.
 
-`there`: what prepare() made once: a dataset, a run with its checkpoints, a GPT-2 of Hugging Face, a cache, the
-losses of a run that nobody disturbed, the keys that each command's --help lists.
+`there`: what prepare() made once: a dataset, a run with its checkpoints, a GPT-2 of Hugging Face, a cache,
+the losses of a run that nobody disturbed, the keys that each command's --help lists.
 """
 
 import json

@@ -1,14 +1,16 @@
-"""The memory plan beside torch's default allocator and beside expandable segments, on one CUDA GPU, 7B-shaped layers, bf16.
+"""The memory plan beside torch's default allocator and beside expandable segments, on one CUDA GPU, 7B-shaped
+layers, bf16.
 
     python -m bench.gpu_plan [--lengths=16384,65536] [--layers=4] [--steps=3] [--room_gb=48] [--seconds=0]
                              [--out=bench/results/gpu_plan.json]
 
-Every measurement is a process of its own. First a check, with deterministic kernels and the plan in guard mode: three steps'
-losses and gradient norms are those without it, to the bit, no request misses, no live tensors overlap. Then for each length,
-the three taking turns: tokens/s (but for the first round), peak bytes reserved and allocated, and misses; `mixed` has the
-lengths in turns in one process. Then the longest context that each can train, in steps of 8,192 tokens, on a device of
---room_gb (1e9 bytes; a small one, so that the search is short), keep, no swapping: model states, activations and temporary
-tensors all grow into the same room. Nothing new starts once --seconds are over. --device=cpu --n_embd=64 tries the script.
+Every measurement is a process of its own. First a check, with deterministic kernels and the plan in guard
+mode: three steps' losses and gradient norms are those without it, to the bit, no request misses, no live
+tensors overlap. Then for each length, the three taking turns: tokens/s (but for the first round), peak bytes
+reserved and allocated, and misses; `mixed` has the lengths in turns in one process. Then the longest context
+that each can train, in steps of 8,192 tokens, on a device of --room_gb (1e9 bytes; a small one, so that the
+search is short), keep, no swapping: model states, activations and temporary tensors all grow into the same
+room. Nothing new starts once --seconds are over. --device=cpu --n_embd=64 tries the script.
 """
 
 import argparse

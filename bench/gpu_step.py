@@ -2,9 +2,9 @@
 
     python -m bench.gpu_step [--models=124m,7b_4_layers] [--lengths=4096,8192,16384,32768,65536] [--steps=5]
 
-`124m` is GPT-2 small, `7b_4_layers` four layers of the 7B model. The floor is the time of the step's own matrix
-products and attention kernels, launched alone. A length that does not fit is recorded as "oom". Before anything is
-timed, the backward is compared with autograd's at S = 512. Writes bench/results/gpu_step.json.
+`124m` is GPT-2 small, `7b_4_layers` four layers of the 7B model. The floor is the time of the step's own
+matrix products and attention kernels, launched alone. A length that does not fit is recorded as "oom". Before
+anything is timed, the backward is compared with autograd's at S = 512. Writes bench/results/gpu_step.json.
 """
 
 import argparse

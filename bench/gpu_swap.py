@@ -3,15 +3,16 @@
     python -m bench.gpu_swap [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
                              [--seconds=0] [--check=true] [--pin_memory=true] [--out=bench/results/gpu_swap.json]
 
-The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain torch with
-torch.utils.checkpoint on every layer, and plain torch with every saved tensor of the layers offloaded by
-save_on_cpu(pin_memory=True). All have bf16 parameters, fp32 master weights and moments, the same loss in chunks of
-tokens and expandable segments. --layers=0 takes at each length the most layers whose states and activations fit beside
-each other (alpha = 0), up to the 7B model's 32. Before anything is timed the gradients of every kind of placement are
-compared with autograd's. Floor: the bare matrix products and attention kernels of a step, launched alone. A case that does
-not fit is "oom" (device) or "oohm" (host). Rows are added to those that --out holds, same length, layers and case replaced;
-no case starts once --seconds are over: so a long run may be had in parts, for example with --lengths=262144 --cases=memo
---steps=1 --check=false.
+The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain
+torch with torch.utils.checkpoint on every layer, and plain torch with every saved tensor of the layers
+offloaded by save_on_cpu(pin_memory=True). All have bf16 parameters, fp32 master weights and moments, the same
+loss in chunks of tokens and expandable segments. --layers=0 takes at each length the most layers whose states
+and activations fit beside each other (alpha = 0), up to the 7B model's 32. Before anything is timed the
+gradients of every kind of placement are compared with autograd's. Floor: the bare matrix products and
+attention kernels of a step, launched alone. A case that does not fit is "oom" (device) or "oohm" (host). Rows
+are added to those that --out holds, same length, layers and case replaced; no case starts once --seconds are
+over: so a long run may be had in parts, for example with --lengths=262144 --cases=memo --steps=1
+--check=false.
 """
 
 import argparse
@@ -108,7 +109,8 @@ class Ours:
                     rates=d.rates and vars(d.rates))
 
     def floor_s(self, device):
-        """Seconds of the bare kernels of a step: one layer's L times, one head chunk's as often as there are chunks."""
+        """Seconds of the bare kernels of a step: one layer's L times, one head chunk's as often as there are
+        chunks."""
         m, swap = self.model, self.model.swap
         s, x, y = swap.layers[0], swap.x[0], swap.x[1]
         x.normal_()
@@ -146,7 +148,8 @@ class Counted(torch.autograd.graph.save_on_cpu):
 
 
 class Plain(Twin):
-    """The autograd twin with its layers checkpointed or offloaded, and its head in checkpointed chunks of tokens."""
+    """The autograd twin with its layers checkpointed or offloaded, and its head in checkpointed chunks of
+    tokens."""
 
     def set(self, kind, device):
         self.kind, self.pin, self.host = kind, device.type == "cuda", 0
@@ -212,7 +215,8 @@ def build(case, cfg, device, S):
 # --- checking, measuring ---
 
 def placements(cfg):
-    """{name: Placement}, of every kind: the modes, alphas, layers that keep only their input, more than two buffers."""
+    """{name: Placement}, of every kind: the modes, alphas, layers that keep only their input, more than two
+    buffers."""
     L, N = cfg.n_layer, cfg.block_size
     problem = problem_of(cfg, 2, None, Room(2**60))
     made = {a: place(replace(cfg, activation=a), problem, N)[0] for a in ("keep", "recompute", "swap")}
@@ -225,8 +229,8 @@ def placements(cfg):
 
 
 def check(base, device):
-    """{placement: error}: how far the gradients, summed over three batches, are from autograd's in fp32; and the rivals'
-    losses from the same. Exits where one is more than 3e-2 (1e-2) away."""
+    """{placement: error}: how far the gradients, summed over three batches, are from autograd's in fp32; and
+    the rivals' losses from the same. Exits where one is more than 3e-2 (1e-2) away."""
     S = 4096
     cfg = replace(base, n_layer=5, block_size=S, vocab_size=1000, activation="memo")
     batches = torch.randint(0, cfg.vocab_size, (3, 2, 1, S), device=device)

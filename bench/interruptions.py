@@ -1,11 +1,13 @@
-"""Does a run that is killed and stopped again and again, with its log on a full disk, end as if nothing had happened?
+"""Does a run that is killed and stopped again and again, with its log on a full disk, end as if nothing had
+happened?
 
     python -m bench.interruptions [--times=30] [--seed=0]
 
-Trains a small model in one process. Its log goes to a disk that is full; its out_dir lies on a disk with room for two
-checkpoints and a half. SIGKILL, SIGTERM, SIGINT, SIGINT twice, SIGHUP or SIGUSR1 ends it at a random moment, from its first
-import on; then it is resumed, until it has done all its steps. Every loss is compared with those of a run that was left
-alone. Mounts two tmpfs, which takes root; without root /dev/full is the full disk. Writes bench/results/interruptions.json.
+Trains a small model in one process. Its log goes to a disk that is full; its out_dir lies on a disk with room
+for two checkpoints and a half. SIGKILL, SIGTERM, SIGINT, SIGINT twice, SIGHUP or SIGUSR1 ends it at a random
+moment, from its first import on; then it is resumed, until it has done all its steps. Every loss is compared
+with those of a run that was left alone. Mounts two tmpfs, which takes root; without root /dev/full is the
+full disk. Writes bench/results/interruptions.json.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python -m bench.kills [--kills=10]
 
-Trains a small model over four ranks (tp=2, cp=2) under torchrun --max-restarts, kills one of them with SIGKILL at a random
-moment, ten times, and compares every loss with those of a run that was left alone. Writes bench/results/kills.json.
+Trains a small model over four ranks (tp=2, cp=2) under torchrun --max-restarts, kills one of them with
+SIGKILL at a random moment, ten times, and compares every loss with those of a run that was left alone. Writes
+bench/results/kills.json.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Peak memory of one training step against the context length: it must grow linearly, without the full logits.
+"""Peak memory of one training step against the context length: it must grow linearly, without the full
+logits.
 
     python -m bench.memory [--lengths=4096,8192,16384,32768] [--vocab_size=50257]
 
-Every length runs in a process of its own. Writes bench/results/memory.json. The full logits of S tokens would be
-S * V * 4 bytes.
+Every length runs in a process of its own. Writes bench/results/memory.json. The full logits of S tokens would
+be S * V * 4 bytes.
 """
 
 import argparse

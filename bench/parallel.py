@@ -1,5 +1,5 @@
-"""What the layouts send, hold and hide: bytes at the collectives against the formulas, activations of a rank, the balance of
-the zigzag, and a ring whose messages take a while.
+"""What the layouts send, hold and hide: bytes at the collectives against the formulas, activations of a rank,
+the balance of the zigzag, and a ring whose messages take a while.
 
     python -m bench.parallel [--block_size=4096] [--ring_tokens=16384] [--ring_ranks=8]
 
@@ -72,7 +72,8 @@ def count(host, cfg):
 
 
 def formulas(cfg, kind):
-    """{segment: {axis: bytes}} a rank sends in all layers, fp32. recompute: of half the rows of all but the last layer."""
+    """{segment: {axis: bytes}} a rank sends in all layers, fp32. recompute: of half the rows of all but the
+    last layer."""
     L, tp, cp = cfg.n_layer, cfg.tp, cfg.cp
     whole = 4 * cfg.batch_size * cfg.block_size // cp * cfg.n_embd  # B T C
     unit, block = whole * (tp - 1) // tp, whole // tp
@@ -122,7 +123,8 @@ def scores(queries, keys, causal, T):
 
 
 def balance():
-    """Scores that attention computes, of the busiest rank over the mean, with the zigzag and with contiguous chunks."""
+    """Scores that attention computes, of the busiest rank over the mean, with the zigzag and with contiguous
+    chunks."""
     rows, T = [], 1024
     for cp in (2, 4, 8, 16, 32, 64):
         zigzag = [sum(scores(*parts((rank - step) % cp, rank, T), T) for step in range(cp)) for rank in range(cp)]

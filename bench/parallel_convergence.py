@@ -2,8 +2,8 @@
 
     python -m bench.parallel_convergence [--max_iters=200]
 
-Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) as one process and, under torchrun,
-in several layouts over gloo. Writes bench/results/parallel_convergence.json and .png.
+Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) as one process and,
+under torchrun, in several layouts over gloo. Writes bench/results/parallel_convergence.json and .png.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""The memory planner on the 7B model's step, traced without memory or GPU: every solver on a layer's forward and backward
-and on the whole step, and the plan beside what torch's caching allocator would reserve for the same requests.
+"""The memory planner on the 7B model's step, traced without memory or GPU: every solver on a layer's forward
+and backward and on the whole step, and the plan beside what torch's caching allocator would reserve for the
+same requests.
 
     python -m bench.planner [--lengths=65536,...,1048576] [--solve=131072,1048576] [--time_limit=60]
 
-Writes bench/results/planner.json, planner.png (reserved bytes against the length) and memory_plan.png (one step, address
-against time). The allocator is simulated (memo/planner/caching.py), from the rules that torch publishes.
+Writes bench/results/planner.json, planner.png (reserved bytes against the length) and memory_plan.png (one
+step, address against time). The allocator is simulated (memo/planner/caching.py), from the rules that torch
+publishes.
 """
 
 import argparse
@@ -92,7 +94,8 @@ def show(row):
 
 
 def against_caching(lengths):
-    """Rows of one length each, and of several: planned bytes, reserved bytes, reorganisations where room is scarce."""
+    """Rows of one length each, and of several: planned bytes, reserved bytes, reorganisations where room is
+    scarce."""
     traces = {S: trace_of(S, 4) for S in lengths}  # a step's layers repeat: four show what 32 do
     plans = {S: bilevel(trace, alignment=ALIGNMENT["cuda"]) for S, trace in traces.items()}
     mixed = random.Random(0).choices(sorted(lengths), k=STEPS)

@@ -2,8 +2,8 @@
 
     python -m bench.swap_convergence [--max_iters=1000]
 
-Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) with activation=keep, recompute
-and memo at several alphas. Writes bench/results/swap_convergence.json and .png.
+Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) with activation=keep,
+recompute and memo at several alphas. Writes bench/results/swap_convergence.json and .png.
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""Do the copies hide behind compute, and is the alpha that is chosen the best one? On the CPU, with artificial copy rates.
+"""Do the copies hide behind compute, and is the alpha that is chosen the best one? On the CPU, with
+artificial copy rates.
 
     python -m bench.swap_overlap [--rounds=2] [--steps=1]
 
-The copies run on the CPU's streams, each slowed down to a given rate; everything else is real. Three rates: at them a
-layer's whole skeletal activations take 1.5, 2.5 and 5 times as long to copy as the layer's forward takes to compute.
-For every alpha on a grid of 1/8, and for what `alpha=auto` chooses from rates measured through the same streams:
-seconds of forward and backward, beside the sum over the layers of max(compute, copy), and of compute + copy. Compute is
-measured, layer by layer, in the same run with copies at full speed. All figures are the least of the rounds. Writes
-bench/results/swap_overlap.json and .png.
+The copies run on the CPU's streams, each slowed down to a given rate; everything else is real. Three rates:
+at them a layer's whole skeletal activations take 1.5, 2.5 and 5 times as long to copy as the layer's forward
+takes to compute. For every alpha on a grid of 1/8, and for what `alpha=auto` chooses from rates measured
+through the same streams: seconds of forward and backward, beside the sum over the layers of max(compute,
+copy), and of compute + copy. Compute is measured, layer by layer, in the same run with copies at full speed.
+All figures are the least of the rounds. Writes bench/results/swap_overlap.json and .png.
 """
 
 import argparse
@@ -84,8 +85,8 @@ class Bench:
 
 
 def expected(spans, copy_s, layers):
-    """(sum of max(compute, copy), sum of compute + copy) over the layers, both passes, where `spans` are of a step whose
-    copies were fast; a layer's recompute belongs to its backward."""
+    """(sum of max(compute, copy), sum of compute + copy) over the layers, both passes, where `spans` are of a
+    step whose copies were fast; a layer's recompute belongs to its backward."""
     compute, other = {}, 0.0
     for s in spans:
         kind, _, layer = s.label.partition(" ")

@@ -1,9 +1,9 @@
 """Hard instances of the placement problem, made from a placement, so that one is known to exist.
 
-They are of the kind of the public minimalloc benchmark, which comes from the buffers of neural networks: many small
-buffers that live long, rows of large ones that live briefly, together as large as the capacity nearly all the time.
-The rectangle of time and address is filled without a hole, event by event. Capacity is the lower bound, or up to 0.5%
-above it.
+They resemble the public minimalloc benchmark, which comes from the buffers of neural networks: many small
+buffers that live long, rows of large ones that live briefly, together as large as the capacity nearly all the
+time. The rectangle of time and address is filled without a hole, event by event. The capacity is the lower
+bound, or up to 0.5% above it.
 """
 
 import random
@@ -11,8 +11,7 @@ import random
 from memo.dsa.problem import Buffer, Problem
 
 KIB = 1024
-FAMILIES = {  # buffers, live blocks, P(a successor is as large as what it follows), P(a block is several buffers), ...
-    # ... slack in KiB, P(an end of a lifespan is moved inwards)
+FAMILIES = {  # as hard() takes them
     "network_1": dict(n=160, live=22, again=0.5, several=0.3, slack=0),
     "network_2": dict(n=210, live=30, again=0.3, several=0.5, slack=0),
     "network_3": dict(n=260, live=30, again=0.4, several=0.3, slack=4),
@@ -33,7 +32,7 @@ FAMILIES = {  # buffers, live blocks, P(a successor is as large as what it follo
 }
 
 
-def parts_of(rng, total, count):
+def parts_of(rng: random.Random, total: int, count: int) -> list[int]:
     """`total` cut into `count` positive whole numbers of very different sizes, in a random order."""
     weights = [rng.lognormvariate(0, 1.2) for _ in range(min(count, total))]
     sizes = [max(1, int(total * w / sum(weights))) for w in weights]
@@ -43,14 +42,19 @@ def parts_of(rng, total, count):
     return rng.sample(sizes, len(sizes))
 
 
-def hard(seed, n, live, again, several, slack, trim=0.0, capacity=1024, horizon=1024):
-    """A Problem of about n buffers, and that a placement exists. Blocks fill the addresses from 0 up; at every event some
-    neighbours end and others take their room: the larger a block, the sooner."""
+def hard(seed: str, n: int, live: int, again: float, several: float, slack: int, trim: float = 0.0,
+         capacity: int = 1024, horizon: int = 1024) -> Problem:
+    """A Problem of about n buffers that has a placement. Blocks fill the addresses from 0 up; at every event
+    some neighbours end and others take their room: the larger a block, the sooner.
+
+    live: blocks at a time. again: P(a successor is as large as the block before). several: P(a block is
+    several buffers). slack: KiB of capacity above the lower bound. trim: P(an end of a lifespan is moved inwards).
+    """
     rng, rows = random.Random(seed), []
     blocks, t = [(0, size) for size in parts_of(rng, capacity, live)], 0
     events = sorted(rng.sample(range(1, horizon), min(horizon - 1, n)))
 
-    def end(block, t):
+    def end(block: tuple[int, int], t: int) -> None:
         born, size = block
         count = rng.randint(2, 4) if rng.random() < several else 1
         for piece in parts_of(rng, size, count):
@@ -70,7 +74,8 @@ def hard(seed, n, live, again, several, slack, trim=0.0, capacity=1024, horizon=
             end(block, t)
         sizes = [size for _, size in ending]
         if rng.random() >= again:
-            sizes = parts_of(rng, sum(sizes), max(1, len(sizes) + rng.choice((-1, 0, 1)) + (len(blocks) < live)))
+            count = max(1, len(sizes) + rng.choice((-1, 0, 1)) + (len(blocks) < live))
+            sizes = parts_of(rng, sum(sizes), count)
         blocks[k:k + width] = [(t, size) for size in sizes]
     for block in blocks:
         end(block, horizon)

@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -14,9 +16,11 @@ from memo.launch import Launch
 from memo.parallel.mesh import connected
 
 TIMEOUT_S = 300
+PROCESSES = multiprocessing.get_context("forkserver")  # forks from a server that imports torch once
+PROCESSES.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
 
 
-def serve(rank, size, port, pipe):
+def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     with connected(Launch(rank, size, rank, size, 0, "")) as host:
@@ -29,21 +33,19 @@ def serve(rank, size, port, pipe):
 
 
 class Ranks:
-    def __init__(self, size):
-        context = multiprocessing.get_context("forkserver")  # whose server imports torch once, for all pools
-        context.set_forkserver_preload(["model", "memo.optim", "testing.ranks"])
+    def __init__(self, size: int) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.pipes, self.processes = [], []
         for rank in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, port, theirs), daemon=True)
+            mine, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=serve, args=(rank, size, port, theirs), daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, work, *args):
+    def run(self, work: Callable, *args: object) -> list:
         """[work(host, *args) of every rank]. What one of them raises is raised here, and the pool is gone."""
         for pipe in self.pipes:
             pipe.send((work, args))
@@ -61,7 +63,7 @@ class Ranks:
                 raise AssertionError(failed)
         return [results[rank] for rank in range(len(self.pipes))]
 
-    def close(self):
+    def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -69,13 +71,13 @@ class Ranks:
             process.join(10)
 
 
-def children(pid):
+def children(pid: int) -> list[int]:
     """The processes that another one started: a torchrun's are its ranks, in order."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @cache
-def pool(size):
+def pool(size: int) -> Ranks:
     """The pool of `size` ranks."""
     made = Ranks(size)
     atexit.register(made.close)

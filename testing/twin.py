@@ -1,4 +1,4 @@
-"""An independent GPT in plain torch under autograd: the oracle of the gradient tests and the rival of the benchmark."""
+"""An independent GPT in plain torch under autograd: the reference of the gradient tests, a rival in bench/."""
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,14 @@ class TwinBlock(nn.Module):
 
     def forward(self, x, cos, sin):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.cfg.n_head, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).chunk(3, -1))
+        qkv = self.qkv(self.ln1(x)).chunk(3, -1)
+        q, k, v = (t.view(B, T, self.cfg.n_head, -1).transpose(1, 2) for t in qkv)
         if cos is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh" if self.cfg.gelu == "tanh" else "none"))
+        approximate = "tanh" if self.cfg.gelu == "tanh" else "none"
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate=approximate))
 
 
 def rotate(x, cos, sin):  # (B, H, T, D): pairs (2j, 2j+1) turned by an angle
@@ -76,7 +78,7 @@ class Twin(nn.Module):
         return {k: v for k, v in names.items() if v is not None}
 
     def worst_gradient(self, model):
-        """(largest relative error of a gradient of memo's `model` against this one's, the parameter's names)."""
+        """(largest relative error of a gradient of memo's `model` against the twin's, its names)."""
         grads = views(model.layout, model.grads)
         mine = ((torch.cat([grads[n] for n in names])[:len(p)], p.grad, ", ".join(names))
                 for names, p in self.memo_names().items())

@@ -13,17 +13,20 @@ from model import initial_weights
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 VOCAB = 50  # of the fixture `dataset`
-COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)  # seconds of recomputing, in proportion
+COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)  # of recomputing
 
 # --- runs of train.py ---
 
 def argv(folder, out, **keys):
-    keys = dict(dataset=folder, out_dir=out, n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4, max_iters=12,
-                warmup_iters=2, learning_rate=1e-2, eval_interval=6, eval_iters=2, save_interval=4, device="cpu") | keys
+    """The command line of a small run of train.py."""
+    keys = dict(dataset=folder, out_dir=out, n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4,
+                max_iters=12, warmup_iters=2, learning_rate=1e-2, eval_interval=6, eval_iters=2,
+                save_interval=4, device="cpu") | keys
     return [f"--{k}={v}" for k, v in keys.items()]
 
 
 def losses(out):
+    """[(iter, loss)] of a run."""
     return [(r["iter"], r["loss"]) for r in read_metrics(Path(out) / "metrics.jsonl")]
 
 
@@ -37,12 +40,14 @@ def perturbed_weights(cfg, device):
 
 
 def random_batch(cfg, B, T, device, seed=3):
+    """(tokens, targets), each (B, T)."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, cfg.vocab_size, (B, T + 1), generator=g).to(device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def error(a, b):
+    """Relative error of the tensor `a` against `b`."""
     return ((a - b).norm() / b.norm()).item()
 
 
@@ -70,7 +75,8 @@ def step(model, optimizer, cfg):
     mine = model.positions[:cfg.block_size // cfg.cp]
     micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
     for micro in micros:
-        batch = (t[:, mine].contiguous() for t in random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro))
+        whole = random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro)
+        batch = (t[:, mine].contiguous() for t in whole)
         loss += model.forward(*batch, scale=part) * part
         model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
     return mesh.replicas.sum(loss)
@@ -79,5 +85,6 @@ def step(model, optimizer, cfg):
 # --- this process ---
 
 def resident_bytes():
+    """Bytes of host memory that the process has now."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * resource.getpagesize()

@@ -155,6 +155,7 @@ def mutated(rng, stream):
     return stream
 
 
+@pytest.mark.slow
 def test_every_live_block_keeps_its_bytes_whatever_is_requested():
     rng, misses = random.Random(0), 0
     for _ in range(150):
@@ -427,6 +428,7 @@ def test_a_closed_arenas_memory_goes_with_its_last_tensor():
     assert resident() < before - n // 2
 
 
+@pytest.mark.slow
 def test_without_a_compiler_training_goes_on_without_the_plan(dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -497,6 +499,7 @@ def metrics(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_fifty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsys):
     assert main(dataset, tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false", "--max_iters=50") == 0
     assert main(dataset, tmp_path / "plan", "--max_iters=50", "--eval_interval=10", "--eval_iters=1") == 0
@@ -509,6 +512,7 @@ def test_fifty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsy
     assert (tmp_path / "plan" / "memory_plan.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_path, monkeypatch, capsys):
     assert main(dataset, tmp_path / "recorded", "--max_iters=3") == 0
     assert "warning" not in capsys.readouterr().err
@@ -528,6 +532,7 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_pa
     assert list(recorded["segments"]) == list(traced["segments"]) and traced["arena_bytes"] <= recorded["arena_bytes"]
 
 
+@pytest.mark.slow
 def test_a_stop_by_signal_and_a_resume_change_nothing(dataset, tmp_path, monkeypatch):
     assert main(dataset, tmp_path / "whole", "--max_iters=8") == 0
     step = train.Optimizer.step
@@ -542,6 +547,7 @@ def test_a_stop_by_signal_and_a_resume_change_nothing(dataset, tmp_path, monkeyp
     assert [r["loss"] for r in metrics(tmp_path / "whole")] == [r["loss"] for r in metrics(tmp_path / "parts")]
 
 
+@pytest.mark.slow
 def test_shapes_in_turns_evaluations_and_another_alpha_change_nothing(capsys):
     """Two models of the same weights, one with the plan: a smaller last batch, lengths in turns, evaluations, alphas."""
     model, arena = model_and_arena()

@@ -248,7 +248,7 @@ def follow_torch():
     assert a.reorganisations == torch.cuda.memory_stats()["num_alloc_retries"] > failures > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 def test_every_address_and_counter_is_that_of_torch(monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -298,6 +298,7 @@ def test_resident_bytes_take_their_share_of_the_capacity():
         simulate([longer], capacity=123 * MiB, resident_bytes=100 * MiB)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_requests_take_seconds():
     rng, events, live = random.Random(0), [], []
     for i in range(50_000):

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -28,6 +27,7 @@ from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
 from memo.snapshot import Copier
 from model import GPT, initial_weights
+from testing.ranks import PROCESSES
 
 CFG = Config(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=200, bias=True)
 LARGER = replace(CFG, n_embd=128)
@@ -250,9 +250,9 @@ def fails(save, saver, message):
     saver.wait()
 
 
+@pytest.mark.slow
 def test_ranks_write_in_parallel_and_fail_together(tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=a_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
+    ranks = [PROCESSES.Process(target=a_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -360,7 +360,7 @@ def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkey
 # --- kills and full disks while saving ---
 
 def run_in_a_process_of_its_own(target, out_dir):
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(out_dir,))
+    process = PROCESSES.Process(target=target, args=(out_dir,))
     process.start()
     process.join(90)
     assert process.exitcode == 0
@@ -411,6 +411,7 @@ def kill_twenty_times(out_dir):
     assert os.listdir(out_dir / "ckpt") == [str(ckpt.iter + 1)]
 
 
+@pytest.mark.slow
 def test_kills_at_any_moment_leave_a_whole_checkpoint_and_the_same_run(tmp_path):
     run_in_a_process_of_its_own(kill_twenty_times, tmp_path)
 
@@ -442,6 +443,7 @@ def fill_the_disk(out_dir):
     assert calls == [["2", "3"], ["3"]] and sorted(os.listdir(out_dir / "ckpt")) == ["3", "4"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
     run_in_a_process_of_its_own(fill_the_disk, tmp_path)
 

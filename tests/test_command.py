@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.helpers import ROOT
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     SEVEN, (*SEVEN, "--json"), *(("-m", f"memo.{name}", "--help") for name in ("estimate", "dsa", "planner", "profiler",
                                                                                "convert", "sample")),
@@ -54,6 +56,18 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
         assert done.returncode == code and re.search(says, told) and not silent, done.stderr
         assert not code or told.count("\n") == 1
         assert max(map(len, told.splitlines())) <= 125
+
+
+def test_an_installed_command_is_python_m():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts.values()) == {"memo.command:installed"}
+    for name in scripts:
+        start = f"import sys; sys.argv[0] = '/bin/{name}'; from memo.command import installed; sys.exit(installed())"
+        ends = []
+        for program in (("-c", start), ("-m", name.replace("-", "."))):
+            done = subprocess.run([sys.executable, *program, "--help"], capture_output=True, text=True, cwd=ROOT)
+            ends.append((done.returncode, done.stdout, done.stderr))
+        assert ends[0] == ends[1] and ends[0][0] == 0 and ends[0][1], name
 
 
 @pytest.mark.parametrize("main,argv,message", [
@@ -95,6 +109,7 @@ def test_an_error_of_a_file_names_it(capsys):
     assert capsys.readouterr().err == "error: /no/such/file: No such file or directory\n"
 
 
+@pytest.mark.slow
 def test_a_start_imports_nothing_that_can_wait():
     late = "matplotlib torch.distributed.checkpoint scipy highspy ortools wandb transformers"
     code = f"import sys, train, memo.estimate; print(*(name for name in {late.split()} if name in sys.modules))"

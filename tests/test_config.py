@@ -338,6 +338,13 @@ def imports(path):
     return names
 
 
+def test_tests_and_benches_import_neither_each_other_nor_a_test():
+    for folder, others in (("tests", ("bench", "tests.test_")), ("bench", ("tests",)), ("testing", ("bench", "tests")),
+                           ("memo", ("bench", "tests", "testing"))):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not any(name.startswith(others) for name in imports(path)), path
+
+
 def test_imports_point_one_way():
     """memo/ never imports model.py or train.py, but for the command memo/sample.py, which nobody imports; no module of it
     imports itself, at any distance; the torch-free modules import nothing of torch, nor a module that does."""

@@ -45,6 +45,7 @@ def attend(host, kind, dtype, limit):
             assert got.dtype == dtype and error < limit, (name, error)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

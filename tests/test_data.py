@@ -146,6 +146,7 @@ def test_text_is_read_in_parts(tmp_path, monkeypatch):
     assert "".join(parts) == document and max(map(len, parts)) == 10
 
 
+@pytest.mark.slow
 def test_what_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "FIRST_S", 0.001)
     documents = ["".join(TEXTS)] * 200
@@ -335,6 +336,7 @@ def offline(tmp_path, *command):
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_is_one_line_and_status_2(tmp_path):
     done = offline(tmp_path, "data/text/prepare.py", "--source=nobody/nothing", "--tokenizer=train:300",
                    f"--out_dir={tmp_path}")
@@ -344,6 +346,7 @@ def test_an_unreachable_hub_is_one_line_and_status_2(tmp_path):
     assert "--split, the network" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_scripts_run_from_the_repository_and_leave_no_cache(tmp_path):
     write_source(tmp_path / "in", "parquet")
     done = offline(tmp_path, "data/text/prepare.py", f"--source={tmp_path / 'in'}", "--tokenizer=train:300",

@@ -79,7 +79,8 @@ GAPS = [
 ]
 
 
-@pytest.mark.parametrize("solver,instances,helped", [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 1000, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("solver,instances,helped", [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 300, False)])
 def test_the_proven_optimum_is_that_of_brute_force(solver, instances, helped, monkeypatch):
     monkeypatch.setattr(solvers, "_gurobi", lambda *args, **kwargs: None)
     if not helped:
@@ -94,6 +95,7 @@ def test_the_proven_optimum_is_that_of_brute_force(solver, instances, helped, mo
     assert helped or sum(solver in name for name in found_by) > instances / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", GAPS)
 @pytest.mark.parametrize("solver", ["auto", "cpsat", "mip"])
 def test_a_least_peak_above_the_load_is_proven(rows, solver):
@@ -150,6 +152,7 @@ def test_alignment():
     assert e.value.proven
 
 
+@pytest.mark.slow
 def test_greedy_is_quick():
     rng = random.Random(0)
     rows = [(t, t + rng.choice([1, 3, 10, 100, 3000]), rng.randint(1, 10**9)) for t in range(5000)]
@@ -233,6 +236,7 @@ def test_conflicts_are_counted_before_they_are_listed():
     assert part.n_pairs() == len(part.pairs()[0]) > 300
 
 
+@pytest.mark.slow
 def test_hard_instances_fit_where_greedy_does_not():
     for name in ("network_1", "network_4"):
         problem = hard(name, **FAMILIES[name])
@@ -243,6 +247,7 @@ def test_hard_instances_fit_where_greedy_does_not():
         assert solve(problem, "auto", 60).peak == problem.capacity
 
 
+@pytest.mark.slow
 def test_the_time_limit_returns_the_best_so_far_with_its_gap():
     problem = replace(hard("network_4", **FAMILIES["network_4"]), capacity=None)
     for solver in ("cpsat", "mip"):

@@ -100,6 +100,7 @@ def test_recompute_and_swap_of_table_4():
         assert 100 * recompute == pytest.approx(PAPER["table4"]["mfu_percent"]["full_recompute+plan"][i], abs=1)
 
 
+@pytest.mark.slow
 def test_the_longest_context_on_the_papers_node():
     cfg = load_config(["config/7b_1m.py"])
     assert search.longest(*budget.granting(cfg, A800, 8, 1.035e12), 8).cfg.block_size >= 2**20
@@ -154,6 +155,7 @@ def traced_arenas(*argv, device="cuda"):
     return traced_arena(cfg, machine), fast_arena(cfg, machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "--tp=8 --cp=1", "--tp=1 --cp=8", "--block_size=65536", "--context_parallel=ulysses",
                                   "--block_size=2097152", "--tp=1 --cp=1 --block_size=8192", "--tp=1 --cp=1 --n_head=8",
                                   "--tp=2 --cp=4 --context_parallel=ulysses --block_size=262144"])
@@ -432,6 +434,7 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     assert "while the region rounding_buffers grew, estimated at " in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "REPEATS", 1)
@@ -541,6 +544,7 @@ def test_what_fits_at_one_batch_fits_at_every_smaller_one():
     assert any(2 < got.placement.n_buffers < 36 and got.bytes_of("transient")[0] > 0 for got in estimates)
 
 
+@pytest.mark.slow
 def test_attention_without_a_kernel_holds_the_scores():
     cfg = load_config(["config/gpt2_124m.py", "--vocab_size=50257", "--block_size=8192", "--position=rope"])
     A = hardware.machine("h100-80gb")

@@ -35,6 +35,7 @@ MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", 
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5, eval_interval=5,
              eval_iters=2, save_interval=0, device="cpu")
 SAME = 1e-5
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 
 def argv(folder, out, **keys):
@@ -85,6 +86,7 @@ def alone(dataset, tmp_path_factory):
 
 # --- the losses of one process ---
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks,keys", [(2, dict(tp=2)), (2, dict(cp=2)), (2, {}),
                                         (4, dict(tp=2, cp=2, context_parallel="ulysses", optimizer_device="cpu"))])
 def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone, ranks, keys):
@@ -114,6 +116,7 @@ def here_stopped(host, argv):
         return here(host, argv)
 
 
+@pytest.mark.ranks
 def test_a_signal_at_any_moment_stops_all_ranks_at_the_same_step(dataset, tmp_path):
     assert pool(2).run(here_stopped, argv(dataset, tmp_path)) == [128 + signal.SIGTERM] * 2
     assert checkpoint.load(tmp_path).iter == 4 and len(losses(tmp_path)) == 4
@@ -128,6 +131,7 @@ def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path, dtype):
 
 # --- checkpoints ---
 
+@pytest.mark.ranks
 def test_a_checkpoint_is_resumed_in_any_other_layout(dataset, tmp_path, alone):
     first = tmp_path / "tp2 cp2 dp2"
     assert pool(8).run(here, argv(dataset, first, tp=2, cp=2, max_iters=5, lr_decay_iters=10)) == [0] * 8
@@ -146,6 +150,7 @@ def test_a_checkpoint_is_resumed_in_any_other_layout(dataset, tmp_path, alone):
         assert (ends[tmp_path / "tp4"][name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
 
+@pytest.mark.ranks
 def test_the_same_layout_goes_on_bitwise(dataset, tmp_path):
     keys = dict(tp=2, cp=2)
     assert pool(4).run(here, argv(dataset, tmp_path / "whole", **keys)) == [0] * 4
@@ -156,6 +161,7 @@ def test_the_same_layout_goes_on_bitwise(dataset, tmp_path):
 
 # --- what ranks do not agree on ---
 
+@pytest.mark.ranks
 def test_mistakes_are_one_line_on_every_rank(dataset, tmp_path):
     good = argv(dataset, tmp_path / "out", cp=2)
     other = tmp_path / "data"
@@ -179,6 +185,7 @@ def test_mistakes_are_one_line_on_every_rank(dataset, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.ranks
 def test_other_tokens_under_the_same_name_are_found_out(dataset, tmp_path):
     """As on hosts with disks of their own."""
     for rank in range(2):
@@ -200,6 +207,7 @@ def in_its_own_folder(host, folder, argv):
         os.chdir(before)
 
 
+@pytest.mark.ranks
 def test_a_folder_that_the_hosts_do_not_share_is_found_out(dataset, tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
@@ -214,6 +222,7 @@ def impatient(host):
     out_dir.time = SimpleNamespace(sleep=lambda s: None)
 
 
+@pytest.mark.ranks
 def test_a_missing_or_damaged_shard_is_named(dataset, tmp_path):
     assert pool(2).run(here, argv(dataset, tmp_path, cp=2, max_iters=3)) == [0, 0]
     resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=6"]
@@ -243,6 +252,7 @@ def small_files(host, argv, limit):
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.ranks
 def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_path):
     keys = argv(dataset, tmp_path, cp=2)
     assert pool(2).run(here, [*keys, "--max_iters=3", "--lr_decay_iters=10"]) == [0, 0]
@@ -268,6 +278,7 @@ def without_room(host, argv):
         return here(host, argv), said.getvalue().splitlines()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("keys", [dict(tp=2), dict(cp=2)], ids=str)
 def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path, keys):
     assert pool(2).run(here, argv(dataset, tmp_path / "recorded", max_iters=3, **keys)) == [0, 0]
@@ -291,6 +302,7 @@ def measured_without_room(host, argv, said):
             train.set_up(argv, Launch(host.rank, 2, host.rank, 2, 0, ""), host)
 
 
+@pytest.mark.ranks
 def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):
     ranks, said = Ranks(2), tmp_path / "said "
     for pipe in ranks.pipes:
@@ -327,6 +339,7 @@ def undisturbed(dataset, tmp_path_factory):
     return out
 
 
+@pytest.mark.ranks
 def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(dataset, tmp_path, undisturbed):
     run = torchrun(argv(dataset, tmp_path, tp=2, max_iters=24, save_interval=3), "--standalone", "--max-restarts=1", ranks=2)
     wait_for_rows(tmp_path, 8)
@@ -337,6 +350,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(datase
     assert out.count("run         steps 0 to 24") == 1 and out.count("to 24 in") == 2  # the second goes on, by itself
 
 
+@pytest.mark.ranks
 def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
     run = torchrun(argv(dataset, tmp_path, tp=2, max_iters=10**6, save_interval=3), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 8)  # the save before step 6 waited for the one before step 3
@@ -350,6 +364,7 @@ def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
                        "--warmup_iters=0"]) == 0  # on one process
 
 
+@pytest.mark.ranks
 def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dataset, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -369,6 +384,7 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dat
     assert said.count("run         steps 0 to 24") == 1 and said.count("to 24 in") >= 2
 
 
+@pytest.mark.ranks
 def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
     run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=10**6), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 5)
@@ -379,6 +395,7 @@ def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
     assert err.count("SIGTERM: finishing this step, then saving") == 1
 
 
+@pytest.mark.ranks
 def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(dataset, data)

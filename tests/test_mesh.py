@@ -85,6 +85,8 @@ def places(host):
     return (mesh.dp.rank, mesh.tokens.rank, mesh.weights.rank), members
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_tp_is_innermost_and_data_are_the_ranks_with_the_same_parameters():
     for rank, (where, members) in enumerate(pool(8).run(places)):
         dp, cp, tp = where
@@ -128,6 +130,7 @@ def opened(host, cp, tp, kind):
     return len(groups), sent, waits
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("cp,tp,kind", [(1, 2, "ring"), (2, 1, "ring"), (2, 1, "ulysses"), (1, 1, "ring")])
 def test_the_first_messages_of_every_axis_are_sent_when_it_is_made(cp, tp, kind):
     shared = [ALL_GATHER.__name__, REDUCE_SCATTER.__name__, "all_reduce"]
@@ -152,6 +155,8 @@ def faulty(host, path, fault):
     open_mesh(host, 1, 2, CPU)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("fault,said,interface", [
     ("interface", r".*nosuch0.*", "nosuch0"), ("gone", r".*[Cc]onnection.*", "not set"),
     ("silent", "no answer within 5 s", "not set")])
@@ -180,6 +185,8 @@ def suspended(host, path):
     time.sleep(600)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_rank_that_says_nothing_for_long_is_lost(tmp_path):
     ranks = Ranks(2)
     for pipe in ranks.pipes:
@@ -218,6 +225,7 @@ def talk(host, dtype):
     assert axis.gather(mine[:0]).shape == (n, 0)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_the_ranks_say_to_each_other(size, dtype):
@@ -239,6 +247,8 @@ def stuck(host):
     time.sleep(600)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_ranks_end_when_the_one_before_them_is_gone_whatever_they_do():
     ranks = Ranks(3)
     assert ranks.run(fail, [], True) == [0, 1, 2]
@@ -260,6 +270,7 @@ def fail(host, ranks, same):
         return str(e)
 
 
+@pytest.mark.ranks
 def test_an_error_on_one_rank_is_one_line_on_all():
     assert pool(2).run(fail, [], True) == [0, 1]
     assert pool(2).run(fail, [0, 1], True) == ["n_layer=0 must be at least 1"] * 2
@@ -273,13 +284,14 @@ def differ(host, what):
         return str(e)
 
 
+@pytest.mark.ranks
 def test_ranks_that_were_told_different_things_are_found_out():
     assert pool(2).run(differ, [dict(seed=1, n_layer=2)] * 2) == [None, None]
     wanted = f"rank 1 ({socket.gethostname()}) has n_layer=3, rank 0 n_layer=2; start all ranks alike"
     assert pool(2).run(differ, [dict(seed=1, n_layer=2), dict(seed=1, n_layer=3)]) == [wanted] * 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 def test_a_single_rank_over_nccl_inside_a_planned_segment(tmp_path):
     """What size 1 leaves out, done all the same: every collective over NCCL, from the arena, in place where it may be."""
     device = torch.device("cuda:0")

@@ -159,6 +159,7 @@ def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
     assert torch.allclose(score(5, 3), score(1005, 1003), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_full_logits_never_exist():
     cfg = Config(n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=4096)
     model = GPT(cfg, "cpu", torch.float32)

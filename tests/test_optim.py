@@ -99,6 +99,7 @@ def test_a_resumed_run_with_the_optimizer_on_the_host_is_the_run(tmp_path):
     assert trained(ALONE, cfg, torch.bfloat16) == trained(ALONE, cfg, torch.bfloat16, folder=tmp_path)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("text,micro_batches",
                          [("dp2", 2), ("dp2", 4), ("tp2", 1), ("tp2", 2), ("tp2 cp2 dp2", 2)])
 def test_an_optimizer_on_the_host_changes_no_bit_in_any_layout(text, micro_batches):

@@ -24,8 +24,9 @@ CPU = torch.device("cpu")
 S = 2048
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S, gradient_accumulation_steps=2)
 POSITIONS = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh")}
-MODES = [dict(activation="keep"), dict(activation="recompute"), *(dict(activation="memo", alpha=a) for a in (0.0, 0.5, 1.0)),
+MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
+ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"]
 def build(cfg, mesh, dtype=torch.float32):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the gradients of q
@@ -122,6 +123,8 @@ def relative_error(mine, reference, name):
     return ((mine[name] - reference[name]).norm() / reference[like].norm()).item()
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("position", POSITIONS)
@@ -129,13 +132,15 @@ def test_every_layout_gives_the_gradients_of_one_process(text, kind, position, a
     size = degrees_of(text)
     if kind == "ulysses" and size["cp"] == 1:
         pytest.skip("nothing to exchange")
-    modes = MODES if position == "rope" else [MODES[1], MODES[3]]
+    modes = MODES if position == "rope" else MODES[1:3]
     agree(text, kind, position, modes, alone[position], gradients)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("text,kind", [("tp2", "ring"), ("tp2 cp2", "ring"), ("tp2 cp2", "ulysses")])
 def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, alone):
-    agree(text, kind, "rope", MODES, alone["rope"], gradients_in_pieces)
+    agree(text, kind, "rope", MODES + ENDS, alone["rope"], gradients_in_pieces)
 
 
 def agree(text, kind, position, modes, reference, work):
@@ -154,6 +159,8 @@ def agree(text, kind, position, modes, reference, work):
         assert all(torch.equal(other[2][name], first[2][name]) for name in reference), mode
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("text", ["tp3", "cp3", "dp3"])
 def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
@@ -204,6 +211,8 @@ def both_traces(host, cfg):
     return made
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("keys", [dict(tp=2, cp=2), dict(tp=2, cp=2, context_parallel="ulysses")], ids=["ring", "ulysses"])
 def test_a_rank_can_be_traced_without_the_others(keys):
     cfg = Config(**KEYS | keys, alpha=0.5)
@@ -216,6 +225,7 @@ def test_a_rank_can_be_traced_without_the_others(keys):
                     pass
 
 
+@pytest.mark.slow
 def test_no_rank_ever_has_full_logits():
     cfg = Config(n_layer=1, n_head=4, n_embd=16, vocab_size=50257, block_size=4096, tp=4)
     model = GPT(cfg, "meta", torch.bfloat16, mesh=Mesh(weights=Axis("tp", 4, 1)))
@@ -228,6 +238,7 @@ def test_no_rank_ever_has_full_logits():
     assert largest == 4 * 4096 * 50304 // 4  # the softmax of a chunk of tokens, fp32, over a quarter of the vocabulary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("S", [2**20, 2**21])
 @pytest.mark.parametrize("tp,cp,kind", [(4, 2, "ring"), (4, 2, "ulysses"), (8, 1, "ring"), (2, 4, "ring"), (1, 8, "ring"),
                                         (1, 8, "ulysses")])

@@ -75,6 +75,7 @@ MODES = [dict(activation="recompute"), dict(activation="swap"), *(dict(activatio
          dict(activation="memo", alpha_mode="paper", limits=dict(hidden=0.6))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("B", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_mode_and_alpha_is_bitwise_equal(B, dtype):
@@ -84,6 +85,7 @@ def test_every_mode_and_alpha_is_bitwise_equal(B, dtype):
         assert same(trained(B, S, dtype, 3, n_layer=4, **mode), keep), mode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("S", [1024, 750])
 def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
@@ -97,6 +99,7 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
         assert same(trained(2, S, dtype, 2, **mode, **keys), keep), mode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position,bias", [("learned", True), ("learned", False), ("rope", True)])
 def test_with_biases_and_learned_positions_alike(position, bias):
     keys = dict(position=position, bias=bias, gelu="tanh")
@@ -106,6 +109,7 @@ def test_with_biases_and_learned_positions_alike(position, bias):
         assert same(trained(2, 1024, torch.float32, 2, **mode, **keys), keep), mode
 
 
+@pytest.mark.slow
 def test_below_alpha_0_some_layers_keep_only_their_input():
     keep = trained(1, 2048, torch.float32, 2, activation="keep")
     cfg = Config(**MODEL, block_size=2048)
@@ -174,7 +178,7 @@ def GPT_loss(cfg, S):
     return model.forward(*random_batch(cfg, 1, S, "cpu"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_every_mode_on_a_gpu_within_the_kernels_noise(dtype, limit):
     def gradients(**keys):
@@ -213,6 +217,7 @@ class Poison(CpuStream):
             device.fill_(0xFF)  # NaN in fp32 and bf16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [*MODES[1:], dict(activation="memo", limits=dict(host=0.11))], ids=str)
 def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeypatch):
     keep = trained(2, 1024, torch.float32, 2, activation="keep")
@@ -287,6 +292,7 @@ def peak(sizes):
     return highest
 
 
+@pytest.mark.slow
 def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
     taken, steps = {}, {}
     B, S, C, H = 2, 512, 32, 1
@@ -379,10 +385,12 @@ def racing():
     model.close()
 
 
+@pytest.mark.slow
 def test_random_delays_change_nothing(racing):
     assert all(racing(seed) for seed in range(100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", WAITS)
 def test_every_single_wait_is_needed(racing, wait):
     assert not all(racing(seed, removed=wait) for seed in range(100))
@@ -397,6 +405,7 @@ def test_there_is_no_wait_that_the_race_test_does_not_know():
 
 # --- leaks, and stopping in the middle ---
 
+@pytest.mark.slow
 def test_three_hundred_steps_leak_nothing():
     cfg, model, optimizer = build(1, 512, torch.float32, activation="memo", alpha=0.5)
     seen, threads = [], set()

@@ -5,7 +5,7 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # memo, where it is not installed
 from memo.command import Arguments, run
 from memo.tokens import DATA, VOCAB_SIZE, train_tokenizer, write_dataset
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlparse
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # memo, where it is not installed
 from memo.command import Arguments, progress, run
 from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
