@@ -56,7 +56,8 @@ def count(host, cfg):
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
     B, T, N = cfg.batch_size, cfg.block_size // cfg.cp, n_rows(cfg)
-    model.reserve(B, T, Placement(cfg.n_layer, 2, N, {t.name: N // 2 for t in layer_of(cfg).skeletal if t.group}))  # alpha = 1/2
+    half = {t.name: N // 2 for t in layer_of(cfg).skeletal if t.group}  # alpha = 1/2
+    model.reserve(B, T, Placement(cfg.n_layer, 2, N, half))
     model.arena = meter = Meter(mesh)
     tokens = torch.zeros(B, T, dtype=torch.int64)
     model.forward(tokens, tokens, scale=1.0)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from memo.config import Config, load_config
 from memo.estimate import hardware
@@ -13,7 +14,7 @@ GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
 HOST_BYTES = 1.035e12  # of the paper's 2 TB: torch's pinned cache rounds blocks up to powers of two
 
 
-def paper_config(model: str, S: int, **keys: object) -> Config:
+def paper_config(model: str, S: int, **keys: Any) -> Config:
     """The preset of a model at another context, on the host memory that the paper could use."""
     cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}"])
     return replace(cfg, host_memory_gb=HOST_BYTES / 1e9, **keys)

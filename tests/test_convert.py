@@ -244,7 +244,8 @@ def test_halves_become_fp32(hf, dtype):
 
 def test_names_and_padding_are_the_models(hf):
     cfg = config(hf)
-    assert {n: tuple(w.shape) for n, w in convert.hf_tensors(hf, cfg)} == {n: p.shape for n, p in model_parameters(cfg).items()}
+    shapes = {n: p.shape for n, p in model_parameters(cfg).items()}
+    assert {n: tuple(w.shape) for n, w in convert.hf_tensors(hf, cfg)} == shapes
 
 
 # --- the user's mistakes ---

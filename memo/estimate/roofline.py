@@ -126,7 +126,9 @@ class LayerSeconds:
         of its gradients."""
         seconds = 0.0
         for half in reversed(self.halves()):
-            messages = [m for ops in reversed(half) for m in (("gather", "scatter") if ops[0].kind == "column" else ("gather",))]
+            messages = []
+            for ops in reversed(half):
+                messages += ["gather", "scatter"] if ops[0].kind == "column" else ["gather"]
             products = fsum(self.product_s(op) for ops in half for op in ops)
             seconds += self.exposed_s(2 * products, *messages)
         return seconds

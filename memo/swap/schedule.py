@@ -114,7 +114,8 @@ class Times(NamedTuple):
 def times_of(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
     """The Times of the steps where each stream does one thing after the other, and a step takes
     seconds(step)."""
-    now, spans, stall_s = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0}, {}, 0.0
+    now, stall_s = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0}, 0.0
+    spans: dict[Key, tuple[float, float]] = {}
     for step in steps:
         before = now[step.stream]
         start = max([before, *(spans[key][1] for key in step.waits)])

@@ -7,7 +7,7 @@ another one only where the streams' own order and the waits say so."""
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from memo.swap.schedule import Fates, Step, Unit, units_in_order
+from memo.swap.schedule import Fates, Key, Step, Unit, units_in_order
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
 # place) an input or its gradient; ("slab", unit) the host's copy. What lies there: (what, whose unit)
@@ -112,7 +112,11 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
                       order: str = "layer"):
     """Errors: ValueError: the rule that the steps violate, and the steps."""
     memory = Memory(fates, layers, subsequences, order)
-    streams, clocks, content, writer, readers = {}, {}, {}, {}, {}
+    streams: dict[str, Key] = {}  # the last step of each stream
+    clocks: dict[Key, dict[str, int]] = {}  # of each stream the last step that is done for certain by then
+    content: dict[Place, Content] = {}
+    writer: dict[Place, Step] = {}
+    readers: dict[Place, list[Step]] = {}
 
     def check_order(step, other, rule):
         """`other` must be done before `step` starts, for certain."""
@@ -145,10 +149,10 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
                 if reader is not step:
                     check_order(step, reader, rule_of_write(step, reader))
             content[place], writer[place] = what, step
-    wanted = {(kind, unit) for unit in memory.units for kind in ("forward", "backward")}
-    wanted |= {(kind, (0, i)) for i in range(subsequences) for kind in ("embedding", "embedding backward")}
-    wanted |= {("head", (layers - 1, i)) for i in range(subsequences)}
-    if lacking := sorted(wanted - set(clocks)):
+    needed = {(kind, unit) for unit in memory.units for kind in ("forward", "backward")}
+    needed |= {(kind, (0, i)) for i in range(subsequences) for kind in ("embedding", "embedding backward")}
+    needed |= {("head", (layers - 1, i)) for i in range(subsequences)}
+    if lacking := sorted(needed - set(clocks)):
         kind, unit = lacking[0]
         raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")
     for layer, i in memory.units:  # attention reads the keys and values of the subsequences before
