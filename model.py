@@ -26,7 +26,7 @@ from memo.attention import attend, attend_backward, resolve_attention
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.ops import gelu_backward, gelu_forward, resolve_ops, rotations
-from memo.parallel.cp import across, held
+from memo.parallel.cp import attention_over_ranks, local_token_ranges
 from memo.parallel.mesh import ALONE
 from memo.parallel.tp import (
     accumulate_product,
@@ -252,7 +252,7 @@ class GPT:
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
-        self.attention = across(attention, mesh.cp, cfg.context_parallel, self.ops.merge)
+        self.attention = attention_over_ranks(attention, mesh.cp, cfg.context_parallel, self.ops.merge)
         self.layout, self.buckets = local_layout(cfg, mesh.tp.size, mesh.data.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
         begins, numel = gradient_places(self.buckets, gradient_slots(cfg, micro_batches))
@@ -294,7 +294,7 @@ class GPT:
         self.swap = Swap(placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size), layer_of(cfg), B, T,
                          self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
-        ranges = held(T * cp.size, cp, cfg.context_parallel)
+        ranges = local_token_ranges(T * cp.size, cp, cfg.context_parallel)
         self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
         self.turn = None
         if cfg.position == "rope":

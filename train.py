@@ -55,13 +55,13 @@ from memo.batch import open_dataset, to_device
 from memo.device import device_name, device_peak_bytes, pick_device, set_deterministic
 from memo.ending import Beside, Interrupted, StepGivenUp, StopSignal, handling, interrupt
 from memo.estimate.budget import traced_arena
-from memo.estimate.expected import OutOfMemory, expect, growing
+from memo.estimate.expected import OutOfMemory, expect, naming_region
 from memo.estimate.hardware import peak_flops_per_s
 from memo.metrics import ConsoleLogger, JsonlLogger, StepStats, WandbLogger, mfu, tgs
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.out_dir import holds, lock, see
-from memo.parallel.cp import held
+from memo.parallel.cp import local_token_ranges
 from memo.parallel.mesh import Agreed, connected, launched, open_mesh, place, same_everywhere, together
 from memo.report import describe, draw_loss, draw_step, finish, furnish, go_on_with, save_plan
 from memo.swap.streams import stall_s
@@ -197,11 +197,11 @@ def setup(argv, launch, host):
         torch.cuda.set_device(device)
     torch.manual_seed(cfg.seed)
     run.mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
-    run.ranges = held(cfg.block_size, run.mesh.cp, cfg.context_parallel)
+    run.ranges = local_token_ranges(cfg.block_size, run.mesh.cp, cfg.context_parallel)
     run.expected = host.objects(run.expected)[0]
-    with growing(run.expected, device, "params"):
+    with naming_region(run.expected, device, "params"):
         run.model = model = GPT(cfg, device, dtype, mesh=run.mesh)
-    with growing(run.expected, device, "optimizer"):
+    with naming_region(run.expected, device, "optimizer"):
         run.optimizer = Optimizer(model, cfg)
         if ckpt is not None:
             together(host, checkpoint.restore, ckpt, model, run.optimizer)
@@ -211,9 +211,9 @@ def setup(argv, launch, host):
         else:
             run.optimizer.load(initial_weights(cfg, cfg.seed, device))
     run.first = run.done = ckpt.iter if ckpt is not None else 0
-    with growing(run.expected, device, "rounding_buffers"):
+    with naming_region(run.expected, device, "rounding_buffers"):
         run.decision = memory.reserve_activations(cfg, model, run.limit)
-    with growing(run.expected, device, "transient"):
+    with naming_region(run.expected, device, "transient"):
         memory.plan_memory(cfg, model)
     run.lines = memory.where_it_lives(cfg, run.decision, model, run.optimizer)
     run.saver = checkpoint.Saver(run.out, host.another(), cfg.pin_memory, cfg.keep_checkpoints, ckpt and ckpt.iter)
@@ -436,7 +436,7 @@ def go(run):
             if run.speaks:
                 print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
             return 0
-        with handling(stop), growing(run.expected, run.device, "transient"):
+        with handling(stop), naming_region(run.expected, run.device, "transient"):
             try:
                 train(run, stop)
             except StepGivenUp:

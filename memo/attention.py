@@ -21,7 +21,6 @@ from memo.layer import heads_at_once
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
 # forward has out=, where it writes; `label`: its name and version, and why it was chosen
 Attention = namedtuple("Attention", "name forward backward heads takes_out label", defaults=(1, False, ""))
-aten = torch.ops.aten
 
 
 def heads_first(*tensors):
@@ -93,35 +92,35 @@ def math_backward(dout, q, k, v, out, lse, causal, scale):
 # --- torch's own kernels ---
 
 def cpu_forward(q, k, v, causal, scale):
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first(q, k, v), 0.0, causal, scale=scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first(q, k, v), 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def cpu_backward(dout, q, k, v, out, lse, causal, scale):
-    return heads_first(*aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=scale))
 
 
 def flash_forward(q, k, v, causal, scale):
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def flash_backward(dout, q, k, v, out, lse, causal, scale):
     T, unused = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)  # philox state: there is no dropout
-    return heads_first(*aten._scaled_dot_product_flash_attention_backward(
+    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *heads_first(dout, q, k, v, out), lse, None, None, T, k.shape[1], 0.0, causal, unused, unused, scale=scale))
 
 
 def cudnn_forward(q, k, v, causal, scale):
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*heads_first(q, k, v), None, True, 0.0, causal, False,
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first(q, k, v), None, True, 0.0, causal, False,
                                                             scale=scale)
     return out.transpose(1, 2), lse.squeeze(-1)  # cuDNN's is (B, H, T, 1)
 
 
 def cudnn_backward(dout, q, k, v, out, lse, causal, scale):
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox state: there is no dropout
-    return heads_first(*aten._scaled_dot_product_cudnn_attention_backward(
+    return heads_first(*torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *heads_first(dout, q, k, v, out), lse[..., None], unused, unused, None, None, None, q.shape[1], k.shape[1],
         0.0, causal, scale=scale))
 

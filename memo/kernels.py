@@ -94,7 +94,7 @@ def warps(block):
     return min(32, max(1, block // 512))
 
 
-def layernorm_forward(x, w, b, out, mean, rstd, eps):
+def launch_layernorm_forward(x, w, b, out, mean, rstd, eps):
     assert x.is_contiguous() and out.is_contiguous()
     N, C = x.shape
     block = triton.next_power_of_2(C)
@@ -102,7 +102,7 @@ def layernorm_forward(x, w, b, out, mean, rstd, eps):
                               num_warps=warps(block))
 
 
-def layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
+def launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
     """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
     too."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
@@ -112,7 +112,7 @@ def layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
                                       residual is not None, len(sums) == 2, block, num_warps=warps(block))
 
 
-def rotary(x, turn, back):
+def launch_rotary(x, turn, back):
     """x: (rows, heads * D), rows any distance apart; turn: (rows, D/2) complex64. In place."""
     assert x.stride(1) == 1
     rows, width = x.shape
@@ -122,7 +122,7 @@ def rotary(x, turn, back):
                                                      block, num_warps=warps(block))
 
 
-def merge(out, lse, out_, lse_):
+def launch_merge(out, lse, out_, lse_):
     """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is
     contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))

@@ -21,7 +21,6 @@ import torch
 from memo.errors import ConfigError
 from memo.parallel.tp import chunks
 
-aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 
 Ops = namedtuple("Ops", "name layernorm_forward layernorm_backward rotary merge")
@@ -58,7 +57,7 @@ def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
     for out_, dy_, x_, mean_, rstd_, *residual_ in chunks(*rows):
         dy_, x_, w, b = layernorm_operands(dy_, x_, w, b)
-        dx, dw_, db_ = aten.native_layer_norm_backward(dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b,
+        dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b,
                                                        [True, True, b is not None])
         dw += dw_
         if b is not None:
@@ -96,14 +95,14 @@ PROGRAMS = 512  # that share the rows of a norm's backward, each with sums of it
 def fused_layernorm_forward(x, w, b, out, mean, rstd):
     if not x.is_meta:
         from memo import kernels
-        kernels.layernorm_forward(x, w, b, out, mean, rstd, LAYERNORM_EPS)
+        kernels.launch_layernorm_forward(x, w, b, out, mean, rstd, LAYERNORM_EPS)
 
 
 def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
     if not x.is_meta:
         from memo import kernels
-        kernels.layernorm_backward(residual, dy, x, mean, rstd, w, sums, out)
+        kernels.launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out)
     dw += sums[0].sum(0)
     if b is not None:
         db += sums[1].sum(0)
@@ -113,14 +112,14 @@ def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
 def fused_rotary(x, turn, back):
     if not x.is_meta:
         from memo import kernels
-        kernels.rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
+        kernels.launch_rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
     return x
 
 
 def fused_merge(out, lse, out_, lse_):
     if not out.is_meta:
         from memo import kernels
-        kernels.merge(out, lse, out_, lse_)
+        kernels.launch_merge(out, lse, out_, lse_)
 
 
 TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_rotary, fused_merge)
@@ -168,11 +167,11 @@ def resolve_ops(name, device, launch=True):
 
 def gelu_forward(x, form, out):
     for x_, out_ in chunks(x, out):
-        aten.gelu.out(x_, approximate=form, out=out_)
+        torch.ops.aten.gelu.out(x_, approximate=form, out=out_)
 
 
 def gelu_backward(dy, x, form, out):  # `out` may be dy itself
-    return aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
+    return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
 
 
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---

@@ -41,7 +41,7 @@ STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full s
 LONG_S = 0.5  # what takes longer is measured once
 
 
-def seconds(device, call, before=lambda: None, host=ALONE.host):
+def least_seconds(device, call, before=lambda: None, host=ALONE.host):
     """Seconds of call(), which has run before: the least of three, or the first where that is long; on the
     slowest of the ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
     best = float("inf")
@@ -70,17 +70,17 @@ def layer_rates(block, swap, turn, device, host):
 
     def recompute_s(tensors):  # of all rows of these, and none of the others
         rows = dict.fromkeys(tensors, slice(None))
-        return seconds(device, partial(block.recompute, s, turn, rows), host=host)
+        return least_seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     refill()  # untimed: libraries load, attention's kernels are chosen
-    forward_s = seconds(device, forward, host=host)
+    forward_s = least_seconds(device, forward, host=host)
     launches_s = recompute_s(())
     groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in groups_of(swap.tensors).items()}
     backward()
-    backward_s = seconds(device, backward, before=refill, host=host)
+    backward_s = least_seconds(device, backward, before=refill, host=host)
     transient = None
     if device.type == "cuda":
         transient = int(*host.max(torch.cuda.max_memory_allocated(device) - held))

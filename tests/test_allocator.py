@@ -225,10 +225,10 @@ def test_without_a_compiler_that_works_there_is_no_arena(tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
-    allocator.load.cache_clear()
+    allocator.load_library.cache_clear()
     with pytest.raises(Unavailable, match="g\\+\\+ failed: this is no compiler"):
         Arena(CPU)
-    allocator.load.cache_clear()
+    allocator.load_library.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def planted(tmp_path_factory):
 @pytest.fixture
 def quick_compiler(tmp_path, monkeypatch):
     """A g++ that copies what was compiled before."""
-    made = allocator.compiled(allocator.cache_folder())
+    made = allocator.compile_library(allocator.cache_folder())
     script = tmp_path / "bin" / "g++"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {made} "$last"\n')
@@ -298,14 +298,14 @@ def test_no_library_runs_that_another_could_have_written(tmp_path, monkeypatch, 
     if change:
         path.chmod(0o700)
         change(folder, path)
-    allocator.load.cache_clear()
+    allocator.load_library.cache_clear()
     try:
         arena = Arena(CPU)
         arena.run("piece", three)
         assert arena.settle()
         arena.close()
     finally:
-        allocator.load.cache_clear()
+        allocator.load_library.cache_clear()
     assert ran.exists() == (plant == "a library without functions")  # which is the user's own
     ran.unlink(missing_ok=True)
     assert [p for p in temporary.iterdir() if p != folder] == []
@@ -331,7 +331,7 @@ def test_one_library_is_not_taken_for_another(tmp_path, planted, quick_compiler)
     shutil.copyfile(planted[0], tmp_path / "own.so")
     (tmp_path / "own.so").chmod(0o700)
     with pytest.raises(AttributeError):
-        allocator.loaded(tmp_path / "own.so")
+        allocator.open_library(tmp_path / "own.so")
     (tmp_path / "new").mkdir()
     assert allocator.library_of(tmp_path / "new").memo_open
     planted[1].unlink()
@@ -430,7 +430,7 @@ def test_a_closed_arenas_memory_goes_with_its_last_tensor():
 def test_without_a_compiler_training_goes_on_without_the_plan(dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    allocator.load.cache_clear()
+    allocator.load_library.cache_clear()
     with pytest.raises(Unavailable, match=r"there is no C\+\+ compiler"):
         Arena(CPU)
     assert main(dataset, tmp_path / "out", "--max_iters=2") == 0

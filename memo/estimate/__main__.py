@@ -39,7 +39,7 @@ OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --ca
            "plot": "a picture; by default estimate.png"}
 
 
-def help_text():
+def estimate_help():
     told = {"host_memory_bytes": "what a node grants", "device_memory_bytes": "of one GPU"}
     rows = [(f"--{name}=", text) for name, text in OPTIONS.items()] + [(f"--{name}", text) for name, text in FLAGS.items()]
     rows += [("figures of the hardware", None), *((f"--{name}=", told.get(name, "")) for name in FIGURES)]
@@ -61,7 +61,7 @@ def read_number(f, text):
 def read_argv(argv):
     """(our own options and flags, the config's keys). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
-        print(help_text())
+        print(estimate_help())
         sys.exit()
     options, rest = {}, []
     for arg in argv:
@@ -88,12 +88,12 @@ import json
 from pathlib import Path
 
 from memo.estimate.budget import ROOT, STATES_BYTES, estimate, fast_arena, granting, itemsize_of, traced_arena
-from memo.estimate.report import GIB, HEADING, advice, as_dict, billions, draw, limit_of, summary, table
+from memo.estimate.report import GIB, HEADING, advice, as_dict, billions, draw_estimate, limit_of, summary, table
 from memo.estimate.search import longest, search
 from memo.metrics import parameters, percent
 
 
-def vocab_size_of(dataset):
+def local_vocab_size(dataset):
     """The dataset's, where it is here already; otherwise 0."""
     folder = ROOT / "data" / dataset
     with suppress(ConfigError):
@@ -109,7 +109,7 @@ def prepare(argv):
     if "search" in options:  # among all layouts: the config's own need not be one
         keys |= dict(tp=1, cp=1)
     cfg = Config(**keys)
-    cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab_size_of(cfg.dataset))
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or local_vocab_size(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}
     granted = figures.pop("host_memory_bytes", None)
     machine = hardware.machine(options.get("gpu", "here"), options.get("node"), world, **figures)
@@ -160,7 +160,7 @@ def main(argv):
                      "max_context none: what does not depend on the sequence is too much already")
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
-        draw(got, machine, world, most, options["plot"])
+        draw_estimate(got, machine, world, most, options["plot"])
         print(f"plot        {options['plot']}", file=sys.stderr if options.get("json") else sys.stdout)
 
 

@@ -34,17 +34,17 @@ REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", 
                 "context_parallel", "dtype", "solver", "deterministic", "ops")  # that the requests of a layer depend on
 
 Line = namedtuple("Line", "region what device_bytes host_bytes", defaults=(0, 0))  # of a rank
-Arena = namedtuple("Arena", "transient head")  # bytes: of layers and embedding; what the head takes more
+ArenaBytes = namedtuple("ArenaBytes", "transient head")  # bytes: of layers and embedding; what the head takes more
 
 
 # --- the arena of temporary tensors ---
 
-def arena_of(trace, solver, device):
-    """The Arena of a step's Trace, planned as the run plans it."""
+def planned_arena_bytes(trace, solver, device):
+    """The ArenaBytes of a step's Trace, planned as the run plans it."""
     def peak(trace):
         return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head") for event in events]
-    return Arena(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
+    return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
 
 
 def trace_elsewhere(keys):
@@ -60,7 +60,7 @@ def trace_elsewhere(keys):
 
 
 def traced_arena(cfg, machine, trace=trace_elsewhere):
-    """The Arena of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
+    """The ArenaBytes of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
     value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
@@ -74,25 +74,25 @@ def traced_arena(cfg, machine, trace=trace_elsewhere):
         key.update(path.read_bytes())
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
     try:
-        return believed(parse_json(read_text(folder / name)), keys)
+        return checked_arena_bytes(parse_json(read_text(folder / name)), keys)
     except Exception:  # not there, or not what was written
-        arena = arena_of(trace(keys), cfg.solver, device)
+        arena = planned_arena_bytes(trace(keys), cfg.solver, device)
     keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
     return arena
 
 
-def believed(stored, keys):
-    """The Arena in a file, if it is that of `keys`. Raises what it may where it is not."""
-    arena = Arena(**stored["arena"])
+def checked_arena_bytes(stored, keys):
+    """The ArenaBytes in a file, if it is that of `keys`. Raises what it may where it is not."""
+    arena = ArenaBytes(**stored["arena"])
     if stored["keys"] != keys or not all(type(n) is int and 0 <= n < 2**63 for n in arena):
         raise ValueError("it is not the arena that was asked for")
     return arena
 
 
 def fast_arena(cfg, machine, scale=1.0):
-    """A bound of the Arena, without a trace: the most that is there at one time of attention over a group of
-    heads, of a chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces. `scale`
-    multiplies it."""
+    """A bound of the ArenaBytes, without a trace: the most that is there at one time of attention over a
+    group of heads, of a chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces.
+    `scale` multiplies it."""
     e, tp, cp, C = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd
     rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
     own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
@@ -116,7 +116,7 @@ def fast_arena(cfg, machine, scale=1.0):
     layer = max(attention + kernel, gradients + 2.3 * f * own, gradients + gathered + chunk / tp,
                 gathered + 2 * f * chunk / tp)
     layer *= 1.01  # statistics and ids
-    return Arena(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
+    return ArenaBytes(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
 
 
 def head_bytes(cfg, itemsize, cpu=False):
@@ -206,7 +206,7 @@ def host_capacity(cfg, machine, world):
     """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may
     take: what host_memory_gb grants, or what is left beside the copy that a checkpoint is written from.
     Errors: ConfigError where the node has not so much."""
-    return alpha.granted(cfg.host_memory_gb, machine.node.host_memory_bytes, snapshot_bytes(cfg, machine, world),
+    return alpha.granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes, snapshot_bytes(cfg, machine, world),
                          "what a node has")
 
 
@@ -299,7 +299,7 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
 
 
 def estimate(cfg, machine, world, arena=traced_arena):
-    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> Arena. Errors:
+    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:

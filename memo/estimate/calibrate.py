@@ -25,12 +25,11 @@ from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab, available
 
-aten = torch.ops.aten
 REPEATS, LEAST_S = 5, 0.02  # of each measurement, and how long one lasts at least
-WIDTH = 512  # columns of what is passed over row by row
+ROW_WIDTH = 512  # columns of what is passed over row by row
 
 
-def seconds(call, device, host):
+def median_seconds(call, device, host):
     """Median seconds of call() on the slowest rank; all ranks measure at once."""
     def timed(n):
         synchronize(device)
@@ -46,7 +45,7 @@ def seconds(call, device, host):
 
 
 @contextmanager
-def arena_of(device):
+def opened_arena(device):
     """Where temporary tensors get their memory in a run too."""
     try:
         arena = Arena(device)
@@ -69,20 +68,20 @@ def matmuls(size, rows, dtype, device):
         if dtype == torch.float32:
             dw.addmm_(y.t(), x)
         elif device.type == "cuda":
-            aten.addmm.dtype_out(dw, y.t(), x, torch.float32, out=dw)
+            torch.ops.aten.addmm.dtype_out(dw, y.t(), x, torch.float32, out=dw)
         else:
             dw.add_(y.t() @ x)
     return products, 6 * rows * size * size
 
 
-def passes(nbytes, dtype, device):
+def row_passes(nbytes, dtype, device):
     """{operation: (call, bytes read and written)} over tensors of about so many bytes."""
-    rows = max(1, nbytes // dtype.itemsize // WIDTH)
-    x, y, out = (torch.randn(rows, WIDTH, dtype=dtype, device=device) for _ in range(3))
-    w, u = torch.ones(WIDTH, dtype=dtype, device=device), x.nbytes
+    rows = max(1, nbytes // dtype.itemsize // ROW_WIDTH)
+    x, y, out = (torch.randn(rows, ROW_WIDTH, dtype=dtype, device=device) for _ in range(3))
+    w, u = torch.ones(ROW_WIDTH, dtype=dtype, device=device), x.nbytes
     turn = torch.polar(torch.ones(rows, 32, device=device), torch.randn(rows, 32, device=device))
     mean, rstd = x.float().mean(1), torch.ones(rows, device=device)
-    flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(WIDTH, device=device)
+    flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(ROW_WIDTH, device=device)
     steps = torch.ones((), device=device)
     ops, _ = resolve_ops("auto", device)
     calls = {"norm forward": partial(ops.layernorm_forward, x, w, None, out, mean, rstd),
@@ -99,8 +98,8 @@ def passes(nbytes, dtype, device):
               maximize=False, weight_decay=0.1)
     flat[2].abs_()
     return {**{op: (call, PASSES[op] * u) for op, call in calls.items()},
-            "gelu forward": (partial(aten.gelu.out, x, approximate="none", out=out), 2 * u),
-            "gelu backward": (partial(aten.gelu_backward.grad_input, y, x, approximate="none", grad_input=out), 3 * u),
+            "gelu forward": (partial(torch.ops.aten.gelu.out, x, approximate="none", out=out), 2 * u),
+            "gelu backward": (partial(torch.ops.aten.gelu_backward.grad_input, y, x, approximate="none", grad_input=out), 3 * u),
             "softmax": (softmax, x.numel() * (2 * dtype.itemsize + 8)), "copy": (partial(torch.add, x, y, out=out), 3 * u),
             "adamw": (optimizer, 28 * x.numel())}
 
@@ -128,7 +127,7 @@ def copy_rate(nbytes, device, host):
     """Bytes per second from the device to the host while all ranks copy."""
     buffer, slab = torch.zeros(nbytes, dtype=torch.uint8, device=device), HostSlab(nbytes, device)
     try:
-        return nbytes / seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
+        return nbytes / median_seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
     finally:
         slab.close()
 
@@ -141,9 +140,9 @@ def calibrate(axis, host, device, dtype, local_ranks):
     def note(op, size, amount, call):
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
-        table.setdefault(op, []).append((size, amount / seconds(call, device, host)))
+        table.setdefault(op, []).append((size, amount / median_seconds(call, device, host)))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
-    with telling, arena_of(device) as arena:
+    with telling, opened_arena(device) as arena:
         def measure(calls, size, label):
             for op, (call, amount) in calls.items():
                 segment = partial(arena.run, f"{op} {label}", call)
@@ -156,7 +155,7 @@ def calibrate(axis, host, device, dtype, local_ranks):
         for T in (2048, 8192, 32768, 65536) if cuda else (512, 1024, 2048, 4096, 8192):
             measure(attentions(T, 128 if cuda else 64, dtype, device), T, T)
         for nbytes in (2**24, 2**26, 2**28) if cuda else (2**19, 2**21, 2**23, 2**25):
-            measure(passes(nbytes, dtype, device), None, nbytes)
+            measure(row_passes(nbytes, dtype, device), None, nbytes)
     for nbytes in (2**16, 2**20, 2**23, 2**26) if axis.size > 1 else ():
         for op, (call, amount) in messages(nbytes, axis, device).items():
             note(op, amount, amount, call)
@@ -170,7 +169,7 @@ def calibrate(axis, host, device, dtype, local_ranks):
                 pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
     measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(), ranks=axis.size,
                     node=node, itemsize=dtype.itemsize, speeds=table,
-                    overhead_s=seconds(partial(tiny.add_, 1), device, host),
+                    overhead_s=median_seconds(partial(tiny.add_, 1), device, host),
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:

@@ -58,7 +58,7 @@ class OutOfMemory(RuntimeError):
 
 
 @contextlib.contextmanager
-def growing(expected, device, region):
+def naming_region(expected, device, region):
     """Names the region of memory that grows meanwhile, should there be too little: a key of
     budget.Line.region."""
     try:

@@ -5,7 +5,7 @@ from memo.command import progress
 from memo.errors import ConfigError
 from memo.estimate.budget import Line, fast_arena
 from memo.estimate.hardware import GIB
-from memo.estimate.search import at_its_end, changed, remedies, tried
+from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.metrics import parameters, percent
 from memo.plots import dry_run
 from memo.swap.alpha import what_set_it
@@ -98,11 +98,11 @@ def as_dict(got):
                           context_parallel=got.cfg.context_parallel, optimizer_device=got.cfg.optimizer_device))
 
 
-def draw(got, machine, world, most, path):
+def draw_estimate(got, machine, world, most, path):
     """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
     try:
         with progress(lambda: f"drawing {path}"):
-            dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, path)
+            dry_run(got, lambda S: estimate_or_none(config_with(got.cfg, block_size=S), machine, world, fast_arena), most, path)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
 

@@ -19,7 +19,7 @@ PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2, "merge": 5}
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}  # with ops=torch on a GPU: memo/ops.py
 
 
-def passes(cfg, speeds):
+def units_of_passes(cfg, speeds):
     return PASSES_OF_TORCH if cfg.ops == "torch" and "rotary" not in speeds.table else PASSES
 
 
@@ -36,7 +36,7 @@ class LayerSeconds:
         self.kv_bytes, self.itemsize = 2 * self.u, itemsize
         scores = B * cfg.block_size**2 / 2 * C  # that the mask leaves, times C
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
-        self.passes, self.pieces = passes(cfg, self.speeds), self.pieces_of_rows()
+        self.passes, self.pieces = units_of_passes(cfg, self.speeds), self.pieces_of_rows()
         attention = self.attention_forward_s()
         self.groups_s = {group: self.operation_s(op) for group, op in self.layer.groups.items()}
         self.attention_s = attention + self.pass_s("copy", 2)  # into attn_out
@@ -222,7 +222,7 @@ def head_s(cfg, machine, itemsize):
     matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
     softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
     messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
-    norms = sum(speeds.seconds(op, passes(cfg, speeds)[op] * u, u) for op in ("norm forward", "norm backward"))
+    norms = sum(speeds.seconds(op, units_of_passes(cfg, speeds)[op] * u, u) for op in ("norm forward", "norm backward"))
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 

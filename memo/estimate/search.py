@@ -12,7 +12,7 @@ MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 
 
-def changed(cfg, **keys):
+def config_with(cfg, **keys):
     """The config with other keys, or None where that cannot be."""
     try:
         return replace(cfg, **keys)
@@ -20,7 +20,7 @@ def changed(cfg, **keys):
         return None
 
 
-def tried(cfg, machine, world, arena):
+def estimate_or_none(cfg, machine, world, arena):
     """The Estimate, or None where the config cannot be or has no such layout."""
     try:
         return cfg and estimate(cfg, machine, world, arena)
@@ -47,7 +47,7 @@ def layouts(cfg, machine, world):
     for tp, mode, where in product(widths, modes, ("auto", "cpu")):
         for cp in degrees_of(world // tp):
             for kind in ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,):
-                if one := changed(cfg, tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, alpha="auto",
+                if one := config_with(cfg, tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, alpha="auto",
                                  **mode):
                     yield one
 
@@ -60,7 +60,7 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest looked at closely"):
         found = []
         for one in every:
-            found += filter(None, [tried(one, machine, world, fast_arena)])
+            found += filter(None, [estimate_or_none(one, machine, world, fast_arena)])
             judged += 1
         if not found:
             raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, 2*cp*tp "
@@ -73,13 +73,13 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
             if likeness in seen:  # modes that come to the same
                 continue
             seen.add(likeness)
-            exact = got if arena is fast_arena else tried(got.cfg, machine, world, arena)
+            exact = got if arena is fast_arena else estimate_or_none(got.cfg, machine, world, arena)
             if exact and exact.fits:
                 chosen.append(exact)
             if len(chosen) == best:
                 break
         nearest = min(found, key=lambda got: got.device_bytes)
-        return chosen or [tried(nearest.cfg, machine, world, arena) or nearest]
+        return chosen or [estimate_or_none(nearest.cfg, machine, world, arena) or nearest]
 
 
 def longest(cfg, machine, world, arena=traced_arena):
@@ -91,7 +91,7 @@ def longest(cfg, machine, world, arena=traced_arena):
         """The Estimate of n units, None where they do not fit."""
         nonlocal trying
         trying = n * unit
-        got = tried(changed(cfg, block_size=n * unit), machine, world, arena)
+        got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, arena)
         return got if got and got.fits else None
 
     def fitting(arena):
@@ -104,7 +104,7 @@ def longest(cfg, machine, world, arena=traced_arena):
     with progress(lambda: f"looking for the greatest block_size that fits: trying {trying:,}"):
         n = fitting(fast_arena)
         if arena is not fast_arena and n:  # the bound is a little above the trace: scale it there, then make sure
-            at = changed(cfg, block_size=n * unit)
+            at = config_with(cfg, block_size=n * unit)
             traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
             while n and not of(n, arena):
@@ -134,7 +134,7 @@ def remedies(got, most=3):
         keys = {name: value for name, value in keys.items() if getattr(cfg, name) != value}
         if not keys or keys.get("tp", 1) > machine.node.gpus_per_node:
             continue
-        other = tried(changed(cfg, **keys), machine, gpus, fast_arena)
+        other = estimate_or_none(config_with(cfg, **keys), machine, gpus, fast_arena)
         if other and other.fits:
             more = [f"--gpus={gpus}"] if gpus > world else []
             fits[" ".join(more + [f"--{name}={value}" for name, value in keys.items()])] = other

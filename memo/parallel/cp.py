@@ -13,7 +13,7 @@ from functools import partial
 from memo.attention import Attention
 
 
-def held(S, axis, kind):
+def local_token_ranges(S, axis, kind):
     """[(first, end)]: the ranges of a sequence's S tokens that this rank of cp holds, in its order."""
     if axis.size == 1:
         return [(0, S)]
@@ -24,7 +24,7 @@ def held(S, axis, kind):
 
 # --- ring ---
 
-def parts(source, rank, T):
+def meeting_parts(source, rank, T):
     """(queries, keys, causal) that meet while the block of rank `source` is here: the rank's own block under
     the mask; of an earlier rank's its first half, seen by all queries; all of a later rank's, seen by the
     second half of the queries."""
@@ -35,11 +35,11 @@ def parts(source, rank, T):
 
 
 def ring_forward(attention, axis, merge, q, k, v, causal, scale):
-    assert causal  # parts() knows no other
+    assert causal  # meeting_parts() knows no other
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None  # the next block travels while this one is used
-        queries, keys, causal = parts((axis.rank - step) % axis.size, axis.rank, T)
+        queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         out_, lse_ = attention.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
         if step == 0:
             out, lse = out_.float(), lse_
@@ -54,7 +54,7 @@ def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     T, kv, gradients = q.shape[1], [k.contiguous(), v.contiguous()], None
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None
-        queries, keys, causal = parts((axis.rank - step) % axis.size, axis.rank, T)
+        queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
                                  lse[..., queries].contiguous(), causal, scale)
         if gradients is None:  # the rank's own block
@@ -97,7 +97,7 @@ def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     return [to_tokens(axis, g) for g in gradients]
 
 
-def across(attention, axis, kind, merge):
+def attention_over_ranks(attention, axis, kind, merge):
     """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
     ops.Ops."""
     if axis.size == 1:

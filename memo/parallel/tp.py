@@ -21,9 +21,6 @@ import torch
 
 from memo.layer import CHUNK_ROWS, SPLIT_ROWS
 
-aten = torch.ops.aten
-
-
 # --- what is done row by row is done piece by piece ---
 
 def cut(first, end, ranks=1, at_once=1):
@@ -92,7 +89,7 @@ def accumulate_product(dw, a, b):
     if a.dtype == dw.dtype:
         dw.addmm_(a, b)
     elif not a.is_cpu:
-        aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
+        torch.ops.aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
     else:
         dw += a @ b
 

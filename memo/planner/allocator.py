@@ -38,7 +38,7 @@ class Unavailable(RuntimeError):
     """Memory requests cannot be recorded or replayed here: no compiler, say. Training can go on without."""
 
 
-def compiled(folder, *flags):
+def compile_library(folder, *flags):
     """The path of the compiled library in `folder`; g++ builds it in a few seconds the first time. Errors:
     Unavailable, OSError where the folder cannot be used."""
     where = Path(torch.__file__).parent
@@ -61,7 +61,7 @@ def compiled(folder, *flags):
     return library
 
 
-def loaded(path):
+def open_library(path):
     """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError
     where it is another one."""
     descriptor = opened(path)
@@ -90,16 +90,16 @@ def loaded(path):
 def library_of(folder, *flags):
     """The library that is kept in `folder`; what cannot be loaded, or may not be, is built again. Errors:
     Unavailable, OSError where the folder cannot be used."""
-    path = compiled(folder, *flags)
+    path = compile_library(folder, *flags)
     try:
-        return loaded(path)
+        return open_library(path)
     except (OSError, AttributeError):
         path.unlink()
-        return loaded(compiled(folder, *flags))
+        return open_library(compile_library(folder, *flags))
 
 
 @cache
-def load(*flags):
+def load_library(*flags):
     """The compiled library. Errors: Unavailable."""
     folder, why = cache_place()
     if folder is None:
@@ -141,7 +141,7 @@ class Arena:
     """
 
     def __init__(self, device, solver="auto", guard=False, flags=()):
-        self.device, self.solver, self.plans, self.lib = device, solver, [], load(*flags)
+        self.device, self.solver, self.plans, self.lib = device, solver, [], load_library(*flags)
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.init()

@@ -1,8 +1,8 @@
 """The alpha program: how much of every layer's skeletal activations is swapped; what is not is recomputed.
 
 `paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear
-program, `given` takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO
-4.1.
+program, `fixed_alpha` takes alpha as it is. Plain numbers in, a SwapPlan out; `place_rows` makes it rows.
+Source: MEMO 4.1.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class OutOfHostMemory(ConfigError):
     """OOHM: the host cannot hold what is to be swapped."""
 
 
-def granted(host_memory_gb, there_bytes, reserved, where):
+def granted_bytes(host_memory_gb, there_bytes, reserved, where):
     """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved`
     bytes. Errors: OutOfHostMemory: more than that asked for. `where`: words for what is there."""
     most = max(0, int(there_bytes * HOST_SHARE) - reserved)
@@ -33,7 +33,7 @@ def granted(host_memory_gb, there_bytes, reserved, where):
 
 
 @dataclass(frozen=True)
-class Problem:
+class AlphaProblem:
     """What the program needs to know of one rank."""
 
     tensors: dict[str, Tensor]  # all skeletal tensors of one layer
@@ -103,7 +103,7 @@ class SwapPlan:
 
     fractions: dict  # {"other" tensor: f}: rows [0, f) of it are swapped, f in [0, 1]
     alpha: float  # their mean, weighted by bytes
-    limits: dict  # see Problem.limits
+    limits: dict  # see AlphaProblem.limits
     binds: str | None  # the lowest of the limits, which set alpha; None where all are 1, and where alpha was given
     input_only_layers: int  # so many of the swapped layers keep only x: the least that lets the rest fit the host
     layer_offload_bytes: int  # of a layer that keeps more than x, if there is one
@@ -158,7 +158,7 @@ def per_tensor(problem, recompute_s):
     return plan(problem, fractions)
 
 
-def given(problem, alpha, block_size, multiple=1):
+def fixed_alpha(problem, alpha, block_size, multiple=1):
     """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot
     hold it."""
     chosen = plan(problem, dict.fromkeys(problem.others, float(alpha)))
@@ -201,7 +201,7 @@ def largest_block_size(problem, block_size, multiple=1, alpha=None):
     return tokens // multiple * multiple
 
 
-def copies(cfg):
+def swaps_layers(cfg):
     """Whether the mode swaps any layers."""
     return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
 
@@ -221,7 +221,7 @@ def n_buffers(cfg, problem, spare_bytes, cpu=False):
     return fit, inf
 
 
-def place(cfg, problem, n_rows, recompute_s=None):
+def place_rows(cfg, problem, n_rows, recompute_s=None):
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
     cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
     per_tensor, which needs it.
@@ -235,7 +235,7 @@ def place(cfg, problem, n_rows, recompute_s=None):
     if cfg.activation == "recompute":
         return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
     if not cfg.finds_alpha:
-        chosen = given(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size, cfg.block_multiple)
+        chosen = fixed_alpha(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size, cfg.block_multiple)
     elif cfg.alpha_mode == "per_tensor" and problem.swapped_layers:
         chosen = per_tensor(problem, recompute_s)
     else:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from memo.swap.alpha import OutOfHostMemory, granted
+from memo.swap.alpha import OutOfHostMemory, granted_bytes
 
 MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
 MPOL_PREFERRED = 1  # from that node while it has pages, then from the others: a small node must not end the run
@@ -86,7 +86,7 @@ def available():
 def host_bytes(host_memory_gb, local_ranks=1, reserved=0):
     """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host,
     or what is free there beside `reserved` bytes. Errors: more than that granted."""
-    return granted(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
+    return granted_bytes(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
 
 
 # --- the block ---
