@@ -93,8 +93,8 @@ def reserve_activations(cfg, model, limit, streams=None):
     limit = -int(*host.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     room = cpu_room(cfg, model, limit) if cpu else Room(limit)
-    n_buffers = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room).n_buffers
-    if swaps_layers(cfg) and not (cpu and n_buffers == cfg.n_layer):
+    all_fit = cpu and with_buffers(cfg, problem_of(cfg, itemsize, None, room), room).n_buffers == cfg.n_layer
+    if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
