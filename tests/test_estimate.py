@@ -343,7 +343,7 @@ def test_the_bound_needs_no_torch(tmp_path):
 @pytest.mark.parametrize("columns", [70, 200])
 def test_help_is_in_columns(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = estimate_main.help_text().splitlines()[6:]
+    lines = estimate_main.estimate_help().splitlines()[6:]
     assert max(map(len, lines)) <= min(110, columns)
     given = [line.split("=")[0].split()[0] for line in lines if line.startswith("  --")]
     assert set(given) == {f"--{name}" for name in (*estimate_main.FLAGS, *estimate_main.OPTIONS, *estimate_main.FIGURES)}

@@ -1,20 +1,20 @@
-"""What torch's caching allocator would do with a step's requests: a simulation, without torch and without a
-GPU.
+"""A simulation of torch's caching allocator on a step's requests, without torch and without a GPU.
 
 It follows the rules of c10/cuda/CUDACachingAllocator.cpp (the sizes, in torch 2.13:
 c10/core/AllocatorConfig.h) as they are by default: no expandable segments, no limit to splitting, no rounding
 up to powers of two. All is on one stream.
 
     rounding     a request is rounded up to 512 bytes
-    pools        rounded requests up to 1 MiB share segments of 2 MiB; those below 10 MiB make segments of 20 MiB; greater
-                 ones get a segment of their own, rounded up to 2 MiB. The first are the small pool, the
-                 others the large
-    best fit     the smallest free block of the pool that is large enough; among equals see tie_rule()
-    splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB (large pool)
+    pools        rounded requests up to 1 MiB share segments of 2 MiB (the small pool). Larger requests are the
+                 large pool: those below 10 MiB share segments of 20 MiB, others get a segment of their own,
+                 rounded up to 2 MiB
+    best fit     the smallest free block of the pool that is large enough; tie_rule() decides among equals
+    splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB
+                 (large pool)
     merging      a freed block merges with its free neighbours of the same segment; the segment stays reserved
-    full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc tried again. That is
-                 a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device stands still. If it fails
-                 too: OOM
+    full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc is tried
+                 again. That is a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device stands still.
+                 If the second try fails too: OOM
 """
 
 import math
@@ -29,7 +29,7 @@ MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
 MIN_LARGE, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
 
 Lifespan = namedtuple("Request", "start stop bytes segment k planned")
-Rectangle = namedtuple("Rectangle", "start stop offset bytes kind")  # of the picture: request numbers and bytes
+Rectangle = namedtuple("Rectangle", "start stop offset bytes kind")  # drawn: request numbers, bytes
 
 
 class SimulatedOutOfMemory(RuntimeError):
@@ -47,7 +47,7 @@ class CachedBlock:
 
     @property
     def key(self):
-        """Where it stands among the free blocks of its pool."""
+        """The block's place among the free blocks of its pool."""
         return self.bytes, self.age, self.address
 
 
@@ -56,8 +56,10 @@ def round_up(nbytes, unit):
 
 
 def segment_bytes(nbytes):
-    """What cudaMalloc is asked for, where a block of nbytes (rounded to 512) is not to be had."""
-    return SMALL_SEGMENT if nbytes <= SMALL else LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
+    """Bytes of the segment that cudaMalloc makes for a request of nbytes (rounded to 512)."""
+    if nbytes <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
 
 
 def installed_torch():
@@ -137,7 +139,8 @@ class CachingAllocator:
 
     def split(self, block, nbytes):
         """Cuts a block that is in no pool down to nbytes; the rest is free."""
-        rest = CachedBlock(block.address + nbytes, block.bytes - nbytes, block.small, block.age, block, block.after)
+        rest = CachedBlock(block.address + nbytes, block.bytes - nbytes, block.small, block.age, block,
+                           block.after)
         if self.ties == "block":
             block.age = next(self.ages)
         if block.after:
@@ -159,8 +162,9 @@ class CachingAllocator:
             self.reorganisations += 1
             self.release()
             if self.reserved_bytes + nbytes > self.capacity_bytes:
-                raise SimulatedOutOfMemory(f"{nbytes} bytes must be <= capacity={self.capacity_bytes} - reserved="
-                                  f"{self.reserved_bytes} (in use: {self.allocated_bytes}); give more or request less")
+                raise SimulatedOutOfMemory(
+                    f"{nbytes} bytes must be <= capacity={self.capacity_bytes} - reserved={self.reserved_bytes} "
+                    f"(in use: {self.allocated_bytes}); give more or request less")
         address = self.place(nbytes)
         row = [address, nbytes, self.time, None]
         self.history.append(row)
@@ -168,7 +172,8 @@ class CachingAllocator:
         self.cuda_mallocs += 1
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        block = self.blocks[address] = CachedBlock(address, nbytes, small, 0 if self.ties == "address" else next(self.ages))
+        age = 0 if self.ties == "address" else next(self.ages)
+        block = self.blocks[address] = CachedBlock(address, nbytes, small, age)
         return block
 
     def place(self, nbytes):
@@ -212,7 +217,8 @@ def lifespans(trace):
             i = live.pop(name)
             out[i] = out[i]._replace(stop=time)
         else:
-            live[name if verb == "malloc" else time] = len(out)  # a kept tensor is never asked for by its name
+            # nothing asks for a kept tensor by its name: the time is its key
+            live[name if verb == "malloc" else time] = len(out)
             out.append(Lifespan(time, None, nbytes, segment, k, segment != "" and verb == "malloc"))
             k += 1
         time += 1
@@ -235,8 +241,9 @@ def segment_starts(trace):
 
 
 def segment_kind(segment):
-    """What a segment is, without which layer and of which shape: `1x4096/forward 3` is forward."""
-    return " ".join(word for word in segment.rpartition("/")[2].split() if not any(c.isdigit() for c in word)) or "other"
+    """The kind of a segment, without shape and layer: `forward` of `1x4096/forward 3`."""
+    words = segment.rpartition("/")[2].split()
+    return " ".join(word for word in words if not any(c.isdigit() for c in word)) or "other"
 
 
 @dataclass(frozen=True)
@@ -274,19 +281,20 @@ def simulate_caching(traces, capacity=None, resident_bytes=0, planned_only=False
         everything = lifespans(trace)
         lives = [t for t in everything if t.planned or not planned_only]
         addresses, start = {}, starts[-1]
-        for time, i in sorted([(t.start, i) for i, t in enumerate(lives)] + [(t.stop, i) for i, t in enumerate(lives)]):
+        for time, i in sorted((time, i) for i, t in enumerate(lives) for time in (t.start, t.stop)):
             allocator.time = start + time
             if i in addresses:
                 allocator.free(addresses[i])
             else:
                 addresses[i] = allocator.malloc(lives[i].bytes)
-        steps.append(tuple(Rectangle(start + t.start, start + t.stop, addresses[i], t.bytes, segment_kind(t.segment))
-                           for i, t in enumerate(lives)))
+        steps.append(tuple(
+            Rectangle(start + t.start, start + t.stop, addresses[i], t.bytes, segment_kind(t.segment))
+            for i, t in enumerate(lives)))
         starts.append(start + 2 * len(everything))
     segments = tuple(Rectangle(since, starts[-1] if until is None else until, address, nbytes, "reserved")
                      for address, nbytes, since, until in allocator.history)
-    return Simulation(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.reorganisations,
-                      allocator.cuda_mallocs, tuple(steps), segments, tuple(starts))
+    return Simulation(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes,
+                      allocator.reorganisations, allocator.cuda_mallocs, tuple(steps), segments, tuple(starts))
 
 
 def planned_rectangles(trace, plan):
