@@ -13,8 +13,8 @@ from memo.planner.trace import LogError, marked, parse_trace
 
 
 def read_argv(argv):
-    parser = Arguments(prog="python -m memo.planner", description="Plans the addresses of a request log: malloc "
-                       "<tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
+    parser = Arguments(prog="python -m memo.planner", description="Plans the addresses of a request log: "
+                       "malloc <tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
     parser.option("log", help="the request log", least=1)
     parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
     parser.option("--solver", default="auto", help="which one", choices=SOLVERS)

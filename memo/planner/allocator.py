@@ -43,7 +43,8 @@ def compile_library(folder, *flags):
     Unavailable, OSError where the folder cannot be used."""
     where = Path(torch.__file__).parent
     command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
-               f"-L{where / 'lib'}", "-lc10", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
+               f"-L{where / 'lib'}", "-lc10",
+               f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
     made_from = SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode()
     library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not library.exists():

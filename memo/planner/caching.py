@@ -5,15 +5,15 @@ c10/core/AllocatorConfig.h) as they are by default: no expandable segments, no l
 up to powers of two. All is on one stream.
 
     rounding     a request is rounded up to 512 bytes
-    pools        rounded requests up to 1 MiB share segments of 2 MiB (the small pool). Larger requests are the
-                 large pool: those below 10 MiB share segments of 20 MiB, others get a segment of their own,
-                 rounded up to 2 MiB
+    pools        rounded requests up to 1 MiB share segments of 2 MiB (the small pool). Larger ones are the
+                 large pool: requests below 10 MiB share segments of 20 MiB, others get a segment of their
+                 own, rounded up to 2 MiB
     best fit     the smallest free block of the pool that is large enough; tie_rule() decides among equals
     splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB
                  (large pool)
     merging      a freed block merges with its free neighbours of the same segment; the segment stays reserved
     full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc is tried
-                 again. That is a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device stands still.
+                 again. That is a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device waits.
                  If the second try fails too: OOM
 """
 
@@ -163,8 +163,9 @@ class CachingAllocator:
             self.release()
             if self.reserved_bytes + nbytes > self.capacity_bytes:
                 raise SimulatedOutOfMemory(
-                    f"{nbytes} bytes must be <= capacity={self.capacity_bytes} - reserved={self.reserved_bytes} "
-                    f"(in use: {self.allocated_bytes}); give more or request less")
+                    f"{nbytes} bytes must be <= capacity={self.capacity_bytes} - "
+                    f"reserved={self.reserved_bytes} (in use: {self.allocated_bytes}); give more or "
+                    "request less")
         address = self.place(nbytes)
         row = [address, nbytes, self.time, None]
         self.history.append(row)
@@ -294,7 +295,8 @@ def simulate_caching(traces, capacity=None, resident_bytes=0, planned_only=False
     segments = tuple(Rectangle(since, starts[-1] if until is None else until, address, nbytes, "reserved")
                      for address, nbytes, since, until in allocator.history)
     return Simulation(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes,
-                      allocator.reorganisations, allocator.cuda_mallocs, tuple(steps), segments, tuple(starts))
+                      allocator.reorganisations, allocator.cuda_mallocs, tuple(steps), segments,
+                      tuple(starts))
 
 
 def planned_rectangles(trace, plan):

@@ -53,7 +53,7 @@ class Plan:
     @classmethod
     def from_json(cls, text):
         plan = parse_json(text)
-        plan["segments"] = {label: tuple(map(tuple, requests)) for label, requests in plan["segments"].items()}
+        plan["segments"] = {label: tuple(map(tuple, its)) for label, its in plan["segments"].items()}
         return cls(**{**plan, "levels": tuple(plan["levels"])})
 
 
