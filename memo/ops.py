@@ -6,8 +6,8 @@ none that does, or that turns pairs of bf16 in one pass: an Ops is the choice be
 and fused kernels in Triton (memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of
 x's shape:
 
-    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10 (through fp32),
-             merge 9
+    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
+             (through fp32), merge 9
     triton   norm forward 2, backward 4, rotary 2, merge 5
 
 Every row is computed alone, so that a range of rows gets the same bits as all of them.
@@ -26,13 +26,16 @@ LAYERNORM_EPS = 1e-5
 Ops = namedtuple("Ops", "name layernorm_forward layernorm_backward rotary merge")
 Ops.__doc__ = """How norms, rotary positions and merges are computed:
 
-    layernorm_forward(x, w, b, out, mean, rstd)     y = (x - mean) rstd w + b; (N, C), (C,), (C,) or None -> (N, C) and (N,)
-    layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)     residual (or None) + dx; adds to dw and db; `out`
-                                                    may be any of residual, dy, x
-    rotary(x, turn, back)                           in place: the pairs of x (n, tp, heads * D), read as complex numbers,
-                                                    times turn (n, tp, D/2), or with `back` times its conjugate
-    merge(out, lse, out_, lse_)                     takes the attention of the same queries to other keys, out_ (B, T, H, D)
-                                                    and lse_ (B, H, T), into out, fp32, and lse
+    layernorm_forward(x, w, b, out, mean, rstd)
+        y = (x - mean) rstd w + b; (N, C), (C,), (C,) or None -> (N, C) and (N,)
+    layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)
+        residual (or None) + dx; adds to dw and db; `out` may be any of residual, dy, x
+    rotary(x, turn, back)
+        in place: the pairs of x (n, tp, heads * D), read as complex numbers, times turn (n, tp, D/2), or with
+        `back` times its conjugate
+    merge(out, lse, out_, lse_)
+        adds the attention of the same queries to other keys, out_ (B, T, H, D) and lse_ (B, H, T), to out,
+        fp32, and lse
 """
 
 
@@ -57,8 +60,8 @@ def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
     for out_, dy_, x_, mean_, rstd_, *residual_ in chunks(*rows):
         dy_, x_, w, b = layernorm_operands(dy_, x_, w, b)
-        dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b,
-                                                       [True, True, b is not None])
+        dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(
+            dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b, [True, True, b is not None])
         dw += dw_
         if b is not None:
             db += db_
@@ -70,7 +73,8 @@ def rotary(x, turn, back):
     turn = turn.conj() if back else turn
     for x_, turn_ in chunks(x, turn):
         pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
-        turned = torch.view_as_complex(pairs.float()).mul_(turn_[..., None, :])  # fp32's float() is the tensor itself
+        # in fp32 float() gives the tensor itself, so that mul_ turns x in place
+        turned = torch.view_as_complex(pairs.float()).mul_(turn_[..., None, :])
         if x.dtype != torch.float32:
             pairs.copy_(torch.view_as_real(turned))
         del turned  # before the next chunk's
@@ -89,7 +93,7 @@ TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary, merge)
 
 # --- with fused kernels; on "meta" only what they request is done ---
 
-PROGRAMS = 512  # that share the rows of a norm's backward, each with sums of its own for dw and db: enough for any GPU
+PROGRAMS = 512  # share the rows of a norm's backward, each with own sums for dw and db: enough for any GPU
 
 
 def fused_layernorm_forward(x, w, b, out, mean, rstd):
