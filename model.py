@@ -23,7 +23,7 @@ from memo.block import Block
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.ops import resolve_ops, rotations
-from memo.parallel.cp import across, held
+from memo.parallel.cp import attention_over_ranks, local_token_ranges
 from memo.parallel.mesh import ALONE
 from memo.parallel.tp import (
     accumulate_product,
@@ -71,7 +71,7 @@ class GPT:
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
-        self.attention = across(attention, mesh.tokens, cfg.context_parallel, self.ops.merge)
+        self.attention = attention_over_ranks(attention, mesh.tokens, cfg.context_parallel, self.ops.merge)
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
@@ -116,9 +116,9 @@ class GPT:
         placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
-        # row b*T + t has the position of the t-th token here in the whole sequence
-        # of the tokens that this rank holds: the ring deals them out in a zigzag
-        ranges = held(T * cp.size, cp, cfg.context_parallel)
+        # row b*T + t has the position of the t-th token here in the whole sequence: the ring deals tokens out in
+        # a zigzag
+        ranges = local_token_ranges(T * cp.size, cp, cfg.context_parallel)
         self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
         self.turn = None
         if cfg.position == "rope":

@@ -13,7 +13,8 @@ from memo.config import keys_help, load_config
 from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
 
-MULTIPROCESSORS = option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5, why="no GPU has as many")
+MULTIPROCESSORS = option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
+                         why="no GPU has as many")
 
 
 def read_argv(argv):
@@ -52,8 +53,8 @@ class Short(GPT):
 
 def trace_step(cfg, device, threads=1, multiprocessors=0):
     """The planner.Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
-    so many threads; nothing is recomputed in it, which requests no more than the forward does. cfg.dtype
-    auto: as there."""
+    so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's. dtype=auto is
+    resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     cfg = replace(cfg, n_layer=1, activation="keep", alpha="auto")
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,

@@ -48,7 +48,7 @@ from memo import checkpoint, convert, memory
 from memo.batch import to_device
 from memo.device import device_peak_bytes
 from memo.ending import complete, not_finite, save
-from memo.estimate.expected import growing
+from memo.estimate.expected import naming_region
 from memo.formulas import mfu, tgs
 from memo.launch import Launch, rank_errors, read_launch, together
 from memo.loggers import StepStats
@@ -70,10 +70,10 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     cfg, device = found.cfg, found.device
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
 
-    # growing() names the region of memory that grows meanwhile, should the device's memory end there
-    with growing(found.expected, device, "params"):
+    # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
+    with naming_region(found.expected, device, "params"):
         model = GPT(cfg, device, found.dtype, mesh=mesh)
-    with growing(found.expected, device, "optimizer"):
+    with naming_region(found.expected, device, "optimizer"):
         optimizer = Optimizer(model, cfg)
         # the weights go to the optimizer, which holds them in fp32 and gives the model rounded copies
         if found.ckpt is not None:
@@ -85,10 +85,10 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 
     # measures a layer and the copies to the host, sets alpha, and takes the memory of the activations
-    with growing(found.expected, device, "rounding_buffers"):
+    with naming_region(found.expected, device, "rounding_buffers"):
         decision = memory.reserve_activations(cfg, model, found.host_limit_bytes)
     # rehearses a step, and gives each of its temporary tensors an address
-    with growing(found.expected, device, "transient"):
+    with naming_region(found.expected, device, "transient"):
         memory.plan_memory(cfg, model)
     return open_run(found, mesh, model, optimizer, decision)
 

@@ -23,8 +23,8 @@ from scipy.optimize import least_squares
 from bench.machine import machine as machine_at_hand
 from memo.config import load_config
 from memo.estimate import hardware
-from memo.estimate.budget import ROOT, Arena, estimate, fast_arena, granting, traced_arena
-from memo.estimate.search import changed, degrees_of, longest, search
+from memo.estimate.budget import ROOT, ArenaBytes, estimate, fast_arena, granting, traced_arena
+from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json
 from testing.paper import GPUS, HOST_BYTES, PAPER, of_that_width, paper_config, rows_of_table3
 
@@ -56,7 +56,7 @@ def fit():
 
     def misses(x):
         here.update(zip(FITTED, x, strict=True))
-        return [(mfu_of(cfg, 8, lambda cfg, machine: Arena(0, 0)) - mfu) * weight for cfg, mfu, weight in rows]
+        return [(mfu_of(cfg, 8, lambda cfg, machine: ArenaBytes(0, 0)) - mfu) * weight for cfg, mfu, weight in rows]
     try:
         return dict(zip(FITTED, least_squares(misses, [0.7, 0.65, 0.6], diff_step=0.01).x.round(4).tolist(), strict=True))
     finally:
@@ -137,7 +137,7 @@ def contexts():
         for tp in degrees_of(8):
             for kind in ("ring", "ulysses"):
                 for where in ("auto", "cpu"):
-                    one = changed(granted, tp=tp, cp=8 // tp, context_parallel=kind, optimizer_device=where)
+                    one = config_with(granted, tp=tp, cp=8 // tp, context_parallel=kind, optimizer_device=where)
                     found.append(one and longest(one, machine, 8, fast_arena))
         best = max(filter(None, found), key=lambda most: (most.cfg.block_size, most.mfu))
         most = longest(best.cfg, machine, 8, traced_arena)

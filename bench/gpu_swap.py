@@ -42,7 +42,7 @@ from memo.launch import read_launch
 from memo.layer import head_rows
 from memo.optim import Optimizer
 from memo.plots import timeline
-from memo.swap.alpha import OutOfHostMemory, place
+from memo.swap.alpha import OutOfHostMemory, place_rows
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
 from memo.swap.streams import stall_s
@@ -219,8 +219,8 @@ def placements(cfg):
     buffers."""
     L, N = cfg.n_layer, cfg.block_size
     problem = problem_of(cfg, 2, None, Room(2**60))
-    made = {a: place(replace(cfg, activation=a), problem, N)[0] for a in ("keep", "recompute", "swap")}
-    made |= {f"alpha {a}": place(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
+    made = {a: place_rows(replace(cfg, activation=a), problem, N)[0] for a in ("keep", "recompute", "swap")}
+    made |= {f"alpha {a}": place_rows(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
     half = made["alpha 0.5"].kept
     finer = {name: N * (i % 4) // 4 if name in problem.others else N for i, name in enumerate(half)}
     ln = {f"ln{j}_{what}": finer[f"ln{j}_out"] for j in (1, 2) for what in ("mean", "rstd")}  # one group with their output

@@ -20,7 +20,7 @@ from memo.config import Config
 from memo.layer import layer_of, n_rows, tensors_of
 from memo.ops import TORCH
 from memo.optim import Optimizer
-from memo.parallel.cp import across, held, parts
+from memo.parallel.cp import attention_over_ranks, local_token_ranges, meeting_parts
 from memo.parallel.mesh import Axis, open_mesh
 from memo.swap.placement import Placement
 from model import GPT, initial_weights
@@ -128,7 +128,7 @@ def balance():
     chunks."""
     rows, T = [], 1024
     for cp in (2, 4, 8, 16, 32, 64):
-        zigzag = [sum(scores(*parts((rank - step) % cp, rank, T), T) for step in range(cp)) for rank in range(cp)]
+        zigzag = [sum(scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp)) for rank in range(cp)]
         plain = [rank * T * T + T * (T + 1) / 2 for rank in range(cp)]
         busiest = [max(work) / (sum(work) / cp) for work in (zigzag, plain)]
         assert sum(zigzag) == sum(plain) and busiest[0] <= 1.01
@@ -159,8 +159,8 @@ class Slow(Axis):
 def ring(host, S, delays, rounds):
     """{delay: (seconds of a forward, of a backward)} of the slowest rank, the median of `rounds`."""
     axis = Slow("cp", host.size, host.rank, host.group)
-    attention = across(BACKENDS["cpu"], axis, "ring", TORCH.merge)
-    T = sum(end - first for first, end in held(S, axis, "ring"))
+    attention = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
+    T = sum(end - first for first, end in local_token_ranges(S, axis, "ring"))
     q, k, v, dout = torch.randn(4, 1, T, 4, 64)
     seconds = {d: [] for d in delays}
     for _ in range(rounds):

@@ -22,7 +22,7 @@ from bench.machine import machine
 from memo.config import load_config
 from memo.layer import layer_of
 from memo.planner.allocator import ALIGNMENT
-from memo.planner.caching import OutOfMemory, simulate
+from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
 from memo.planner.plan import Levels, bilevel, one_level, requests_of
 from memo.planner.rehearsal import traced_requests
 from memo.plots import BLUE, GREY, ORANGE, memory_plan
@@ -102,10 +102,11 @@ def against_caching(lengths):
     rows = []
     for name, order in [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)), ("mixed", mixed)]:
         planned = max(plans[S].arena_bytes for S in order)
-        free = simulate([traces[S] for S in order], planned_only=True)
+        free = simulate_caching([traces[S] for S in order], planned_only=True)
         try:
-            reorganisations = simulate([traces[S] for S in order], int(ROOM * planned), planned_only=True).reorganisations
-        except OutOfMemory:
+            tight = simulate_caching([traces[S] for S in order], int(ROOM * planned), planned_only=True)
+            reorganisations = tight.reorganisations
+        except SimulatedOutOfMemory:
             reorganisations = "OOM"
         rows.append(dict(lengths=name, order=order, planned_bytes=planned, reserved_bytes=free.reserved_bytes,
                          allocated_bytes=free.allocated_bytes, cuda_mallocs=free.cuda_mallocs,

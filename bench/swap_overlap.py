@@ -26,7 +26,7 @@ from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
 from memo.plots import BLUE, GREEN, GREY, ORANGE
-from memo.swap.alpha import place
+from memo.swap.alpha import place_rows
 from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
@@ -106,7 +106,7 @@ def measure(bench, bytes_per_s, rounds):
     """Rows of one rate: every alpha on the grid and both choices, taking turns."""
     bench.rate(bytes_per_s)
     nothing = problem_of(CFG, 4, None, Room(2**50, cpu=True))
-    cases = {f"{a:.3f}": (a, place(replace(CFG, alpha=a), nothing, CFG.block_size)[0]) for a in GRID}
+    cases = {f"{a:.3f}": (a, place_rows(replace(CFG, alpha=a), nothing, CFG.block_size)[0]) for a in GRID}
     limits = {}
     for mode in ("paper", "per_tensor"):
         d = bench.chosen(mode)

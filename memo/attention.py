@@ -2,8 +2,8 @@
 
 Shapes: q, k, v, out and their gradients (B, T, H, D), any strides with D innermost; lse (B, H, T) fp32,
 natural logarithm, scale included. A causal mask aligns the first query with the first key. The kernel is
-chosen once, see memo/backends.py. Heads know nothing of each other: attend() and attend_backward() go group
-by group of them, so that little exists at once.
+chosen once, see memo/backends.py. Heads are independent of each other: attend() and attend_backward() go
+through groups of heads, so that the kernels' temporary tensors stay small.
 """
 
 import importlib
@@ -21,7 +21,6 @@ from memo.layer import heads_at_once
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
 # forward has out=, where it writes; `label`: its name and version, and why it was chosen
 Attention = namedtuple("Attention", "name forward backward heads takes_out label", defaults=(1, False, ""))
-aten = torch.ops.aten
 
 
 def heads_first(*tensors):
@@ -32,7 +31,7 @@ def heads_first(*tensors):
 # --- group by group of heads ---
 
 def head_groups(attention, q):
-    """Slices of the heads of q (B, T, H, D), as many at a time as activations.heads_at_once says."""
+    """Slices of the heads of q (B, T, H, D), as many at a time as layer.heads_at_once gives."""
     B, T, H, D = q.shape
     heads = heads_at_once(B * T, D, H, attention.heads)
     return [slice(i, i + heads) for i in range(0, H, heads)]
@@ -49,8 +48,7 @@ def attend(attention, q, k, v, causal, scale, out, lse):
 
 
 def attend_backward(attention, dout, q, k, v, out, lse, causal, scale):
-    """-> dq, dk, dv; of several groups they are written over q, k, v themselves, and are never there
-    twice."""
+    """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once."""
     groups = head_groups(attention, q)
     for h in groups:
         dout_, *qkv, out_ = (t[:, :, h] for t in (dout, q, k, v, out))
@@ -68,7 +66,8 @@ def attend_backward(attention, dout, q, k, v, out, lse, causal, scale):
 def math_scores(q, k, causal, scale):
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * scale
     if causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1), -torch.inf)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(later, -torch.inf)
     return scores
 
 
@@ -79,7 +78,8 @@ def math_forward(q, k, v, causal, scale):
 
 
 def math_backward(dout, q, k, v, out, lse, causal, scale):
-    p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()  # the given lse: a ring's is over more keys than these
+    # through the lse of the caller: that of a ring covers more keys than these
+    p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()
     dout = dout.float()
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
     dp = torch.einsum("bqhd,bkhd->bhqk", dout, v.float())
@@ -93,37 +93,40 @@ def math_backward(dout, q, k, v, out, lse, causal, scale):
 # --- torch's own kernels ---
 
 def cpu_forward(q, k, v, causal, scale):
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first(q, k, v), 0.0, causal, scale=scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads_first(q, k, v), 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def cpu_backward(dout, q, k, v, out, lse, causal, scale):
-    return heads_first(*aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=scale))
 
 
 def flash_forward(q, k, v, causal, scale):
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        *heads_first(q, k, v), 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def flash_backward(dout, q, k, v, out, lse, causal, scale):
-    T, unused = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)  # philox state: there is no dropout
-    return heads_first(*aten._scaled_dot_product_flash_attention_backward(
-        *heads_first(dout, q, k, v, out), lse, None, None, T, k.shape[1], 0.0, causal, unused, unused, scale=scale))
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # philox state: there is no dropout
+    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *heads_first(dout, q, k, v, out), lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused,
+        unused, scale=scale))
 
 
 def cudnn_forward(q, k, v, causal, scale):
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*heads_first(q, k, v), None, True, 0.0, causal, False,
-                                                            scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse.squeeze(-1)  # cuDNN's is (B, H, T, 1)
 
 
 def cudnn_backward(dout, q, k, v, out, lse, causal, scale):
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox state: there is no dropout
-    return heads_first(*aten._scaled_dot_product_cudnn_attention_backward(
-        *heads_first(dout, q, k, v, out), lse[..., None], unused, unused, None, None, None, q.shape[1], k.shape[1],
-        0.0, causal, scale=scale))
+    return heads_first(*torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *heads_first(dout, q, k, v, out), lse[..., None], unused, unused, None, None, None, q.shape[1],
+        k.shape[1], 0.0, causal, scale=scale))
 
 
 # --- the flash-attn packages, where they are installed ---
@@ -189,9 +192,10 @@ def installed(name):
         raise Unusable(f"it cannot be imported ({why})") from None
     lse = dict(return_lse=True) if name == "flash_attn_4" else {}
     forward_ = bound(found, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
-    backward_ = bound(found, backward,
-                      ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal", "deterministic"))
-    takes_out = "out" in parameters_of(getattr(found, forward))  # not out_ of a custom op, which may not return it
+    backward_ = bound(found, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",
+                                        "causal", "deterministic"))
+    # a custom op spells it out_, and may not return it: that does not count
+    takes_out = "out" in parameters_of(getattr(found, forward))
 
     def attention_forward(q, k, v, causal, scale, **out):
         return forward_(q=q, k=k, v=v, scale=scale, causal=causal, **lse, **out)[:2]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from memo.layer import groups_of, n_rows, tensors_of
-from memo.swap.alpha import Problem, SwapPlan, copies, n_buffers, place
+from memo.swap.alpha import AlphaProblem, SwapPlan, n_buffers, place_rows, swaps_layers
 from memo.swap.placement import Placement
 
 GAPS = 32  # one part in so many of the device's memory is lost to gaps between the allocator's blocks
@@ -51,17 +51,17 @@ class Decision:
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def problem_of(cfg, itemsize: int, rates: Rates | None, room: Room) -> Problem:
+def problem_of(cfg, itemsize: int, rates: Rates | None, room: Room) -> AlphaProblem:
     """The alpha program's problem with two buffers; without rates every copy hides."""
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
     if not room.cpu and not cfg.pin_memory:
         seconds = 0.0  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
-    return Problem(tensors_of(cfg, itemsize), cfg.n_layer, seconds, rate, room.host_bytes)
+    return AlphaProblem(tensors_of(cfg, itemsize), cfg.n_layer, seconds, rate, room.host_bytes)
 
 
-def with_buffers(cfg, problem: Problem, room: Room) -> Problem:
+def with_buffers(cfg, problem: AlphaProblem, room: Room) -> AlphaProblem:
     """The problem with as many buffers as there is room for, where that is for memo to find."""
-    if not (copies(cfg) and cfg.finds_alpha):
+    if not (swaps_layers(cfg) and cfg.finds_alpha):
         return problem
     n, device_bytes = n_buffers(cfg, problem, room.spare_bytes, room.cpu)
     return replace(problem, n_buffers=n, device_bytes=device_bytes)
@@ -71,7 +71,7 @@ def decide(cfg, itemsize: int, rates: Rates | None, room: Room) -> tuple[Placeme
     """Errors: OutOfHostMemory, before anything is allocated."""
     problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
     costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
-    return place(cfg, problem, n_rows(cfg), costs)
+    return place_rows(cfg, problem, n_rows(cfg), costs)
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:

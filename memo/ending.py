@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memo import checkpoint, command
 from memo.errors import CheckpointError, ConfigError, NotFinite, RunFailed, TrainingError, reason
-from memo.estimate.expected import growing
+from memo.estimate.expected import naming_region
 from memo.launch import together
 from memo.manifest import latest
 from memo.report import draw_loss, furnish, go_on_with, print_first_lines, print_last_lines
@@ -105,7 +105,7 @@ def not_finite(run: Run, loss: float, grad_norm: float) -> NotFinite:
 
 def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
     """train(run, stop), then the last save. Errors: those of `train`; what can be saved is saved before."""
-    with handling(stop), growing(run.expected, run.device, "transient"):
+    with handling(stop), naming_region(run.expected, run.device, "transient"):
         try:
             train(run, stop)
         except StepGivenUp:

@@ -13,8 +13,8 @@ from memo.layer import Parameter, model_parameters
 ALIGNED = 128  # elements: where a layer's parameters begin, and a rank's part of them
 
 Piece = namedtuple("Piece", "name shape offsets tensor")
-Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the box begins in
-it; `tensor`: a view with the box's shape and values."""
+Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the
+box begins in it; `tensor`: a view with the box's shape and values."""
 
 
 def whole(name, tensor):

@@ -73,7 +73,8 @@ def rotary_kernel(x, turn, width, D, row_stride, turn_stride, BACK: tl.constexpr
 
 
 @triton.jit
-def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_h, other_b, other_t, other_h, lse_b_, lse_h_,
+def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_h,
+                 other_b, other_t, other_h, lse_b_, lse_h_,
                  ROWS: tl.constexpr, BLOCK: tl.constexpr):
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     t, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -94,7 +95,7 @@ def warps(block):
     return min(32, max(1, block // 512))
 
 
-def layernorm_forward(x, w, b, out, mean, rstd, eps):
+def launch_layernorm_forward(x, w, b, out, mean, rstd, eps):
     assert x.is_contiguous() and out.is_contiguous()
     N, C = x.shape
     block = triton.next_power_of_2(C)
@@ -102,31 +103,32 @@ def layernorm_forward(x, w, b, out, mean, rstd, eps):
                               num_warps=warps(block))
 
 
-def layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
+def launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
     """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
     too."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
     N, C = x.shape
     programs, block = sums.shape[1], triton.next_power_of_2(C)
-    norm_backward_kernel[(programs,)](x if residual is None else residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
-                                      residual is not None, len(sums) == 2, block, num_warps=warps(block))
+    norm_backward_kernel[(programs,)](
+        x if residual is None else residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
+        residual is not None, len(sums) == 2, block, num_warps=warps(block))
 
 
-def rotary(x, turn, back):
+def launch_rotary(x, turn, back):
     """x: (rows, heads * D), rows any distance apart; turn: (rows, D/2) complex64. In place."""
     assert x.stride(1) == 1
     rows, width = x.shape
     angles = torch.view_as_real(turn).flatten(1)  # (rows, D)
     block = min(4096, triton.next_power_of_2(width))
-    rotary_kernel[(rows, triton.cdiv(width, block))](x, angles, width, angles.shape[1], x.stride(0), angles.stride(0), back,
-                                                     block, num_warps=warps(block))
+    rotary_kernel[(rows, triton.cdiv(width, block))](
+        x, angles, width, angles.shape[1], x.stride(0), angles.stride(0), back, block, num_warps=warps(block))
 
 
-def merge(out, lse, out_, lse_):
+def launch_merge(out, lse, out_, lse_):
     """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is
     contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))
     B, T, H, D = out.shape
     merge_kernel[(triton.cdiv(T, MERGED_ROWS), B * H)](  # of the second there may be 65,535
-        out, lse, out_, lse_, H, T, D, *out.stride()[:3], *lse.stride()[:2], *out_.stride()[:3], *lse_.stride()[:2],
-        MERGED_ROWS, triton.next_power_of_2(D))
+        out, lse, out_, lse_, H, T, D, *out.stride()[:3], *lse.stride()[:2], *out_.stride()[:3],
+        *lse_.stride()[:2], MERGED_ROWS, triton.next_power_of_2(D))

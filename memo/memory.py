@@ -26,21 +26,21 @@ from memo.formulas import parameters, percent
 from memo.layer import groups_of, n_rows, tensors_of
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
-from memo.swap.alpha import OutOfHostMemory, copies, place, what_set_it
+from memo.swap.alpha import OutOfHostMemory, place_rows, swaps_layers, what_set_it
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
 
 
 def gpu_decides(cfg, device):
     """Whether alpha and the number of buffers are left to what is measured on a GPU."""
-    return copies(cfg) and cfg.finds_alpha and device.type == "cuda"
+    return swaps_layers(cfg) and cfg.finds_alpha and device.type == "cuda"
 
 
 def host_limit(cfg, launch):
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
     gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
     on top. Errors: OutOfHostMemory."""
-    if not copies(cfg) and cfg.optimizer_device == "auto":
+    if not swaps_layers(cfg) and cfg.optimizer_device == "auto":
         return 0
     states = STATES_BYTES * parameters(cfg) // launch.world
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=states * launch.local_world)
@@ -61,9 +61,9 @@ def check_memory(cfg, device, dtype, limit):
         raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "
                           "run to run, and so would the rows that are recomputed); try --alpha=0.5 or "
                           "--activation=keep")
-    if copies(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
+    if swaps_layers(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
         problem = problem_of(cfg, dtype.itemsize, None, Room(limit, cpu=device.type == "cpu"))
-        place(cfg, problem, n_rows(cfg), dict.fromkeys(groups_of(problem.tensors), 1.0))
+        place_rows(cfg, problem, n_rows(cfg), dict.fromkeys(groups_of(problem.tensors), 1.0))
 
 
 def cpu_room(cfg, model, limit):
@@ -105,8 +105,8 @@ def reserve_activations(cfg, model, limit, streams=None):
     limit = -int(*host.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     room = cpu_room(cfg, model, limit) if cpu else Room(limit)
-    problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room) if cpu else None
-    if copies(cfg) and not (problem and problem.n_buffers == cfg.n_layer):  # not every layer stays on the CPU
+    all_fit = cpu and with_buffers(cfg, problem_of(cfg, itemsize, None, room), room).n_buffers == cfg.n_layer
+    if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)

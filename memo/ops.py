@@ -6,8 +6,8 @@ none that does, or that turns pairs of bf16 in one pass: an Ops is the choice be
 and fused kernels in Triton (memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of
 x's shape:
 
-    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10 (through fp32),
-             merge 9
+    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
+             (through fp32), merge 9
     triton   norm forward 2, backward 4, rotary 2, merge 5
 
 Every row is computed alone, so that a range of rows gets the same bits as all of them.
@@ -21,19 +21,21 @@ import torch
 from memo.errors import ConfigError
 from memo.parallel.tp import chunks
 
-aten = torch.ops.aten
 LAYERNORM_EPS = 1e-5
 
 Ops = namedtuple("Ops", "name layernorm_forward layernorm_backward rotary merge")
 Ops.__doc__ = """How norms, rotary positions and merges are computed:
 
-    layernorm_forward(x, w, b, out, mean, rstd)     y = (x - mean) rstd w + b; (N, C), (C,), (C,) or None -> (N, C) and (N,)
-    layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)     residual (or None) + dx; adds to dw and db; `out`
-                                                    may be any of residual, dy, x
-    rotary(x, turn, back)                           in place: the pairs of x (n, tp, heads * D), read as complex numbers,
-                                                    times turn (n, tp, D/2), or with `back` times its conjugate
-    merge(out, lse, out_, lse_)                     takes the attention of the same queries to other keys, out_ (B, T, H, D)
-                                                    and lse_ (B, H, T), into out, fp32, and lse
+    layernorm_forward(x, w, b, out, mean, rstd)
+        y = (x - mean) rstd w + b; (N, C), (C,), (C,) or None -> (N, C) and (N,)
+    layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)
+        residual (or None) + dx; adds to dw and db; `out` may be any of residual, dy, x
+    rotary(x, turn, back)
+        in place: the pairs of x (n, tp, heads * D), read as complex numbers, times turn (n, tp, D/2), or with
+        `back` times its conjugate
+    merge(out, lse, out_, lse_)
+        adds the attention of the same queries to other keys, out_ (B, T, H, D) and lse_ (B, H, T), to out,
+        fp32, and lse
 """
 
 
@@ -58,8 +60,8 @@ def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
     for out_, dy_, x_, mean_, rstd_, *residual_ in chunks(*rows):
         dy_, x_, w, b = layernorm_operands(dy_, x_, w, b)
-        dx, dw_, db_ = aten.native_layer_norm_backward(dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b,
-                                                       [True, True, b is not None])
+        dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(
+            dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b, [True, True, b is not None])
         dw += dw_
         if b is not None:
             db += db_
@@ -71,7 +73,8 @@ def rotary(x, turn, back):
     turn = turn.conj() if back else turn
     for x_, turn_ in chunks(x, turn):
         pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
-        turned = torch.view_as_complex(pairs.float()).mul_(turn_[..., None, :])  # fp32's float() is the tensor itself
+        # in fp32 float() gives the tensor itself, so that mul_ turns x in place
+        turned = torch.view_as_complex(pairs.float()).mul_(turn_[..., None, :])
         if x.dtype != torch.float32:
             pairs.copy_(torch.view_as_real(turned))
         del turned  # before the next chunk's
@@ -90,20 +93,20 @@ TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary, merge)
 
 # --- with fused kernels; on "meta" only what they request is done ---
 
-PROGRAMS = 512  # that share the rows of a norm's backward, each with sums of its own for dw and db: enough for any GPU
+PROGRAMS = 512  # share the rows of a norm's backward, each with own sums for dw and db: enough for any GPU
 
 
 def fused_layernorm_forward(x, w, b, out, mean, rstd):
     if not x.is_meta:
         from memo import kernels
-        kernels.layernorm_forward(x, w, b, out, mean, rstd, LAYERNORM_EPS)
+        kernels.launch_layernorm_forward(x, w, b, out, mean, rstd, LAYERNORM_EPS)
 
 
 def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
     if not x.is_meta:
         from memo import kernels
-        kernels.layernorm_backward(residual, dy, x, mean, rstd, w, sums, out)
+        kernels.launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out)
     dw += sums[0].sum(0)
     if b is not None:
         db += sums[1].sum(0)
@@ -113,14 +116,14 @@ def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
 def fused_rotary(x, turn, back):
     if not x.is_meta:
         from memo import kernels
-        kernels.rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
+        kernels.launch_rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
     return x
 
 
 def fused_merge(out, lse, out_, lse_):
     if not out.is_meta:
         from memo import kernels
-        kernels.merge(out, lse, out_, lse_)
+        kernels.launch_merge(out, lse, out_, lse_)
 
 
 TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_rotary, fused_merge)
@@ -168,11 +171,11 @@ def resolve_ops(name, device, launch=True):
 
 def gelu_forward(x, form, out):
     for x_, out_ in chunks(x, out):
-        aten.gelu.out(x_, approximate=form, out=out_)
+        torch.ops.aten.gelu.out(x_, approximate=form, out=out_)
 
 
 def gelu_backward(dy, x, form, out):  # `out` may be dy itself
-    return aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
+    return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
 
 
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---

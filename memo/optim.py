@@ -4,8 +4,9 @@ decay on matrices only, one global norm.
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its piece of
 each bucket:
 
-    backward    as soon as a bucket's gradients are complete they are summed over the ranks, each getting its piece
-    clip        what all tp ranks hold, and saw the gradients of their own tokens of, is summed over them; one global norm
+    backward    as soon as a bucket's gradients are complete they are summed over the ranks, a piece to each
+    clip        gradients of parameters that all tp ranks hold cover local tokens only: they are summed over
+                tp; then one global norm
     step        AdamW on the pieces, bucket by bucket; each goes to all ranks while the next is worked on
     forward     waits for a bucket where it is first needed
 
@@ -24,16 +25,26 @@ from memo.parallel.tp import local
 from memo.staging import Staging
 
 EPS = 1e-8
-SUMMED = 2**10  # squares that are added up in fp32
+SUMMED = 2**10  # squares that are added up in fp32, before fp64 takes over
 
 
-def square_sum(flat):
-    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: of pieces in fp32, of these in fp64.
-    torch's norm of the whole reads 1% low at 100M elements on the CPU, whose long sums in fp32 lose what is
-    small beside them."""
+def square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: pieces are summed in fp32, their sums in
+    fp64. torch's norm of the whole is 1% low at 100M elements on the CPU: its long sums in fp32 lose the
+    small terms."""
     rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
     norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
     return torch.cat(norms).double().square().sum()
+
+
+def adamw_step(weights: torch.Tensor, gradients: torch.Tensor, exp_avg: torch.Tensor,
+               exp_avg_sq: torch.Tensor, steps: torch.Tensor, lr: float, betas: tuple[float, float],
+               weight_decay: float, scale: torch.Tensor | None = None) -> None:
+    """One AdamW step, in place, on flat fp32 tensors of the same shape, in one kernel. `steps`: the steps
+    taken before, a scalar tensor, which stays as it is. `scale`: gradients are divided by it."""
+    adamw([weights], [gradients], [exp_avg], [exp_avg_sq], [], [steps.clone()], fused=True, grad_scale=scale,
+          amsgrad=False, beta1=betas[0], beta2=betas[1], lr=lr, eps=EPS, maximize=False,
+          weight_decay=weight_decay)
 
 
 class Range(namedtuple("Range", "start end at")):
@@ -65,7 +76,8 @@ class Optimizer:
         self.own, self.grads = [], []  # of each bucket this rank's Range, and its gradients on the device
         for (start, end), grads in zip(model.buckets, model.bucket_grads, strict=True):
             part = (end - start) // data.size
-            self.own.append(Range(start + part * data.rank, start + part * (data.rank + 1), start // data.size))
+            first = start + part * data.rank
+            self.own.append(Range(first, first + part, start // data.size))
             self.grads.append(grads[part * data.rank:part * (data.rank + 1)])
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
         tp = model.mesh.weights.size
@@ -75,10 +87,10 @@ class Optimizer:
         for k, (start, end) in enumerate(model.buckets):
             here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
-            held = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for _, p in here))
-            self.split.append([r for r, shared in held if not shared])
+            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for _, p in here))
+            self.split.append([r for r, shared in ranges if not shared])
             self.shared.append([])  # with their gradients on the device
-            for r in (r for r, shared in held if shared):
+            for r in (r for r, shared in ranges if shared):
                 n = r.end - r.start
                 g, free = (free[:n], free[n:]) if on_host else (self.gradient(k, r), free)
                 self.shared[k].append((r, g))
@@ -131,7 +143,7 @@ class Optimizer:
         return made
 
     def gradient(self, k, r):
-        """On the device, of Range r of bucket k."""
+        """The gradients of Range r of bucket k, on the device."""
         return self.grads[k][r.start - self.own[k].start:r.end - self.own[k].start]
 
     def reduce(self, k):
@@ -167,7 +179,8 @@ class Optimizer:
         squares = [self.squares]
         for _, g in (one for shared in self.shared for one in shared):
             square = square_sum(tp.sum(g))
-            squares += [square[None]] * (tp.rank == 0)  # once in a tp group
+            if tp.rank == 0:  # once in a tp group
+                squares.append(square[None])
         norm = world.sum(torch.cat(squares).sum()).sqrt().float()
         self.scale = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else None
         return norm
@@ -185,10 +198,9 @@ class Optimizer:
         for k, ranges in enumerate(self.decays):
             for r, decays in ranges:
                 g = self.gradient(k, r) if staging is None else staging.grads[r.shard]
-                w, m, v = ([t[r.shard]] for t in self.states().values())
-                adamw(w, [g], m, v, [], [self.steps.clone()], fused=True, grad_scale=scale, amsgrad=False,
-                      beta1=cfg.beta1, beta2=cfg.beta2, lr=lr, eps=EPS, maximize=False,
-                      weight_decay=cfg.weight_decay if decays else 0.0)
+                w, m, v = (t[r.shard] for t in self.states().values())
+                adamw_step(w, g, m, v, self.steps, lr, (cfg.beta1, cfg.beta2),
+                           cfg.weight_decay if decays else 0.0, scale)
             if staging is None:
                 self.send(k)
             else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memo.planner.caching import Rectangle, kind, pieces, planned, simulate
+from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, segment_starts, simulate_caching
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN,
@@ -154,13 +154,13 @@ def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
 
     Errors: ValueError: the plan has no place for any tensor of the trace.
     """
-    tensors = planned(trace, plan)
+    tensors = planned_rectangles(trace, plan)
     if not tensors:
         raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this "
                          "trace")
-    cache = simulate([*before, trace], planned_only=True)
+    cache = simulate_caching([*before, trace], planned_only=True)
     start, stop = cache.starts[-2:]
-    labels, begins = zip(*pieces(trace), strict=True)
+    labels, begins = zip(*segment_starts(trace), strict=True)
 
     def on_the_axis(rectangles, start):  # request numbers -> segments
         at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
@@ -199,7 +199,7 @@ def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
     axes[0].set_title(f"planned: {size_text(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
     axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
                       f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
-    firsts = {kind(label): i for i, label in reversed(list(enumerate(labels))) if kind(label) in TICKS}
+    firsts = {segment_kind(label): i for i, label in reversed(list(enumerate(labels))) if segment_kind(label) in TICKS}
     axes[1].set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
                 xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
     for tick in axes[1].get_xticklabels():

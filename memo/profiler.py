@@ -1,9 +1,7 @@
-"""What is found out before the first step, at the run's own shape. The rates that the alpha program needs:
-seconds of a layer's forward, backward and recompute, bytes per second of the copies between device and host.
-And the memory requests of a step, recorded from a rehearsal, or traced with torch's fake tensors, without
-memory or GPU.
+"""The rates that the alpha program needs, measured before the first step at the run's own shape: seconds of a
+layer's forward, backward and recompute, bytes per second of the copies between device and host.
 
-The model or the block and its buffers are handed in; what they hold is overwritten, the gradients too.
+The block and its buffers are handed in; measuring overwrites their contents, the gradients too.
 """
 
 import sys
@@ -14,9 +12,10 @@ from memo.command import Arguments, answer_early, end_with_reader, run
 
 
 def read_argv(argv):
-    parser = Arguments(prog="python -m memo.profiler", description="Measures this machine for memo.estimate --gpu=here; "
-                       "under torchrun with all its ranks at once.")
-    parser.add_argument("--calibrate", action="store_true", required=True, help="takes a minute or less, and stores it")
+    parser = Arguments(prog="python -m memo.profiler", description="Measures this machine for memo.estimate "
+                       "--gpu=here; under torchrun with all its ranks at once.")
+    parser.add_argument("--calibrate", action="store_true", required=True,
+                        help="takes a minute or less, and stores it")
     parser.device_options()
     return parser.parse_args(argv)
 
@@ -39,10 +38,10 @@ from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
-LONG_S = 0.5  # what takes longer is measured once
+LONG_S = 0.5  # a call that takes longer is measured once
 
 
-def seconds(device, call, before=lambda: None, host=ALONE.host):
+def least_seconds(device, call, before=lambda: None, host=ALONE.host):
     """Seconds of call(), which has run before: the least of three, or the first where that is long; on the
     slowest of the ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
     best = float("inf")
@@ -71,20 +70,21 @@ def layer_rates(block, swap, turn, device, host):
 
     def recompute_s(tensors):  # of all rows of these, and none of the others
         rows = dict.fromkeys(tensors, slice(None))
-        return seconds(device, partial(block.recompute, s, turn, rows), host=host)
+        return least_seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device)
     refill()  # untimed: libraries load, attention's kernels are chosen
-    forward_s = seconds(device, forward, host=host)
+    forward_s = least_seconds(device, forward, host=host)
     launches_s = recompute_s(())
-    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s) for name, tensors in groups_of(swap.tensors).items()}
+    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s)
+                for name, tensors in groups_of(swap.tensors).items()}
     backward()
-    backward_s = seconds(device, backward, before=refill, host=host)
+    backward_s = least_seconds(device, backward, before=refill, host=host)
     transient = None
     if device.type == "cuda":
-        transient = int(*host.max(torch.cuda.max_memory_allocated(device) - held))
+        transient = int(*host.max(torch.cuda.max_memory_allocated(device) - before))
     return forward_s, backward_s, groups_s, transient
 
 
@@ -94,7 +94,8 @@ def copy_rates(swap, device, pin):
     buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
     nbytes = min(STAGING_BYTES, buffer.nbytes // 2)
     slab = HostSlab(2 * nbytes, device, pin)
-    to_host, to_device = ([(slab.bytes[:nbytes], buffer[:nbytes])], [(buffer[-nbytes:], slab.bytes[-nbytes:])])
+    to_host = [(slab.bytes[:nbytes], buffer[:nbytes])]
+    to_device = [(buffer[-nbytes:], slab.bytes[-nbytes:])]
     streams, rounds = swap.streams, 4
     try:
         for _ in range(rounds):
@@ -122,14 +123,12 @@ def measure(block, swap, turn, device, pin=True, host=ALONE.host):
     return Rates(forward_s, backward_s, recompute_s, *(-rate for rate in slowest), transient)
 
 
-# --- the memory requests of a step ---
-
 def main(argv):
     """python -m memo.profiler --calibrate. Errors: ConfigError."""
     args, launch = read_argv(argv), read_launch()
     device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
     if launch.rank == 0:
-        calibration_path(launch.world)  # which it may not have
+        calibration_path(launch.world)  # an error now rather than after the measuring
     if launch.threads:
         torch.set_num_threads(launch.threads)
     if device.type == "cuda":
@@ -139,11 +138,13 @@ def main(argv):
         measured = calibrate(mesh.weights, host, device, dtype, launch.local_world)
         mesh.close()
     if launch.rank == 0:
-        print(f"{measured['device']}, {measured['ranks']} rank{'s' * (measured['ranks'] > 1)}: slowest and fastest")
+        ranks = measured["ranks"]
+        print(f"{measured['device']}, {ranks} rank{'s' * (ranks > 1)}: slowest and fastest")
         for op, points in sorted(measured["speeds"].items()):
             if op in ("link", "network", "memory"):
                 continue
-            rates, unit = [rate for _, rate in points], "GFLOPs" if op.startswith(("matmul", "attention")) else "GB"
+            rates = [rate for _, rate in points]
+            unit = "GFLOPs" if op.startswith(("matmul", "attention")) else "GB"
             print(f"  {op:20}{min(rates) / 1e9:>12.2f}{max(rates) / 1e9:>12.2f}  {unit}/s")
         print(f"stored in {calibration_path(measured['ranks'])}")
 

@@ -28,7 +28,7 @@ from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.out_dir import check_shared, lock
-from memo.parallel.cp import held
+from memo.parallel.cp import local_token_ranges
 from memo.parallel.mesh import Axis, Mesh
 from memo.report import furnish
 from memo.tokens import load_tokenizer
@@ -216,7 +216,7 @@ def open_run(found: Checked, mesh: Mesh, model, optimizer: Optimizer, decision: 
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None)
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              ranges=held(cfg.block_size, mesh.tokens, cfg.context_parallel),
+              ranges=local_token_ranges(cfg.block_size, mesh.tokens, cfg.context_parallel),
               lines=memory.where_it_lives(cfg, decision, model, optimizer),
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)

@@ -11,8 +11,8 @@ def read_argv(argv):
     parser = Arguments(prog="python -m memo.sample", description="Generate text from a checkpoint.")
     parser.option("out_dir", help="the folder a run wrote its checkpoint to", least=1)
     parser.add_argument("--prompt", required=True, help="text, or @file")
-    parser.option("--max_new_tokens", int, 200, "with the prompt at most the model's block_size", least=1, most=2**31,
-                  why="rows are counted in 32 bits")
+    parser.option("--max_new_tokens", int, 200, "with the prompt at most the model's block_size", least=1,
+                  most=2**31, why="rows are counted in 32 bits")
     parser.option("--temperature", float, 0.8, "0 takes the likeliest token each time", least=0.0, most=1e6,
                   why="all tokens are equally likely by then")
     parser.option("--top_k", int, 200, "draw among the k likeliest; 0 among all", least=0, most=2**32,
@@ -56,8 +56,8 @@ def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0)
     """Yields up to `max_new_tokens` token ids behind the ids `prompt`. temperature=0 takes the likeliest."""
     length = len(prompt) + max_new_tokens
     if not prompt or max_new_tokens < 1 or length > model.cfg.block_size:
-        raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at least 1 each and at "
-                          f"most block_size={model.cfg.block_size} together; change one of them")
+        raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at "
+                          f"least 1 each and at most block_size={model.cfg.block_size} together; change one of them")
     model.reserve(1, length)
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, start = prompt, 0
@@ -98,12 +98,14 @@ def main(argv):
     args = read_argv(argv)
     path = Path(args.out_dir) / "tokenizer.json"
     if not path.exists():
-        raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or copy one there")
+        raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or "
+                          "copy one there")
     tokenizer, prompt = load_tokenizer(path), read_prompt(args.prompt)
     model = load_model(args.out_dir, args.device, args.dtype)
     if (V := tokenizer_vocab_size(tokenizer)) > model.cfg.vocab_size:
-        raise ConfigError(f"{path} has {V} tokens, which must be at most the model's vocab_size={model.cfg.vocab_size}; "
-                          "copy the tokenizer.json of the model's dataset there")
+        raise ConfigError(f"{path} has {V} tokens, which must be at most the model's "
+                          f"vocab_size={model.cfg.vocab_size}; copy the tokenizer.json of the model's dataset "
+                          "there")
     ids = tokenizer.encode(prompt).ids
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):

@@ -245,7 +245,7 @@ def planted(tmp_path_factory):
 @pytest.fixture
 def quick_compiler(tmp_path, monkeypatch):
     """A g++ that copies what was compiled before."""
-    made = allocator.compiled(allocator.cache_folder())
+    made = allocator.compile_library(allocator.cache_folder())
     script = tmp_path / "bin" / "g++"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {made} "$last"\n')
@@ -332,7 +332,7 @@ def test_one_library_is_not_taken_for_another(tmp_path, planted, quick_compiler)
     shutil.copyfile(planted[0], tmp_path / "own.so")
     (tmp_path / "own.so").chmod(0o700)
     with pytest.raises(AttributeError):
-        allocator.loaded(tmp_path / "own.so")
+        allocator.open_library(tmp_path / "own.so")
     (tmp_path / "new").mkdir()
     assert allocator.library_of(tmp_path / "new").memo_open
     planted[1].unlink()

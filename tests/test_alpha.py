@@ -9,9 +9,9 @@ from scipy.optimize import linprog
 
 from memo.layer import gpt_layer, groups_of
 from memo.swap.alpha import (
+    AlphaProblem,
     OutOfHostMemory,
-    Problem,
-    given,
+    fixed_alpha,
     largest_block_size,
     paper,
     per_tensor,
@@ -40,9 +40,9 @@ def instances(n=300, seed=0, lacking=0.2):
         tp, H = 2 ** rng.integers(0, 3), 4 * rng.integers(1, 9)
         tensors = skeletal(rng.integers(1, 4), 64 * rng.integers(1, 5000), H * 64, H, rng.choice([2, 4]), tp=tp)
         tensors = {name: replace(t, nbytes=int(t.nbytes)) for name, t in tensors.items()}
-        p = Problem(tensors, int(rng.integers(3, 90)), 1.0, 1.0, 1)
+        p = AlphaProblem(tensors, int(rng.integers(3, 90)), 1.0, 1.0, 1)
         forward_s, host = p.always_bytes + p.others_bytes * rng.uniform(-lacking, 1 + lacking, 2)
-        yield Problem(tensors, p.n_layer, max(forward_s, 0) / 3e9, 3e9, int(max(0, host) * p.swapped_layers)), rng
+        yield AlphaProblem(tensors, p.n_layer, max(forward_s, 0) / 3e9, 3e9, int(max(0, host) * p.swapped_layers)), rng
 
 
 def copied(p, fractions):
@@ -79,11 +79,11 @@ def test_closed_form_against_brute_force():
 
 def test_the_limits_are_reported_one_by_one():
     tensors = skeletal(1, 4096, 256, 4, 2)
-    p = Problem(tensors, 12, 1.0, 1.0, 1)
+    p = AlphaProblem(tensors, 12, 1.0, 1.0, 1)
     always, others, layer = p.always_bytes, p.others_bytes, sum(t.nbytes for t in tensors.values())
 
     def limits(overlap, host):
-        return paper(Problem(tensors, 12, (always + overlap * others) / 1e9, 1e9, 10 * always + 10 * others * host))
+        return paper(AlphaProblem(tensors, 12, (always + overlap * others) / 1e9, 1e9, 10 * always + 10 * others * host))
 
     got = limits(0.78, 1.5)
     assert got.limits == pytest.approx({"overlap": 0.78, "host": 1}) and got.binds == "overlap"
@@ -102,8 +102,8 @@ def test_the_limits_are_reported_one_by_one():
 
 @pytest.mark.parametrize("n_layer", [1, 2])
 def test_the_last_two_layers_are_never_swapped(n_layer):
-    p = Problem(skeletal(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
-    for got in (paper(p), given(p, 1, 4096), per_tensor(p, dict.fromkeys(GROUPS, 1.0))):
+    p = AlphaProblem(skeletal(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
+    for got in (paper(p), fixed_alpha(p, 1, 4096), per_tensor(p, dict.fromkeys(GROUPS, 1.0))):
         assert got.alpha == 1 and got.host_bytes == got.layer_offload_bytes == got.input_only_layers == 0
         assert got.fits and got.binds is None
     assert largest_block_size(p, 4096, 2) == inf
@@ -161,21 +161,21 @@ def test_input_only_layers_are_the_least_that_fit():
 def test_an_alpha_by_hand():
     tensors = skeletal(2, 4096, 256, 4, 2)
     layer = sum(t.nbytes for t in tensors.values())
-    p = Problem(tensors, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; hidden or not is not asked
-    got = given(p, 1, 4096)
+    p = AlphaProblem(tensors, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; hidden or not is not asked
+    got = fixed_alpha(p, 1, 4096)
     assert got.alpha == 1 and got.host_bytes == 10 * layer and got.layer_offload_bytes == layer and got.fits
-    assert given(p, 0, 4096).host_bytes == 10 * p.always_bytes
-    short = Problem(tensors, 12, 0.0, 1.0, 5 * layer)
+    assert fixed_alpha(p, 0, 4096).host_bytes == 10 * p.always_bytes
+    short = AlphaProblem(tensors, 12, 0.0, 1.0, 5 * layer)
     with pytest.raises(OutOfHostMemory, match=r"^alpha=1 needs 0\.\d+ GiB .* 10 swapped layers, this rank has 0\.\d+ GiB; "
                                               r"the largest alpha that fits is 0\.42\d, the largest block_size with this "
                                               r"alpha 2048$") as e:
-        given(short, 1, 4096)
+        fixed_alpha(short, 1, 4096)
     largest = float(str(e.value).split("fits is ")[1].split(",")[0])
-    assert given(short, largest, 4096).host_bytes <= 5 * layer
+    assert fixed_alpha(short, largest, 4096).host_bytes <= 5 * layer
     with pytest.raises(OutOfHostMemory):
-        given(short, largest + 0.001, 4096)
+        fixed_alpha(short, largest + 0.001, 4096)
     with pytest.raises(OutOfHostMemory, match="not even alpha=0 fits; try alpha=auto"):
-        given(Problem(tensors, 12, 1.0, 1.0, 10 * tensors["x"].nbytes), 0, 4096)
+        fixed_alpha(AlphaProblem(tensors, 12, 1.0, 1.0, 10 * tensors["x"].nbytes), 0, 4096)
 
 
 @pytest.mark.parametrize("fraction,n,granularity,want", [
@@ -192,7 +192,7 @@ def test_the_largest_block_size_is_the_last_that_fits():
         cp, n_layer, host = (int(v) for v in rng.integers([1, 3, 2**24], [5, 90, 2**40]))
 
         def problem(S):
-            return Problem(skeletal(2, S // cp, 512, 8, 2, tp=2), n_layer, 1.0, 1e9, host)  # noqa: B023
+            return AlphaProblem(skeletal(2, S // cp, 512, 8, 2, tp=2), n_layer, 1.0, 1e9, host)  # noqa: B023
 
         longest = largest_block_size(problem(2400), 2400, 2 * cp)
         assert longest % (2 * cp) == 0
@@ -208,7 +208,7 @@ def paper_problem(table, S, host_bytes=HOST_BYTES):
     flops = 2 * S * 12 * C**2 + 2 * C * S**2
     forward_s = flops / table["gpus"] / (0.62 * PAPER["peak_flops"])
     tensors = skeletal(1, S // cp, C, m["n_head"], 2, tp=tp)
-    return Problem(tensors, m["n_layer"], forward_s, OFFLOAD_BYTES_PER_S, host_bytes)
+    return AlphaProblem(tensors, m["n_layer"], forward_s, OFFLOAD_BYTES_PER_S, host_bytes)
 
 
 @pytest.mark.parametrize("S", [196608, 262144])
@@ -224,9 +224,9 @@ def test_the_oohm_cells_of_table_4():
     for S, cell in zip(table["seq_tokens"], table["mfu_percent"]["full_swap+plan"], strict=True):
         if cell == "oohm":
             with pytest.raises(OutOfHostMemory):
-                given(paper_problem(table, S), 1, S)
+                fixed_alpha(paper_problem(table, S), 1, S)
         else:
-            assert given(paper_problem(table, S), 1, S).fits
+            assert fixed_alpha(paper_problem(table, S), 1, S).fits
 
 
 def test_what_ran_in_the_paper_fits():
@@ -240,7 +240,7 @@ def test_what_ran_in_the_paper_fits():
 def test_a_slab_of_the_exact_size_swaps_longer_sequences():
     """All of the node's memory instead of half of it: the first OOHM cell of Table 4 fits."""
     host = PAPER["setup"]["host_memory_bytes_per_node"] / PAPER["setup"]["gpus_per_node"]
-    assert given(paper_problem(PAPER["table4"], 393216, host), 1, 393216).fits
+    assert fixed_alpha(paper_problem(PAPER["table4"], 393216, host), 1, 393216).fits
 
 
 def test_the_plan_of_rounded_fractions_is_what_is_copied():

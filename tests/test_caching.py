@@ -10,13 +10,13 @@ import torch
 
 from memo.planner.caching import (
     CachingAllocator,
-    OutOfMemory,
     Rectangle,
+    SimulatedOutOfMemory,
     installed_torch,
-    kind,
-    planned,
-    simulate,
-    tensors,
+    lifespans,
+    planned_rectangles,
+    segment_kind,
+    simulate_caching,
     tie_rule,
 )
 from memo.plots import memory_plan
@@ -121,7 +121,8 @@ def test_a_full_device_returns_its_free_segments_of_both_pools_and_tries_again()
     assert a.history == [[0, 20 * MiB, 0, 9], [20 * MiB, 2 * MiB, 0, 9], [22 * MiB, 20 * MiB, 0, None],
                          [0, 22 * MiB, 9, None]]
     assert a.malloc(15 * MiB) == r + 5 * MiB
-    with pytest.raises(OutOfMemory, match=r"20971520 bytes must be <= capacity=46137344 - reserved=44040192 \(in use: 44"):
+    why = r"20971520 bytes must be <= capacity=46137344 - reserved=44040192 \(in use: 44"
+    with pytest.raises(SimulatedOutOfMemory, match=why):
         a.malloc(4 * MiB)
     assert a.reorganisations == 2
     a.free(r)
@@ -162,7 +163,7 @@ class Plain:
             if self.reserved() + size > self.capacity:
                 self.segments = {b: s for b, s in self.segments.items() if len(s[1]) > 1 or s[1][0][1]}
             if self.reserved() + size > self.capacity:
-                raise OutOfMemory
+                raise SimulatedOutOfMemory
             ends = {b: b + sum(nbytes for nbytes, *_ in s[1]) for b, s in self.segments.items()}
             base = min(e for e in (0, *ends.values()) if all(e + size <= b or end <= e for b, end in ends.items()))
             cells = [self.cell(size, False)]
@@ -200,9 +201,9 @@ def test_random_requests_against_a_plain_model_of_memory(seed, ties):
             n = rng.choice(SIZES) if rng.random() < 0.5 else int(10 ** rng.uniform(0, 7.6))
             try:
                 address = plain.malloc(n)
-            except OutOfMemory:
+            except SimulatedOutOfMemory:
                 failures += 1
-                with pytest.raises(OutOfMemory):
+                with pytest.raises(SimulatedOutOfMemory):
                     a.malloc(n)
                 continue
             assert a.malloc(n) == address
@@ -238,7 +239,7 @@ def follow_torch():
                 address = torch.cuda.caching_allocator_alloc(n)
             except torch.OutOfMemoryError:
                 failures += 1
-                with pytest.raises(OutOfMemory):
+                with pytest.raises(SimulatedOutOfMemory):
                     a.malloc(n)
                 continue
             a.place = lambda _, address=address: address  # a new segment is where torch got it; all else is found
@@ -266,36 +267,36 @@ STEP = trace("malloc outer 100", "begin forward_0_1x4096", f"malloc x {30 * MiB}
 
 
 def test_the_lives_of_a_step():
-    assert [tuple(t) for t in tensors(STEP)] == [
+    assert [tuple(t) for t in lifespans(STEP)] == [
         (0, 7, 100, "", 0, False), (1, 6, 30 * MiB, "forward 0 1x4096", 0, True),
         (2, 4, 12 * MiB, "forward 0 1x4096", 1, True), (3, 8, 4, "forward 0 1x4096", 2, False),
         (5, 9, 14 * MiB, "backward 0 1x4096", 0, True)]
-    assert [kind(label) for label in ("forward 0 1x4096", "embedding backward 2x64", "layer 3 forward", "")] == [
+    assert [segment_kind(label) for label in ("forward 0 1x4096", "embedding backward 2x64", "layer 3 forward", "")] == [
         "forward", "embedding backward", "layer forward", "other"]
 
 
 def test_one_step_and_the_next():
-    one = simulate([STEP])
+    one = simulate_caching([STEP])
     assert (one.allocated_bytes, one.reserved_bytes, one.cuda_mallocs) == (44 * MiB + 1024, 58 * MiB, 4)
     assert one.fragmentation == 1 - one.allocated_bytes / one.reserved_bytes
     assert one.starts == (0, 10) and one.segments[-1] == Rectangle(5, 10, 44 * MiB, 14 * MiB, "reserved")
-    only = simulate([STEP], planned_only=True)
+    only = simulate_caching([STEP], planned_only=True)
     assert (only.allocated_bytes, only.reserved_bytes, only.cuda_mallocs) == (44 * MiB, 56 * MiB, 3)
     assert only.steps == ((Rectangle(1, 6, 0, 30 * MiB, "forward"), Rectangle(2, 4, 30 * MiB, 12 * MiB, "forward"),
                            Rectangle(5, 9, 42 * MiB, 14 * MiB, "backward")),)
-    two = simulate([STEP, STEP], planned_only=True)
+    two = simulate_caching([STEP, STEP], planned_only=True)
     assert two.reserved_bytes == only.reserved_bytes and two.cuda_mallocs == 3  # the cache has what the second step needs
     assert two.starts == (0, 10, 20) and two.steps[1][0] == Rectangle(11, 16, 0, 30 * MiB, "forward")
 
 
 def test_resident_bytes_take_their_share_of_the_capacity():
     longer = trace("begin f", f"malloc a {20 * MiB}", f"free a {20 * MiB}", f"malloc b {24 * MiB}", "end f")
-    assert simulate([longer], capacity=144 * MiB, resident_bytes=100 * MiB).reorganisations == 0
-    tight = simulate([longer], capacity=143 * MiB, resident_bytes=100 * MiB)
+    assert simulate_caching([longer], capacity=144 * MiB, resident_bytes=100 * MiB).reorganisations == 0
+    tight = simulate_caching([longer], capacity=143 * MiB, resident_bytes=100 * MiB)
     assert (tight.reorganisations, tight.reserved_bytes) == (1, 24 * MiB)
     assert [(s.start, s.stop) for s in tight.segments] == [(0, 2), (2, 4)]
-    with pytest.raises(OutOfMemory):
-        simulate([longer], capacity=123 * MiB, resident_bytes=100 * MiB)
+    with pytest.raises(SimulatedOutOfMemory):
+        simulate_caching([longer], capacity=123 * MiB, resident_bytes=100 * MiB)
 
 
 @pytest.mark.slow
@@ -307,7 +308,7 @@ def test_a_hundred_thousand_requests_take_seconds():
         if len(live) > 50:
             events.append(("free", *live.pop(rng.randrange(len(live)))))
     start = time.perf_counter()
-    simulate([SimpleNamespace(events=tuple(events))])
+    simulate_caching([SimpleNamespace(events=tuple(events))])
     assert time.perf_counter() - start < 10
 
 
@@ -318,10 +319,11 @@ PLAN = SimpleNamespace(arena_bytes=44 * MiB, lower_bound=44 * MiB, proven=True, 
 
 
 def test_the_planned_rectangles():
-    assert planned(STEP, PLAN) == [Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward"), Rectangle(2, 4, 0, 12 * MiB, "forward"),
-                                   Rectangle(5, 9, 0, 14 * MiB, "backward")]
+    assert planned_rectangles(STEP, PLAN) == [
+        Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward"), Rectangle(2, 4, 0, 12 * MiB, "forward"),
+        Rectangle(5, 9, 0, 14 * MiB, "backward")]
     missed = SimpleNamespace(segments={"forward 0 1x4096": ((30 * MiB, 14 * MiB), (12 * MiB + 1, 0))})
-    assert planned(STEP, missed) == [Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward")]  # a miss is torch's
+    assert planned_rectangles(STEP, missed) == [Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward")]  # a miss is torch's
 
 
 def test_memory_plan_is_a_picture(tmp_path):

@@ -5,13 +5,13 @@ import torch
 
 from memo.attention import BACKENDS
 from memo.ops import TORCH
-from memo.parallel.cp import across, held, parts
+from memo.parallel.cp import attention_over_ranks, local_token_ranges, meeting_parts
 from memo.parallel.mesh import Axis
 from testing.ranks import pool
 
 
 def positions(S, axis, kind):
-    return torch.cat([torch.arange(*r) for r in held(S, axis, kind)])
+    return torch.cat([torch.arange(*r) for r in local_token_ranges(S, axis, kind)])
 
 
 def scores(queries, keys, causal, T):
@@ -32,7 +32,7 @@ def attend(host, kind, dtype, limit):
         out, lse = attention.forward(q, k, v, True, scale)
         want = [out, *attention.backward(dout, q, k, v, out, lse, True, scale)]
         q_, k_, v_, dout_ = (t[:, mine].contiguous() for t in (q, k, v, dout))
-        parallel = across(attention, axis, kind, TORCH.merge)
+        parallel = attention_over_ranks(attention, axis, kind, TORCH.merge)
         axis.sent_bytes = 0
         out_, lse_ = parallel.forward(q_, k_, v_, True, scale)
         block, cp = q_.nbytes, axis.size
@@ -63,7 +63,7 @@ def test_every_token_is_held_once():
 def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
     T = 128
     for cp in (2, 4, 16, 64):
-        work = [[scores(*parts((rank - step) % cp, rank, T), T) for step in range(cp)] for rank in range(cp)]
+        work = [[scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp)] for rank in range(cp)]
         for step in range(cp):
             assert len({row[step] for row in work}) == 1
         total = sum(map(sum, work))
@@ -71,4 +71,4 @@ def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
 
 
 def test_one_rank_is_the_plain_attention():
-    assert across(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge) is BACKENDS["cpu"]
+    assert attention_over_ranks(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge) is BACKENDS["cpu"]

@@ -216,7 +216,7 @@ def test_the_validator_keeps_order_among_many():
     rng, there = random.Random(0), set()
     for _ in range(3000):
         k = rng.randrange(5000)
-        assert row.beside(k) == sorted(j for j in there if j < k)[-1:] + sorted(j for j in there if j >= k)[:1]
+        assert row.neighbours(k) == sorted(j for j in there if j < k)[-1:] + sorted(j for j in there if j >= k)[:1]
         (there.discard if k in there else there.add)(k)
         (row.add if k in there else row.drop)(k)
 

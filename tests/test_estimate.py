@@ -19,7 +19,7 @@ from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
-from memo.estimate.budget import Arena, fast_arena, traced_arena
+from memo.estimate.budget import ArenaBytes, fast_arena, traced_arena
 from memo.estimate.roofline import swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
@@ -112,7 +112,7 @@ def test_the_longest_context_on_the_papers_node():
 def test_every_byte_is_in_a_line_and_a_region():
     for argv in (["--activation=keep"], ["--optimizer_device=cpu"], ["--alpha=0.5"], []):
         cfg = load_config(["config/7b_1m.py", *argv])
-        got = budget.estimate(cfg, A800, 8, lambda *_: Arena(10**9, 10**6))
+        got = budget.estimate(cfg, A800, 8, lambda *_: ArenaBytes(10**9, 10**6))
         out = report.as_dict(got)
         regions = {k: v for k, v in out["device_bytes"].items() if k not in ("total", "capacity")}
         assert sum(regions.values()) == out["device_bytes"]["total"] == sum(line.device_bytes for line in got.lines)
@@ -239,7 +239,7 @@ def test_search_gives_the_fastest_that_fit():
     found = search.search(cfg, A800, 16, fast_arena)
     assert len(found) == 5 and all(got.fits for got in found)
     assert [got.tgs for got in found] == sorted((got.tgs for got in found), reverse=True)
-    every = [search.tried(one, A800, 16, fast_arena) for one in search.layouts(cfg, A800, 16)]
+    every = [search.estimate_or_none(one, A800, 16, fast_arena) for one in search.layouts(cfg, A800, 16)]
     assert found[0].tgs == max(got.tgs for got in every if got and got.fits)
     with pytest.raises(ConfigError, match=r"^--gpus=7: no layout divides them"):
         search.search(load_config(["config/7b_1m.py"]), A800, 7, fast_arena)
@@ -359,7 +359,7 @@ def test_the_bound_needs_no_torch(tmp_path):
 @pytest.mark.parametrize("columns", [70, 200])
 def test_help_is_in_columns(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = estimate_main.help_text().splitlines()[6:]
+    lines = estimate_main.estimate_help().splitlines()[6:]
     assert max(map(len, lines)) <= min(110, columns)
     given = [line.split("=")[0].split()[0] for line in lines if line.startswith("  --")]
     assert set(given) == {f"--{name}" for name in (*estimate_main.FLAGS, *estimate_main.OPTIONS, *estimate_main.FIGURES)}
@@ -525,7 +525,7 @@ def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     first = [traced_arena(cfg, machine, trace) for _ in range(2)]
     file, = (tmp_path / "memo").glob("arena-*.json")
     stored = json.loads(file.read_text())
-    assert len(traces) == 1 and first == [Arena(1024, 0)] * 2 and stored["arena"] == dict(transient=1024, head=0)
+    assert len(traces) == 1 and first == [ArenaBytes(1024, 0)] * 2 and stored["arena"] == dict(transient=1024, head=0)
     file.write_text(poison if isinstance(poison, str) else json.dumps(stored | poison if "arena" in poison else poison))
     assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 2
     assert json.loads(file.read_text()) == stored

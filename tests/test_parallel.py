@@ -13,7 +13,7 @@ from memo.parallel.mesh import ALONE, Axis, Mesh
 from memo.planner.allocator import Arena
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
-from memo.swap.alpha import Problem, place
+from memo.swap.alpha import AlphaProblem, place_rows
 from memo.swap.placement import Placement
 from memo.swap.streams import open_streams
 from model import GPT
@@ -37,8 +37,8 @@ def build(cfg, mesh, dtype=torch.float32):
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
     tensors = tensors_of(cfg, dtype.itemsize)
     hidden = 0.6 if cfg.finds_alpha else 1.0
-    p = Problem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
-    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place(cfg, p, n_rows(cfg), COSTS)[0])
+    p = AlphaProblem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place_rows(cfg, p, n_rows(cfg), COSTS)[0])
     return model, optimizer
 
 

@@ -18,7 +18,7 @@ from memo.launch import Launch
 from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
 from memo.optim import Optimizer
 from memo.swap import slab
-from memo.swap.alpha import OutOfHostMemory, Problem, largest_block_size, paper, place
+from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper, place_rows
 from memo.swap.placement import Placement
 from model import GPT
 
@@ -73,7 +73,7 @@ def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(
 def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_inverse():
     t = tensors()
     for alpha in (0.0, 0.25, 0.5, 1.0):
-        p, _ = place(fixed(alpha), problem_of(CFG, 4, None, Room(2**40, cpu=True)), 512)
+        p, _ = place_rows(fixed(alpha), problem_of(CFG, 4, None, Room(2**40, cpu=True)), 512)
         taken = sum(p.buffer_bytes(t).values())
         problem = replace(problem_of(CFG, 4, RATES, Room(2**40, cpu=True)), device_bytes=taken)
         assert problem.limits["device"] == pytest.approx(alpha)
@@ -98,7 +98,7 @@ def stalls(L, n, f, c):
 @pytest.mark.parametrize("L,n", [(3, 2), (32, 2), (8, 3), (32, 20), (32, 31)])
 def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
     total = whole()
-    p = Problem(tensors(), L, 1.0, total / 2.0, 2**50, n)  # a whole layer's copy takes two forwards
+    p = AlphaProblem(tensors(), L, 1.0, total / 2.0, 2**50, n)  # a whole layer's copy takes two forwards
     limit = (p.limits["overlap"] * p.others_bytes + p.always_bytes) / total * 2.0
     if p.limits["overlap"] < 1:
         assert stalls(L, n, 1.0, limit * 0.999) == 0 < stalls(L, n, 1.0, limit * 1.001)
@@ -296,6 +296,6 @@ def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
 
 def test_the_longest_sequence_with_an_alpha():
     t = gpt_layer(64, 2).tensors(1, 4096, 2)
-    p = Problem(t, 10, 1.0, 1.0, 8 * sum(tensor.nbytes for tensor in t.values()))
+    p = AlphaProblem(t, 10, 1.0, 1.0, 8 * sum(tensor.nbytes for tensor in t.values()))
     assert largest_block_size(p, 4096, alpha=1) == 4096
     assert largest_block_size(p, 4096, alpha=0) > 4096 * 7

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from memo.config import Config
 from memo.layer import gpt_layer, groups_of, layer_of
 from memo.optim import Optimizer
-from memo.swap.alpha import Problem, place
+from memo.swap.alpha import AlphaProblem, place_rows
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
 from memo.swap.slab import HostSlab
@@ -30,9 +30,9 @@ def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
     """The Placement of `cfg` where the host, and the copy's time, are these parts of what swapping all of it needs."""
     tensors = layer_of(cfg).tensors(B, S, dtype.itemsize)
     whole = sum(t.nbytes for t in tensors.values())
-    p = Problem(tensors, cfg.n_layer, hidden * whole, 1.0, int(host * max(0, cfg.n_layer - 2) * whole))
+    p = AlphaProblem(tensors, cfg.n_layer, hidden * whole, 1.0, int(host * max(0, cfg.n_layer - 2) * whole))
     assert set(COSTS) == set(groups_of(tensors))
-    return place(cfg, p, B * S, COSTS)[0]
+    return place_rows(cfg, p, B * S, COSTS)[0]
 
 
 def build(B, S, dtype, device="cpu", streams=None, limits=None, **keys):

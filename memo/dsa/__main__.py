@@ -1,7 +1,7 @@
 """Solves the problem in a CSV file:
 
-    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o
-    plan.csv
+    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S]
+                                    -o plan.csv
 """
 
 import csv
@@ -24,9 +24,8 @@ from memo.files import read_text
 from memo.keys import shown
 
 COLUMNS = ("id", "lower", "upper", "size")
-
-
-OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}  # how the public benchmark's first edition names them
+# the names in the first edition of the public benchmark (minimalloc)
+OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}
 
 
 def read_csv(path, capacity=None, alignment=1):
@@ -49,7 +48,8 @@ def read_csv(path, capacity=None, alignment=1):
         for row in filter(None, rows):
             number = rows.line_num + 1
             if len(row) != len(names):
-                raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first line")
+                raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first "
+                               "line")
             values = [row[places[0]].strip()]
             try:
                 for place in places[1:]:
@@ -83,7 +83,8 @@ def read_argv(argv):
     parser = Arguments(prog="python -m memo.dsa", description=__doc__)
     parser.option("requests", help="CSV of id,lower,upper,size; upper is exclusive", least=1)
     parser.option("--output", help="the same with a column offset", short=["-o"], required=True, least=1)
-    parser.option("--capacity", int, help="bytes; stop at the first placement that fits, not at the least peak", least=1,
+    parser.option("--capacity", int, least=1,
+                  help="bytes; stop at the first placement that fits, not at the least peak",
                   most=MOST_BYTES, why="so much is all that the buffers may take together")
     parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
     parser.option("--time_limit", float, 60.0, "seconds", **TIME_LIMIT_BOUNDS)

@@ -1,16 +1,17 @@
 """Offline dynamic storage allocation: an address for each buffer of known size and lifespan, at the least
 peak.
 
-`solve` hands one Problem to a solver and believes only what `validate`, which shares nothing with the
-solvers, lets pass. Before any solver sees it a problem is reduced without loss: time is cut where nothing is
-alive, and kept only where a greatest set of buffers is alive together; bytes become multiples of the sizes'
+`solve` hands one Problem to a solver; `validate`, which shares no code with the solvers, checks each result.
+Every problem is first reduced without loss: time is cut where no buffer is alive, and of the other moments
+only those remain at which a greatest set of buffers is alive together; bytes become multiples of the sizes'
 common unit. Source: MEMO 4.2.
 
-    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S] -o
-    plan.csv
+    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S]
+                                    -o plan.csv
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
@@ -55,15 +56,15 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Buffers (a tuple of Buffer, may be empty), the bytes there are or None, and what every offset is a
-    multiple of.
+    """`buffers` may be empty. `capacity`: in bytes, None without a limit. Every offset is a multiple of
+    `alignment`.
 
     A buffer takes up its size rounded up to the alignment, so that loads and peaks are multiples of it too.
     Refuses empty lifespans, sizes below 1 (an empty buffer needs no address: leave it out), equal ids, sizes
     that add up to more than MOST_BYTES and a capacity under the largest buffer with a DsaError.
     """
 
-    buffers: tuple
+    buffers: tuple[Buffer, ...]
     capacity: int | None = None
     alignment: int = 1
 
@@ -73,33 +74,35 @@ class Problem:
         first, total = {}, 0
         for i, b in enumerate(self.buffers):
             if b.lower >= b.upper:
-                raise DsaError(f"lower={shown(b.lower)} must be below upper={shown(b.upper)} (upper is exclusive); buffer "
-                               f"{b.id!r} is never alive, leave it out", i)
+                raise DsaError(f"lower={shown(b.lower)} must be below upper={shown(b.upper)} (upper is "
+                               f"exclusive); buffer {b.id!r} is never alive, leave it out", i)
             if b.size < 1:
-                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r} must be at least 1 byte; leave empty buffers "
-                               "out", i)
+                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r} must be at least 1 byte; leave "
+                               "empty buffers out", i)
             total += self.rounded(i)
             if total > MOST_BYTES:
-                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r}: all sizes so far must add up to at most "
-                               f"{MOST_BYTES} (the solvers count in 63 bits); give them in larger units", i)
+                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r}: all sizes so far must add up to at "
+                               f"most {MOST_BYTES} (the solvers count in 63 bits); give them in larger "
+                               "units", i)
             if first.setdefault(b.id, i) != i:
-                raise DsaError(f"id={b.id!r} must be unique; it is also buffer number {first[b.id] + 1}, rename one", i)
+                raise DsaError(f"id={b.id!r} must be unique; it is also buffer number {first[b.id] + 1}, "
+                               "rename one", i)
         largest = max(range(len(self.buffers)), key=lambda i: self.buffers[i].size, default=None)
         if self.capacity is not None and largest is not None and self.capacity < self.rounded(largest):
-            raise DsaError(f"size={self.rounded(largest)} of buffer {self.buffers[largest].id!r} must be at most "
-                           f"capacity={self.capacity}; raise the capacity", largest)
+            raise DsaError(f"size={self.rounded(largest)} of buffer {self.buffers[largest].id!r} must be at "
+                           f"most capacity={self.capacity}; raise the capacity", largest)
 
-    def rounded(self, i):
+    def rounded(self, i: int) -> int:
         """Bytes that buffer i takes up."""
         return -(-self.buffers[i].size // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)
 class Solution:
-    """An offset for every buffer, in their order; the bytes up to the end of the highest; what no placement
-    can be below."""
+    """`offsets`: of the buffers, in their order. `peak`: bytes up to the end of the highest buffer.
+    `lower_bound`: proven, no placement has a lower peak."""
 
-    offsets: tuple
+    offsets: tuple[int, ...]
     peak: int
     lower_bound: int
     solver: str  # which one found it
@@ -116,12 +119,12 @@ class Solution:
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def lower_bound(problem):
+def lower_bound(problem: Problem) -> int:
     """The greatest number of bytes alive at one time: no placement has a lower peak."""
     return max((part.load for part, _ in _parts(problem)), default=0) * _unit(problem)
 
 
-def validate(problem, solution):
+def validate(problem: Problem, solution: Solution) -> None:
     """Raises ValueError with the rule that `solution` breaks and the buffers that break it. Knows nothing of
     the solvers."""
     a, ends = problem.alignment, []
@@ -143,15 +146,18 @@ def validate(problem, solution):
     if solution.peak != max(ends, default=0):
         raise ValueError(f"peak={solution.peak} is not where the highest buffer ends, {max(ends, default=0)}")
     places = range(len(ends))
-    alive, dying, gone = InOrder(sorted(places, key=solution.offsets.__getitem__)), sorted(places, key=uppers.__getitem__), 0
+    # in order of time; the buffers alive at each moment stand in order of their offsets
+    alive = InOrder(sorted(places, key=solution.offsets.__getitem__))
+    dying, gone = sorted(places, key=uppers.__getitem__), 0
     for i in sorted(places, key=lowers.__getitem__):
         while uppers[dying[gone]] <= lowers[i]:
             alive.drop(dying[gone])
             gone += 1
-        for j in alive.beside(i):  # all that are alive lie apart, so that whoever meets i is next to it
+        for j in alive.neighbours(i):  # the others alive lie apart: if any overlaps i, a neighbour does
             if solution.offsets[i] < ends[j] and solution.offsets[j] < ends[i]:
                 a, b = ((problem.buffers[k].id, solution.offsets[k], ends[k]) for k in (j, i))
-                raise ValueError("buffers {!r} at [{}, {}) and {!r} at [{}, {}) overlap while both are alive".format(*a, *b))
+                raise ValueError("buffers {!r} at [{}, {}) and {!r} at [{}, {}) overlap while both are "
+                                 "alive".format(*a, *b))
         alive.add(i)
 
 
@@ -176,7 +182,7 @@ class InOrder:
         if not self.words[word]:
             self.used &= ~(1 << word)
 
-    def beside(self, item):
+    def neighbours(self, item):
         """The last one before `item`'s place and the first one from it on, where there are any."""
         word, bit = divmod(self.place[item], self.BITS)
         before, after = self.words[word] & ((1 << bit) - 1), self.words[word] >> bit << bit
@@ -192,7 +198,7 @@ class InOrder:
         return [self.items[k] for k in found]
 
 
-def solve(problem, solver="auto", time_limit=60.0):
+def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> Solution:
     """The best Solution that `solver` finds within `time_limit` seconds; never worse than greedy's, always
     validated.
 
@@ -204,10 +210,11 @@ def solve(problem, solver="auto", time_limit=60.0):
         raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
     if not time_limit >= 0:
         raise DsaError(f"time_limit={time_limit} must be a number of seconds >= 0")
-    start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None
+    start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None  # fit, or least peak
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)
-    stop = problem.capacity // unit if decide else bound  # what the whole needs anyway: no part gains by needing less
+    # the whole needs as much as its largest part: no other part gains by a lower peak
+    stop = problem.capacity // unit if decide else bound
     offsets, peak, found_by = [0] * len(problem.buffers), 0, ["greedy"]
     for part, members in parts:
         placed, part_bound, name = _solve_part(part, solver, stop, decide, start + time_limit)
@@ -217,8 +224,8 @@ def solve(problem, solver="auto", time_limit=60.0):
         found_by.append(name)
         if decide and peak > stop:
             why = "exists (proven" if bound > stop else f"was found in {time_limit:g} s (raise the time limit"
-            raise NoPlacement(f"no placement under capacity={problem.capacity} {why}; lower bound {bound * unit}, lowest "
-                              f"peak found {peak * unit})", bound > stop)
+            raise NoPlacement(f"no placement under capacity={problem.capacity} {why}; lower bound "
+                              f"{bound * unit}, lowest peak found {peak * unit})", bound > stop)
         stop = max(stop, peak)
     solution = Solution(tuple(offsets), peak * unit, bound * unit, "+".join(dict.fromkeys(found_by)),
                         time.monotonic() - start)
@@ -248,7 +255,7 @@ def _unit(problem):
     return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
 
 
-def components(lifespans):
+def components(lifespans: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Indices of half-open (lower, upper), in groups that no moment joins: what is never alive together never
     conflicts."""
     groups, end = [], None

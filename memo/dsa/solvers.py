@@ -2,9 +2,10 @@
 blocks.
 
 All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of
-the part, the placement to beat, the peak at which to stop, the highest peak that is still of use and its
-seconds; it returns (offsets or None, what it proved no peak is below: says nothing up to `stop`, since it
-looks for nothing lower). What it returns is validated elsewhere. Source: MEMO 4.2.
+the part, `best` (the offsets to beat), `stop` (the peak at which to stop), `highest` (the highest peak that
+is still of use) and its seconds. It returns (offsets or None, a proven lower bound of the peak). The bound
+says nothing up to `stop`, since no solver looks for a lower peak. problem.validate checks what a solver
+returns. Source: MEMO 4.2.
 """
 
 import importlib.util
@@ -20,15 +21,20 @@ from math import ceil, inf, isfinite
 
 import numpy as np
 
-# To how many blocks buffers are joined, as a fraction of their number, and what each joint may waste of the
-# joined area.
+# Of each turn of coarse(): to how many blocks buffers are joined, as a fraction of their number, and the most
+# area that joining two may waste, as a fraction of the two.
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
-FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more joining them takes longer than it gains
+FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more the joining takes too long
 WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-LARGE = 10_000  # buffers: with more, a placement that takes little time comes first, and CP-SAT is left out, which would
-# find nothing and overrun its time
-MOST_PAIRS = 200_000  # of conflicting buffers that are handed to a MIP solver: two rows of the matrix for each
-TOLERANCE = 1e-9  # of the MIP solvers, the least they take: a binary this far from 0 lets two buffers overlap by M times it
+# buffers: with more, the quick in_order() comes first, and CP-SAT is left out: it would find nothing and
+# overrun its time
+LARGE = 10_000
+MOST_PAIRS = 200_000  # of conflicting buffers that a MIP solver gets: two rows of the matrix for each
+# of the MIP solvers, the least they accept: a binary this far from 0 lets buffers overlap by M times this
+TOLERANCE = 1e-9
+BRIEFLY = 20  # one part in so many of the time limit: briefly()'s, and the first turn of coarse()
+COARSE_SHARE = 0.7  # of the time limit: all turns of coarse(); CP-SAT on the whole has the rest
+LONGER = 1.25  # each turn of coarse() lasts so many times the one before
 
 
 @dataclass(frozen=True)
@@ -40,19 +46,20 @@ class Part:
     share a rank.
     """
 
-    lower: tuple
-    upper: tuple
-    size: tuple
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    size: tuple[int, ...]
 
     @property
-    def load(self):
+    def load(self) -> int:
+        """The most units alive at one time."""
         steps = [0] * (max(self.upper) + 1)
         for lower, upper, size in zip(self.lower, self.upper, self.size, strict=True):
             steps[lower] += size
             steps[upper] -= size
         return max(accumulate(steps))
 
-    def peak(self, offsets):
+    def peak(self, offsets: list[int]) -> int:
         return max(map(sum, zip(offsets, self.size, strict=True)))
 
     def n_pairs(self):
@@ -63,11 +70,12 @@ class Part:
     def pairs(self):
         """(i, j): arrays of the conflicting buffers, i < j."""
         lower, upper = np.array(self.lower), np.array(self.upper)
-        later = [i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i])) for i in range(len(lower))]
+        later = [i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i]))
+                 for i in range(len(lower))]
         return np.repeat(np.arange(len(lower)), [len(j) for j in later]), np.concatenate(later)
 
 
-def part_of(lower, upper, size):
+def part_of(lower: list[int], upper: list[int], size: list[int]) -> Part:
     """A Part of lifespans in any unit of time."""
     born, died, ranks, sets, grew = set(lower), set(upper), {}, 0, False
     for t in sorted(born | died):  # a set is a greatest one when the next thing that happens is a death
@@ -78,10 +86,10 @@ def part_of(lower, upper, size):
     return Part(*(tuple(map(ranks.__getitem__, times)) for times in (lower, upper)), tuple(size))
 
 
-def greedy(part, stop, deadline=inf):
+def greedy(part: Part, stop: int, deadline: float = inf) -> list[int]:
     """The best of several orderings of best fit: each buffer into the lowest of the tightest gaps that take
-    it. What is not done by `deadline` (of time.monotonic) is left out; where that is all, it is
-    in_order()."""
+    it. Orderings that are not done by `deadline` (of time.monotonic) are left out; if none is done, the
+    result is in_order()."""
     if len(part.size) == 1:
         return [0]
     size, lower, upper = (np.array(v, dtype=np.int64) for v in (part.size, part.lower, part.upper))
@@ -102,13 +110,15 @@ def greedy(part, stop, deadline=inf):
 def _best_fit(lower, upper, size, order, deadline):
     """The offsets, or None where there is not the time."""
     sky, offsets = np.iinfo(np.int64).max, [0] * len(order)
-    table = np.empty((4, len(order)), dtype=np.int64)  # what is placed, the lowest first: lifespan, offset, end
+    # the placed buffers, the lowest first: lower, upper, offset, end
+    table = np.empty((4, len(order)), dtype=np.int64)
     for k, i in enumerate(order):
         if time.monotonic() > deadline:
             return None
         born, died, bottom, top = table[:, :k]
         near = (born < upper[i]) & (died > lower[i])
-        floor = np.maximum.accumulate(np.append(0, top[near]))  # below each of the near ones, and above them all
+        # where the gap below each near buffer begins, and the one above them all
+        floor = np.maximum.accumulate(np.append(0, top[near]))
         gap = np.append(bottom[near], sky) - floor
         gap[gap < size[i]] = sky
         at = int(floor[gap.argmin()])
@@ -122,7 +132,8 @@ def _best_fit(lower, upper, size, order, deadline):
 def in_order(part):
     """Offsets as an allocator gives them, in order of time: each buffer takes the tightest gap that holds it.
     Seconds for a million buffers."""
-    gaps, offsets, dying, gone = Gaps(), [0] * len(part.size), sorted(range(len(part.size)), key=part.upper.__getitem__), 0
+    gaps, offsets, gone = Gaps(), [0] * len(part.size), 0
+    dying = sorted(range(len(part.size)), key=part.upper.__getitem__)
     for i in sorted(range(len(part.size)), key=part.lower.__getitem__):
         while part.upper[dying[gone]] <= part.lower[i]:
             gaps.give(offsets[dying[gone]], part.size[dying[gone]])
@@ -138,7 +149,8 @@ class Gaps:
 
     def __init__(self):
         self.shelves = defaultdict(list)  # of (units, offset) in order, the smaller units on lower ones
-        self.used, self.starts, self.ends = 0, {}, {}  # a bit for each shelf that holds any; {offset: units}, twice
+        self.used = 0  # a bit for each shelf that is not empty
+        self.starts, self.ends = {}, {}  # {offset: units} of each gap, by its start and by its end
         self.add(0, inf)
 
     def shelf(self, units):
@@ -220,21 +232,22 @@ def cpsat(part, best, stop, highest, seconds):
 
 
 def briefly(part, best, stop, highest, seconds):
-    """What CP-SAT finds at all it often finds at once; a small gap it closes."""
-    return cpsat(part, best, stop, highest, seconds / 20)
+    """CP-SAT usually succeeds early: it gets 5% of the time first."""
+    return cpsat(part, best, stop, highest, seconds / BRIEFLY)
 
 
 def coarse(part, best, stop, highest, seconds):
-    """CP-SAT on coarser problems, of blocks of buffers, in turns and then again with other blocks for longer.
+    """CP-SAT on coarser problems, whose rectangles are blocks of buffers: turn by turn other blocks, and
+    longer.
 
-    A network's requests come in stacks and rows. Most good placements keep some of that, and the blocks are
-    few.
+    The requests of a network come in stacks and rows. Most good placements keep some of these together, and
+    there are far fewer blocks than buffers.
     """
-    end, n, offsets = time.monotonic() + 0.7 * seconds, len(part.size), None
+    end, n, offsets = time.monotonic() + COARSE_SHARE * seconds, len(part.size), None
     for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
         fraction, waste = TURNS[turn % len(TURNS)]
         blocks = _blocks(part, stop, int(n * fraction), waste, turn)
-        slot = min(end - time.monotonic(), seconds / 20 * 1.25**turn)
+        slot = min(end - time.monotonic(), seconds / BRIEFLY * LONGER**turn)
         if slot <= 0 or highest < stop:
             break
         found, _ = cpsat(part_of(*list(zip(*blocks, strict=True))[:3]), None, stop, highest, slot)
@@ -251,8 +264,8 @@ def _blocks(part, ceiling, count, most_waste, seed):
     """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within
     the ceiling.
 
-    Of all pairs the one is joined first that wastes the least of its own area: one upon the other where their
-    lives meet, else one after the other at the same address. Seed 0 is exact, others disturb the order.
+    The pair that wastes the smallest part of its area is joined first: one upon the other where their
+    lifespans meet, else one after the other at the same address. Seed 0 is exact; other seeds add noise.
     """
     n, noise = len(part.size), np.random.default_rng(seed)
     lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
@@ -268,7 +281,8 @@ def _blocks(part, ceiling, count, most_waste, seed):
     def waste(i):
         start, end, height, meet = joined(i, slice(None))
         area = (upper - lower) * size + (upper[i] - lower[i]) * size[i]
-        cost = ((end - start) * height / area - 1) * np.exp(noise.normal(0, 0.5 * bool(seed), n)) + np.where(meet, 0, 1e-3)
+        cost = ((end - start) * height / area - 1) * np.exp(noise.normal(0, 0.5 * bool(seed), n))
+        cost += np.where(meet, 0, 1e-3)  # where two pairs waste alike, a stack comes before a row
         return np.where(there & (np.arange(n) != i), cost, inf)
 
     cost, failed = np.stack([waste(i) for i in range(n)]), 0
@@ -281,7 +295,7 @@ def _blocks(part, ceiling, count, most_waste, seed):
         trial[lower[i]:upper[i]] -= size[i]
         trial[lower[j]:upper[j]] -= size[j]
         trial[start:end] += height
-        if trial.max() > ceiling:  # and so it will be later: loads only rise
+        if trial.max() > ceiling:  # this pair stays too much: loads only rise
             cost[i, j] = cost[j, i] = inf
             failed += 1
             continue
@@ -302,7 +316,8 @@ def mip(part, best, stop, highest, seconds):
     """
     from scipy.sparse import csr_matrix
 
-    start, n, pairs, M, size = time.monotonic(), len(part.size), part.n_pairs(), part.peak(best), np.array(part.size)
+    start, n, pairs = time.monotonic(), len(part.size), part.n_pairs()
+    M, size = part.peak(best), np.array(part.size)
     if pairs > MOST_PAIRS:
         return None, 0
     i, j = part.pairs()
@@ -311,20 +326,23 @@ def mip(part, best, stop, highest, seconds):
     rows = np.concatenate((k, k, k, pairs + k, pairs + k, pairs + k, 2 * pairs + a, 2 * pairs + a))
     columns = np.concatenate((i, j, z, j, i, z, a, np.full(n, n)))
     values = np.concatenate((one, -one, -M * one, one, -one, M * one, np.ones(n), -np.ones(n)))
-    program = dict(matrix=csr_matrix((values, (rows, columns))), most=np.concatenate((-size[i], M - size[j], -size)),
+    program = dict(matrix=csr_matrix((values, (rows, columns))),
+                   most=np.concatenate((-size[i], M - size[j], -size)),
                    lower=np.concatenate((np.zeros(n), [max(stop, part.load)], 0 * one)),
                    upper=np.concatenate((M - size, [M], one)),
                    first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))))
     program = {name: array.astype(float) for name, array in program.items()}
     seconds = max(0.1, seconds - (time.monotonic() - start))
     values, bound = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
-    trusted = M * TOLERANCE < 1e-3 and isfinite(bound)  # infinite: nothing proven yet, or "infeasible", which is not true
-    return None if values is None else _dropped(part, i, j, values), min(M, ceil(bound - 1e-3)) if trusted else 0
+    # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
+    trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
+    proven = min(M, ceil(bound - 1e-3)) if trusted else 0
+    return None if values is None else _dropped(part, i, j, values), proven
 
 
 def _dropped(part, i, j, values):
-    """Whole offsets in the order of the solver's, each as low as that order lets it: no rounding can make two
-    overlap."""
+    """Whole offsets in the order of the solver's, each as low as the order allows: rounding the solver's
+    own could make buffers overlap."""
     below = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):
         low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)
@@ -340,14 +358,18 @@ def _highs(n, stop, seconds, matrix, most, lower, upper, first):
     0 or 1."""
     import highspy
 
-    lp, solver, start, columns = highspy.HighsLp(), highspy.Highs(), highspy.HighsSolution(), np.arange(len(lower))
+    lp, solver, start = highspy.HighsLp(), highspy.Highs(), highspy.HighsSolution()
+    columns = np.arange(len(lower))
     lp.num_row_, lp.num_col_, lp.col_cost_ = len(most), len(lower), (columns == n).astype(float)
-    lp.col_lower_, lp.col_upper_, lp.row_lower_, lp.row_upper_ = lower, upper, np.full(len(most), -highspy.kHighsInf), most
+    lp.col_lower_, lp.col_upper_ = lower, upper
+    lp.row_lower_, lp.row_upper_ = np.full(len(most), -highspy.kHighsInf), most
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-    lp.integrality_ = [highspy.HighsVarType.kInteger if c > n else highspy.HighsVarType.kContinuous for c in columns]
-    for option, value in dict(output_flag=False, time_limit=seconds, objective_target=float(stop), mip_rel_gap=0.0,
-                              mip_feasibility_tolerance=TOLERANCE, primal_feasibility_tolerance=TOLERANCE).items():
+    whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+    lp.integrality_ = [whole if c > n else real for c in columns]
+    options = dict(output_flag=False, time_limit=seconds, objective_target=float(stop), mip_rel_gap=0.0,
+                   mip_feasibility_tolerance=TOLERANCE, primal_feasibility_tolerance=TOLERANCE)
+    for option, value in options.items():
         solver.setOptionValue(option, value)
     solver.passModel(lp)
     start.col_value = first.tolist()
@@ -364,11 +386,13 @@ def _gurobi(n, stop, seconds, matrix, most, lower, upper, first):
         return None
     import gurobipy
 
-    settings = dict(TimeLimit=seconds, BestObjStop=float(stop), MIPGap=0.0, IntFeasTol=TOLERANCE, FeasibilityTol=TOLERANCE)
+    settings = dict(TimeLimit=seconds, BestObjStop=float(stop), MIPGap=0.0, IntFeasTol=TOLERANCE,
+                    FeasibilityTol=TOLERANCE)
     try:
         with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
             columns = np.arange(len(lower))
-            x = model.addMVar(len(lower), lower, upper, (columns == n).astype(float), np.where(columns > n, "B", "C"))
+            kinds = np.where(columns > n, "B", "C")  # binary, continuous
+            x = model.addMVar(len(lower), lower, upper, (columns == n).astype(float), kinds)
             model.addMConstr(matrix, x, "<", most)
             x.Start = first
             for name, value in settings.items():
@@ -386,6 +410,7 @@ def _say(line):
     print(line, file=sys.stderr)
 
 
-METHODS = {"greedy": (), "mip": (mip,), "cpsat": (cpsat,), "auto": (briefly, coarse, cpsat)}  # in turns, after greedy
+# {solver: what it tries in turns, after greedy}
+METHODS = {"greedy": (), "mip": (mip,), "cpsat": (cpsat,), "auto": (briefly, coarse, cpsat)}
 
 

@@ -1,9 +1,9 @@
 """The dry run: whether a config fits a machine, which alpha it gets, how long a step takes, at what MFU, and
 how long the context could be. Without a GPU; with --fast without torch too.
 
-    python -m memo.estimate config/7b_1m.py --gpus=8 --gpu=a800-80gb [--search] [--max_context] [--json]
-    [--plot] [--fast]
-                            [--node=NAME] [--<figure of the hardware>=NUMBER] [--key=value ...]
+    python -m memo.estimate config/7b_1m.py --gpus=8 --gpu=a800-80gb [--search] [--max_context]
+                            [--json] [--plot] [--fast] [--node=NAME] [--<figure of the hardware>=NUMBER]
+                            [--key=value ...]
 """
 
 import sys
@@ -19,7 +19,7 @@ from memo.files import load_json
 from memo.keys import check_value, columns, option, shown
 
 
-def figure(name):
+def figure(name: str):
     """The option of a figure of the hardware, with generous bounds."""
     if name.endswith("memory_bytes"):
         return option(f"--{name}", float, least=1.0, most=1e18, why="no cluster has as much")
@@ -32,16 +32,18 @@ FIGURES = {name: figure(name) for name in ("device_memory_bytes", *sorted(
     (hardware.known_figures(hardware.GPU) | hardware.known_figures(hardware.Node)) - {"memory_bytes"}))}
 NUMBERS = FIGURES | {"gpus": figure("gpus")}
 FLAGS = {"search": "the five fastest layouts", "max_context": "the greatest block_size that fits",
-         "fast": "a bound of the temporary tensors' memory instead of a trace of the step", "json": "one object"}
+         "fast": "a bound of the temporary tensors' memory instead of a trace of the step",
+         "json": "one object"}
 OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
            "node": f"one of {', '.join(hardware.NODES)}; by default what the GPU usually comes in",
            "gpus": "ranks in all; by default tp * cp of the config",
            "plot": "a picture; by default estimate.png"}
 
 
-def help_text():
+def estimate_help():
     told = {"host_memory_bytes": "what a node grants", "device_memory_bytes": "of one GPU"}
-    rows = [(f"--{name}=", text) for name, text in OPTIONS.items()] + [(f"--{name}", text) for name, text in FLAGS.items()]
+    rows = [(f"--{name}=", text) for name, text in OPTIONS.items()]
+    rows += [(f"--{name}", text) for name, text in FLAGS.items()]
     rows += [("figures of the hardware", None), *((f"--{name}=", told.get(name, "")) for name in FIGURES)]
     return f"{__doc__.strip()}\n\n{columns(rows)}"
 
@@ -61,7 +63,7 @@ def read_number(f, text):
 def read_argv(argv):
     """(our own options and flags, the config's keys). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
-        print(help_text())
+        print(estimate_help())
         sys.exit()
     options, rest = {}, []
     for arg in argv:
@@ -88,13 +90,23 @@ import json
 from pathlib import Path
 
 from memo.estimate.budget import ROOT, STATES_BYTES, estimate, fast_arena, granting, itemsize_of, traced_arena
-from memo.estimate.report import GIB, HEADING, advice, as_dict, billions, draw, limit_of, summary, table
+from memo.estimate.hardware import GIB
+from memo.estimate.report import (
+    HEADING,
+    advice,
+    as_dict,
+    billions,
+    draw_estimate,
+    limit_of,
+    summary,
+    table,
+)
 from memo.estimate.search import longest, search
 from memo.formulas import parameters, percent
 
 
-def vocab_size_of(dataset):
-    """The dataset's, where it is here already; otherwise 0."""
+def local_vocab_size(dataset: str) -> int:
+    """Vocabulary of the dataset on this disk; 0 where there is none."""
     folder = ROOT / "data" / dataset
     with suppress(ConfigError):
         n = load_json((folder if folder.is_dir() else Path(dataset)) / "meta.json", "").get("vocab_size")
@@ -109,7 +121,7 @@ def prepare(argv):
     if "search" in options:  # among all layouts: the config's own need not be one
         keys |= dict(tp=1, cp=1)
     cfg = Config(**keys)
-    cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab_size_of(cfg.dataset))
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or local_vocab_size(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}
     granted = figures.pop("host_memory_bytes", None)
     machine = hardware.machine(options.get("gpu", "here"), options.get("node"), world, **figures)
@@ -126,10 +138,10 @@ def check_size(cfg, machine, world):
     needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
     if machine.memory_bytes is not None and needs > there:
         least = -(-needs // machine.memory_bytes)
-        raise ConfigError(f"--gpus={world}: {billions(parameters(cfg))} parameters, their gradients and optimizer take "
-                          f"{needs / GIB:.4g} GiB, all {world} devices together have {there / GIB:.4g}: "
-                          f"{(needs - there) / GIB:.4g} GiB too much; try at least --gpus={least}, a larger --gpu or "
-                          "--optimizer_device=cpu")
+        raise ConfigError(f"--gpus={world}: {billions(parameters(cfg))} parameters, their gradients and "
+                          f"optimizer take {needs / GIB:.4g} GiB, all {world} devices together have "
+                          f"{there / GIB:.4g}: {(needs - there) / GIB:.4g} GiB too much; try at least "
+                          f"--gpus={least}, a larger --gpu or --optimizer_device=cpu")
 
 
 def main(argv):
@@ -155,12 +167,14 @@ def main(argv):
         out["candidates"] = [as_dict(other) for other in found[1:]]
     most = longest(got.cfg, machine, world, arena) if {"max_context", "plot"} & set(options) else None
     if options.get("max_context"):
-        out["max_block_size"], out["max_block_size_limit"] = (most.cfg.block_size, limit_of(most)[0]) if most else (0, None)
-        lines.append(f"max_context {most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {limit_of(most)[1]}" if most else
-                     "max_context none: what does not depend on the sequence is too much already")
+        limit, text = limit_of(most) if most else (None, "")
+        out["max_block_size"], out["max_block_size_limit"] = most.cfg.block_size if most else 0, limit
+        lines.append("max_context " + (
+            f"{most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {text}" if most else
+            "none: what does not depend on the sequence is too much already"))
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
-        draw(got, machine, world, most, options["plot"])
+        draw_estimate(got, machine, world, most, options["plot"])
         print(f"plot        {options['plot']}", file=sys.stderr if options.get("json") else sys.stdout)
 
 

@@ -7,16 +7,16 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections import namedtuple
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from memo import backends
-from memo.config import communicators, degrees
+from memo.config import Config, communicators, degrees
 from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_bytes, with_buffers
 from memo.errors import ConfigError
-from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
 from memo.estimate.roofline import LayerSeconds, data_s, head_s, optimizer_s, swap_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
@@ -30,21 +30,53 @@ from memo.swap.placement import Placement
 ROOT = Path(__file__).parents[2]
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
-REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size", "tp", "cp",
-                "context_parallel", "dtype", "solver", "deterministic", "ops")  # that the requests of a layer depend on
+# config keys on which the memory requests of a step depend
+REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size",
+                "tp", "cp", "context_parallel", "dtype", "solver", "deterministic", "ops")
 
-Line = namedtuple("Line", "region what device_bytes host_bytes", defaults=(0, 0))  # of a rank
-Arena = namedtuple("Arena", "transient head")  # bytes: of layers and embedding; what the head takes more
+# The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
+# as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).
+# Of attention, in units of one tensor (B, T, heads, D) of a group of heads:
+ATTENTION_GROUPS = 4.2  # one rank of cp
+ULYSSES_GROUPS = 8.6  # with the tensors that all-to-alls send and receive
+RING_GROUPS = {"two ranks": 4.6, "more": 6.6}  # blocks of keys and values on their way, in the run's dtype
+RING_FP32_GROUPS = 5  # partial results and gradients, in fp32
+MATH_SCORE_BYTES = 13  # of attention=math, a score: scores, mask, their gradients
+CPU_QUERIES, CPU_KEYS = 256, 512  # of a thread, the largest block: FlashAttentionKernel.cpp of torch
+# Of the rest of a layer:
+NORM_CHUNKS = 2.3  # a norm's backward, in units of a chunk of own rows in fp32
+STATISTICS = 1.01  # with statistics and token ids: all of a layer, times so much
+# Of the head:
+LOGIT_BYTES = 8.2  # a logit, its softmax in fp32 and its gradient, where the dtype is fp32; in bf16 2 more
+HEAD_ROW_TENSORS = 4  # tensors (rows, C) in the run's dtype
+
+
+class Line(NamedTuple):
+    """Bytes of a rank under one heading; `region` as in plan.json, `what` for people."""
+
+    region: str
+    what: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+class ArenaBytes(NamedTuple):
+    """Bytes of the arena of temporary tensors: of layers and embedding, and the bytes that the head takes
+    beyond these."""
+
+    transient: int
+    head: int
 
 
 # --- the arena of temporary tensors ---
 
-def arena_of(trace, solver, device):
-    """The Arena of a step's Trace, planned as the run plans it."""
+def planned_arena_bytes(trace, solver, device):
+    """The ArenaBytes of a step's Trace, planned as the run plans it."""
     def peak(trace):
         return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
-    layers = [event for label, events in trace.segments.items() if not label.endswith("head") for event in events]
-    return Arena(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
+    layers = [event for label, events in trace.segments.items() if not label.endswith("head")
+              for event in events]
+    return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
 
 
 def trace_elsewhere(keys):
@@ -59,8 +91,8 @@ def trace_elsewhere(keys):
     return parse_trace(done.stdout, "trace_step.py")
 
 
-def traced_arena(cfg, machine, trace=trace_elsewhere):
-    """The Arena of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
+def traced_arena(cfg: Config, machine: Machine, trace=trace_elsewhere) -> ArenaBytes:
+    """The ArenaBytes of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
     value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
@@ -74,55 +106,61 @@ def traced_arena(cfg, machine, trace=trace_elsewhere):
         key.update(path.read_bytes())
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
     try:
-        return believed(parse_json(read_text(folder / name)), keys)
+        return checked_arena_bytes(parse_json(read_text(folder / name)), keys)
     except Exception:  # not there, or not what was written
-        arena = arena_of(trace(keys), cfg.solver, device)
+        arena = planned_arena_bytes(trace(keys), cfg.solver, device)
     keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
     return arena
 
 
-def believed(stored, keys):
-    """The Arena in a file, if it is that of `keys`. Raises what it may where it is not."""
-    arena = Arena(**stored["arena"])
+def checked_arena_bytes(stored, keys):
+    """The ArenaBytes that a file holds for `keys`. Raises any exception where the file is damaged or of other
+    keys."""
+    arena = ArenaBytes(**stored["arena"])
     if stored["keys"] != keys or not all(type(n) is int and 0 <= n < 2**63 for n in arena):
         raise ValueError("it is not the arena that was asked for")
     return arena
 
 
-def fast_arena(cfg, machine, scale=1.0):
-    """A bound of the Arena, without a trace: the most that is there at one time of attention over a group of
-    heads, of a chunk of rows, of a chunk of logits. tests/test_estimate.py holds it against traces. `scale`
-    multiplies it."""
+def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
+    """A bound of the ArenaBytes, without a trace: the largest of attention over a group of heads, a chunk
+    of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces. `scale` multiplies
+    it."""
     e, tp, cp, C = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd
     rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
     own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
     heads = group_heads(cfg)
     group = rows * heads * C // cfg.n_head * e
-    gradients = 3 * group if heads == cfg.n_head // tp else 0  # dq, dk, dv: of several groups they take q's, k's, v's place
-    name, B, T, H = backends.kernel_of(cfg, machine), cfg.batch_size, rows // cfg.batch_size, heads  # inside attention's
+    gradients = 3 * group if heads == cfg.n_head // tp else 0  # several groups write dq, dk, dv over q, k, v
+    # what the kernel of attention sees
+    name, B, T, H = backends.kernel_of(cfg, machine), cfg.batch_size, rows // cfg.batch_size, heads
     if cfg.context_parallel == "ulysses":
         T, H = cfg.block_size, heads // cp
-    kernel = sum(backends.workspaces(name, B, T, H, C // cfg.n_head, cfg.deterministic, machine.multiprocessors))
+    kernel = sum(backends.workspaces(name, B, T, H, C // cfg.n_head, cfg.deterministic,
+                                     machine.multiprocessors))
     if name == "flash" and heads < cfg.n_head // tp:
         kernel += 2 * group  # it makes dout and out contiguous
     if name == "cpu":
-        kernel = machine.threads * 256 * 512 * 2 * (4 + e % 4)
+        kernel = machine.threads * CPU_QUERIES * CPU_KEYS * 2 * (4 + e % 4)
     if name == "math":
-        kernel = 13 * B * H * T * T  # scores, mask, their gradients
-    attention = 4.2 * group
-    if cp > 1:  # ring: two blocks and their gradients under way, in fp32
-        attention = (8.6 if cfg.context_parallel == "ulysses" else (4.6 if cp == 2 else 6.6) + 5 * f) * group
+        kernel = MATH_SCORE_BYTES * B * H * T * T
+    attention = ATTENTION_GROUPS * group
+    if cp > 1 and cfg.context_parallel == "ulysses":
+        attention = ULYSSES_GROUPS * group
+    elif cp > 1:
+        attention = (RING_GROUPS["two ranks" if cp == 2 else "more"] + RING_FP32_GROUPS * f) * group
     gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
-    layer = max(attention + kernel, gradients + 2.3 * f * own, gradients + gathered + chunk / tp,
+    layer = max(attention + kernel, gradients + NORM_CHUNKS * f * own, gradients + gathered + chunk / tp,
                 gathered + 2 * f * chunk / tp)
-    layer *= 1.01  # statistics and ids
-    return Arena(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
+    layer *= STATISTICS
+    return ArenaBytes(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
 
 
 def head_bytes(cfg, itemsize, cpu=False):
-    """What a chunk of the head takes: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
+    """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
     V = cfg.padded_vocab_size / cfg.tp
-    return int(head_rows(V, cpu) * (V * (8.2 + itemsize % 4) + 4 * cfg.n_embd * itemsize))
+    row = V * (LOGIT_BYTES + itemsize % 4) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize
+    return int(head_rows(V, cpu) * row)
 
 
 # --- the estimate ---
@@ -132,15 +170,15 @@ class Estimate:
     """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where
     no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence."""
 
-    cfg: object
-    machine: object
+    cfg: Config
+    machine: Machine
     world: int
     dp: int
-    lines: tuple
+    lines: tuple[Line, ...]
     placement: Placement
     plan: alpha.SwapPlan | None
     layer: LayerSeconds | None
-    seconds: dict
+    seconds: dict[str, float]
     mfu: float | None
     tgs: float | None
     capacity: int | None
@@ -154,7 +192,7 @@ class Estimate:
 
     @property
     def only_tight(self):
-        """Whether what it lacks is no more than its margin of device memory."""
+        """Whether it would fit without the margin of device memory."""
         return self.reason == "oom" and self.device_bytes - self.bytes_of("margin")[0] <= self.capacity
 
     @property
@@ -184,7 +222,9 @@ class Estimate:
     @property
     def layer_offload_s(self):
         """Of a layer that is swapped; None where none is."""
-        return self.plan.layer_offload_bytes / self.machine.node.pcie_bytes_per_s if self.alpha is not None else None
+        if self.alpha is None:
+            return None
+        return self.plan.layer_offload_bytes / self.machine.node.pcie_bytes_per_s
 
     def bytes_of(self, region):
         """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
@@ -193,7 +233,8 @@ class Estimate:
         return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
 
 
-def itemsize_of(cfg, machine):
+def itemsize_of(cfg: Config, machine: Machine) -> int:
+    """Bytes of an element in the dtype of the run."""
     return {"auto": 4 if machine.cpu else 2, "float32": 4, "bfloat16": 2}[cfg.dtype]
 
 
@@ -202,12 +243,12 @@ def micro_batches(cfg, world):
     return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
 
 
-def host_capacity(cfg, machine, world):
-    """Bytes of a node's memory that swapped activations and, with optimizer_device=cpu, the optimizer may
-    take: what host_memory_gb grants, or what is left beside the copy that a checkpoint is written from.
-    Errors: ConfigError where the node has not so much."""
-    return alpha.granted(cfg.host_memory_gb, machine.node.host_memory_bytes, snapshot_bytes(cfg, machine, world),
-                         "what a node has")
+def host_capacity(cfg: Config, machine: Machine, world: int) -> int:
+    """Bytes of a node's memory for swapped activations and, with optimizer_device=cpu, the optimizer: those
+    that host_memory_gb grants, or those left beside the copy that a checkpoint is written from. Errors:
+    ConfigError where the node has fewer."""
+    return alpha.granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
+                               snapshot_bytes(cfg, machine, world), "what a node has")
 
 
 def snapshot_bytes(cfg, machine, world):
@@ -215,10 +256,11 @@ def snapshot_bytes(cfg, machine, world):
     return STATES_BYTES * parameters(cfg) // world * min(world, machine.node.gpus_per_node)
 
 
-def granting(cfg, machine, world, nbytes):
+def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Config, Machine]:
     """(cfg, machine) where a node grants so many bytes of host memory, whatever it has."""
     has = int((nbytes + snapshot_bytes(cfg, machine, world)) / alpha.HOST_SHARE) + 2
-    return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=replace(machine.node, host_memory_bytes=has))
+    node = replace(machine.node, host_memory_bytes=has)
+    return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=node)
 
 
 def states(cfg, machine, world, itemsize):
@@ -240,13 +282,14 @@ def states(cfg, machine, world, itemsize):
     if not machine.cpu:
         made = len(set(communicators(cfg.tp, cfg.cp, data // cfg.cp).values()))
         lines += [Line("batch", "tokens and targets", 16 * cfg.batch_size * T * micros),
-                  Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}", made * COMMUNICATOR_BYTES),
+                  Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}",
+                       made * COMMUNICATOR_BYTES),
                   Line("context", "CUDA's context", CONTEXT_BYTES)]
     return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
-def activation_lines(placement, tensors):
-    """[Line] of the skeletal activations, on device and host. `tensors` as from activations.layout."""
+def activation_lines(placement: Placement, tensors) -> list[Line]:
+    """[Line] of the skeletal activations, on device and host. `tensors` as from layer.tensors_of."""
     buffers = placement.buffer_bytes(tensors)
     inputs, n, layers = buffers.pop(INPUT), placement.n_buffers, placement.n_layer
     always = ", ".join(name for name, t in tensors.items() if not t.group and name != INPUT)
@@ -285,8 +328,8 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
     """{part: seconds} of a step, which add up to its "step"."""
     tensors, micros = tensors_of(cfg, itemsize), micro_batches(cfg, world)
     recompute = [layer.recompute_s(placement.missing(i)) for i in range(cfg.n_layer)]
-    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s, recompute.__getitem__,
-                                      machine.node.pcie_bytes_per_s)
+    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s,
+                                      recompute.__getitem__, machine.node.pcie_bytes_per_s)
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
              "recompute": sum(recompute), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
@@ -298,8 +341,8 @@ def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
     return parts | {"step": sum(parts.values())}
 
 
-def estimate(cfg, machine, world, arena=traced_arena):
-    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> Arena. Errors:
+def estimate(cfg: Config, machine: Machine, world: int, arena=traced_arena) -> Estimate:
+    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:
@@ -308,7 +351,7 @@ def estimate(cfg, machine, world, arena=traced_arena):
     layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
     least = sum(line.device_bytes for line in lines) + layer_bytes
     if least > (machine.memory_bytes or machine.node.host_memory_bytes):
-        arena = fast_arena  # it cannot fit: a trace, which takes long where a step is large, would not change that
+        arena = fast_arena  # it cannot fit: a trace, which may take long, would not change that
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
     layer = LayerSeconds(cfg, machine, itemsize) if known else None
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
@@ -341,8 +384,8 @@ def verdict(got, why):
 
     def lacks(reason, needs, has, what):
         if needs > has:
-            reasons.append((reason, f"it needs {needs / 2**30:.4g} GiB of {what}, there are {has / 2**30:.4g}: "
-                                    f"{(needs - has) / 2**30:.3g} GiB too much"))
+            reasons.append((reason, f"it needs {needs / GIB:.4g} GiB of {what}, there are {has / GIB:.4g}: "
+                                    f"{(needs - has) / GIB:.3g} GiB too much"))
     if got.capacity is not None:
         lacks("oom", device, got.capacity, "device memory")
     else:  # one memory for both

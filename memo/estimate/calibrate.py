@@ -1,40 +1,42 @@
-"""Measures how fast this machine does what a step consists of, for memo.estimate:
+"""Measures the speed of the operations of a step on this machine, for memo.estimate:
 
-    python -m memo.profiler --calibrate                                  one rank
-    torchrun --nproc_per_node=8 -m memo.profiler --calibrate             eight at once, and what they send each other
+    python -m memo.profiler --calibrate                             one rank
+    torchrun --nproc_per_node=8 -m memo.profiler --calibrate        eight at once, and their messages
 
-The operations are those of model.py, at several sizes, each timed on all ranks together; the slowest rank's
-figure counts.
+The operations are those that a run calls (memo/ops.py, memo/parallel/tp.py, memo/optim.py), at several sizes,
+each timed on all ranks together; the slowest rank's figure counts.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch.optim.adamw import adamw
 
 from memo.attention import resolve_attention
 from memo.command import progress
 from memo.device import device_name, gpu_facts, synchronize
 from memo.estimate import hardware
-from memo.estimate.roofline import PASSES
+from memo.estimate.roofline import ADAMW_BYTES, ATTENTION_BACKWARD, PASSES
 from memo.files import save_json
-from memo.ops import resolve_ops
+from memo.ops import gelu_backward, gelu_forward, resolve_ops
+from memo.optim import adamw_step
+from memo.parallel.mesh import ALONE
+from memo.parallel.tp import accumulate_product, product, softmax
 from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab, available
 
-aten = torch.ops.aten
-REPEATS, LEAST_S = 5, 0.02  # of each measurement, and how long one lasts at least
-WIDTH = 512  # columns of what is passed over row by row
+REPEATS, LEAST_S = 5, 0.02  # measurements of each operation, and the least seconds of one
+ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors of elementwise passes
 
 
-def seconds(call, device, host):
+def median_seconds(call: Callable, device: torch.device, host) -> float:
     """Median seconds of call() on the slowest rank; all ranks measure at once."""
     def timed(n):
         synchronize(device)
-        host.max(0.0)  # together
+        host.max(0.0)  # all ranks begin together
         start = time.perf_counter()
         for _ in range(n):
             call()
@@ -46,8 +48,8 @@ def seconds(call, device, host):
 
 
 @contextmanager
-def arena_of(device):
-    """Where temporary tensors get their memory in a run too."""
+def opened_arena(device):
+    """The arena of temporary tensors, as a run has it."""
     try:
         arena = Arena(device)
     except Unavailable:
@@ -59,50 +61,45 @@ def arena_of(device):
 
 
 def matmuls(size, rows, dtype, device):
-    """(calls, FLOPs): forward, the gradient of x, that of w."""
-    x, y, dx, w = (torch.randn(n, size, dtype=dtype, device=device) for n in (rows, rows, rows, size))
-    dw = torch.zeros(size, size, device=device)
+    """(call, FLOPs) of a linear: forward, the gradient of x, the gradient of w."""
+    x, y, dx = (torch.randn(1, rows, size, dtype=dtype, device=device) for _ in range(3))  # (tp, n, width)
+    w, dw = torch.randn(size, size, dtype=dtype, device=device), torch.zeros(size, size, device=device)
 
     def products():
-        torch.mm(x, w.t(), out=y)
-        torch.mm(y, w, out=dx)
-        if dtype == torch.float32:
-            dw.addmm_(y.t(), x)
-        elif device.type == "cuda":
-            aten.addmm.dtype_out(dw, y.t(), x, torch.float32, out=dw)
-        else:
-            dw.add_(y.t() @ x)
+        product(x, w.t(), out=y)
+        product(y, w, out=dx)
+        accumulate_product(dw, y[0].t(), x[0])
     return products, 6 * rows * size * size
 
 
-def passes(nbytes, dtype, device):
+def row_passes(nbytes, dtype, device):
     """{operation: (call, bytes read and written)} over tensors of about so many bytes."""
-    rows = max(1, nbytes // dtype.itemsize // WIDTH)
-    x, y, out = (torch.randn(rows, WIDTH, dtype=dtype, device=device) for _ in range(3))
-    w, u = torch.ones(WIDTH, dtype=dtype, device=device), x.nbytes
-    turn = torch.polar(torch.ones(rows, 32, device=device), torch.randn(rows, 32, device=device))
+    rows = max(1, nbytes // dtype.itemsize // ROW_WIDTH)
+    x, y, out = (torch.randn(rows, ROW_WIDTH, dtype=dtype, device=device) for _ in range(3))
+    w, u = torch.ones(ROW_WIDTH, dtype=dtype, device=device), x.nbytes
+    angles = torch.randn(rows, HEAD_DIM // 2, device=device)
+    turn = torch.polar(torch.ones_like(angles), angles)
     mean, rstd = x.float().mean(1), torch.ones(rows, device=device)
-    flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(WIDTH, device=device)
+    flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(ROW_WIDTH, device=device)
     steps = torch.ones((), device=device)
     ops, _ = resolve_ops("auto", device)
     calls = {"norm forward": partial(ops.layernorm_forward, x, w, None, out, mean, rstd),
              "norm backward": partial(ops.layernorm_backward, x, y, x, mean, rstd, w, None, dw, None, out),
              "rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False)}
 
-    def softmax():
-        p = torch.softmax(x, 1, dtype=torch.float32)
-        p.to(dtype)
+    def head():
+        softmax(ALONE.tp, x).to(dtype)
 
     def optimizer():
-        g, m, v, master = ([t] for t in flat)
-        adamw(master, g, m, v, [], [steps], fused=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-4, eps=1e-8,
-              maximize=False, weight_decay=0.1)
-    flat[2].abs_()
+        gradient, exp_avg, exp_avg_sq, master = flat
+        adamw_step(master, gradient, exp_avg, exp_avg_sq, steps, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    flat[2].abs_()  # a second moment is not negative
     return {**{op: (call, PASSES[op] * u) for op, call in calls.items()},
-            "gelu forward": (partial(aten.gelu.out, x, approximate="none", out=out), 2 * u),
-            "gelu backward": (partial(aten.gelu_backward.grad_input, y, x, approximate="none", grad_input=out), 3 * u),
-            "softmax": (softmax, x.numel() * (2 * dtype.itemsize + 8)), "copy": (partial(torch.add, x, y, out=out), 3 * u),
-            "adamw": (optimizer, 28 * x.numel())}
+            "gelu forward": (partial(gelu_forward, x, "none", out=out), 2 * u),
+            "gelu backward": (partial(gelu_backward, y, x, "none", out=out), 3 * u),
+            "softmax": (head, x.numel() * (2 * dtype.itemsize + 8)),
+            "copy": (partial(torch.add, x, y, out=out), 3 * u),
+            "adamw": (optimizer, ADAMW_BYTES * x.numel())}
 
 
 def attentions(T, D, dtype, device):
@@ -111,9 +108,10 @@ def attentions(T, D, dtype, device):
     H = max(2, torch.get_num_threads()) if device.type == "cpu" else 16
     q, k, v, dout = (torch.randn(1, T, H, D, dtype=dtype, device=device) for _ in range(4))
     out, lse = attention.forward(q, k, v, True, D**-0.5)
-    flops = 2 * H * T * T * D
-    return {"attention forward": (partial(attention.forward, q, k, v, True, D**-0.5), flops),
-            "attention backward": (partial(attention.backward, dout, q, k, v, out, lse, True, D**-0.5), 2.5 * flops)}
+    flops, scale = 2 * H * T * T * D, D**-0.5
+    backward = partial(attention.backward, dout, q, k, v, out, lse, True, scale)
+    return {"attention forward": (partial(attention.forward, q, k, v, True, scale), flops),
+            "attention backward": (backward, ATTENTION_BACKWARD * flops)}
 
 
 def messages(nbytes, axis, device):
@@ -128,23 +126,23 @@ def copy_rate(nbytes, device, host):
     """Bytes per second from the device to the host while all ranks copy."""
     buffer, slab = torch.zeros(nbytes, dtype=torch.uint8, device=device), HostSlab(nbytes, device)
     try:
-        return nbytes / seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
+        return nbytes / median_seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
     finally:
         slab.close()
 
 
 def calibrate(axis, host, device, dtype, local_ranks):
-    """Measures, stores and returns what the Machine "here" of hardware.py is made of. `axis`: of all ranks,
-    over the devices' network; `host` the same over gloo."""
+    """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
+    ranks, over the devices' network; `host` the same over gloo."""
     cuda, table, doing = device.type == "cuda", {}, ""
 
     def note(op, size, amount, call):
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
-        table.setdefault(op, []).append((size, amount / seconds(call, device, host)))
+        table.setdefault(op, []).append((size, amount / median_seconds(call, device, host)))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
-    with telling, arena_of(device) as arena:
-        def measure(calls, size, label):
+    with telling, opened_arena(device) as arena:
+        def measure(calls, size, label):  # a segment's first run is recorded, the others have planned memory
             for op, (call, amount) in calls.items():
                 segment = partial(arena.run, f"{op} {label}", call)
                 segment()
@@ -156,21 +154,21 @@ def calibrate(axis, host, device, dtype, local_ranks):
         for T in (2048, 8192, 32768, 65536) if cuda else (512, 1024, 2048, 4096, 8192):
             measure(attentions(T, 128 if cuda else 64, dtype, device), T, T)
         for nbytes in (2**24, 2**26, 2**28) if cuda else (2**19, 2**21, 2**23, 2**25):
-            measure(passes(nbytes, dtype, device), None, nbytes)
+            measure(row_passes(nbytes, dtype, device), None, nbytes)
     for nbytes in (2**16, 2**20, 2**23, 2**26) if axis.size > 1 else ():
         for op, (call, amount) in messages(nbytes, axis, device).items():
             note(op, amount, amount, call)
     table["memory"] = table["copy"]
-    table["link"] = table["network"] = [(1, 1.0)]  # parts of what stands in `node`
+    table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
     shift = table["shift"][-1][1] if axis.size > 1 else 1.0
     tiny = torch.zeros(1, device=device)
     name, free = device_name(device), int(min(host.max(available())))
     rate = copy_rate(2**28 if cuda else 2**25, device, host)
     node = dict(gpus_per_node=local_ranks, host_memory_bytes=free, nvlink_bytes_per_s=shift,
                 pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
-    measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(), ranks=axis.size,
-                    node=node, itemsize=dtype.itemsize, speeds=table,
-                    overhead_s=seconds(partial(tiny.add_, 1), device, host),
+    measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(),
+                    ranks=axis.size, node=node, itemsize=dtype.itemsize, speeds=table,
+                    overhead_s=median_seconds(partial(tiny.add_, 1), device, host),
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:

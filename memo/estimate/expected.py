@@ -1,5 +1,5 @@
-"""What is expected of a run on the machine at hand: its estimate before it starts, and what is said when
-memory runs out all the same."""
+"""The estimate of a run on the machine at hand, before the run starts, and the message when memory runs out
+all the same."""
 
 import contextlib
 import sys
@@ -16,13 +16,14 @@ from memo.swap.slab import available
 
 
 def machine_of(device, launch):
-    """The hardware.Machine that this rank runs on: what is known of its GPU and this host, and what
+    """The hardware.Machine that this rank runs on: the known figures of its GPU and this host, and those that
     --calibrate measured."""
     try:
         measured = hardware.machine("here", ranks=launch.world)
     except ConfigError:
         measured = None
-    name, cuda, threads = device_name(device), device.type == "cuda", launch.threads or torch.get_num_threads()
+    name, cuda = device_name(device), device.type == "cuda"
+    threads = launch.threads or torch.get_num_threads()
     short = hardware.gpu_named(name) if cuda else None
     if measured and (measured.name == name if cuda else measured.cpu and measured.threads == threads):
         found = measured
@@ -35,8 +36,8 @@ def machine_of(device, launch):
 
 
 def expect(cfg, device, launch, arena, force):
-    """The Estimate of this run, None where it is not to be had. Errors: ConfigError where it cannot fit,
-    unless `force`."""
+    """The Estimate of this run; None, with a warning, where the estimate fails. Errors: ConfigError where the
+    run cannot fit, unless `force`."""
     try:
         got = estimate(cfg, machine_of(device, launch), launch.world, arena)
         others = [] if got.fits or got.only_tight or force else [text for text, _ in remedies(got)]
@@ -44,11 +45,12 @@ def expect(cfg, device, launch, arena, force):
         print(f"warning: no estimate: {type(e).__name__}: {e}", file=sys.stderr)
         return None
     if got.only_tight:
-        print(f"warning: it will be tight: {got.why}, of which {got.bytes_of('margin')[0] / 2**30:.3g} are a margin",
-              file=sys.stderr)
+        margin = got.bytes_of("margin")[0] / 2**30
+        print(f"warning: it will be tight: {got.why}, of which {margin:.3g} are a margin", file=sys.stderr)
     elif not got.fits and not force:
         others = [text.replace("--gpus=", "ranks=") for text in others]
-        raise ConfigError(f"block_size={cfg.block_size} does not fit: {got.why}; try {' or '.join([*others, '--force'])} "
+        remedy = " or ".join([*others, "--force"])
+        raise ConfigError(f"block_size={cfg.block_size} does not fit: {got.why}; try {remedy} "
                           "(to run it all the same)")
     return got
 
@@ -58,14 +60,16 @@ class OutOfMemory(RunFailed):
 
 
 @contextlib.contextmanager
-def growing(expected, device, region):
-    """Names the region of memory that grows meanwhile, should there be too little: a key of
-    budget.Line.region."""
+def naming_region(expected, device, region):
+    """Turns a lack of memory inside the block into an OutOfMemory that names `region`, a budget.Line.region:
+    the memory that the block takes."""
     try:
         yield
     except RuntimeError as e:
         text = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if isinstance(e, OutOfMemory) or not (isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text):
-            raise  # torch has no class of its own for the CPU's
+        # torch has no class of its own for a lack of the CPU's memory
+        lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
+        if isinstance(e, OutOfMemory) or not lack:
+            raise
         text = text.split(". ")[0]  # CUDA's goes on about all that torch's allocator holds
         raise OutOfMemory(explain(expected, region, own_bytes(device), text)) from e

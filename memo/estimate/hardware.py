@@ -1,6 +1,5 @@
-"""What is known of GPUs, of the nodes they come in, and of how fast a rank gets its work done on them: plain
-data, with where each figure stands, and what `python -m memo.profiler --calibrate` measured on the machine at
-hand.
+"""GPUs, the nodes they come in, and the speeds that a rank gets on them: plain data, each figure with its
+source, and the figures that `python -m memo.profiler --calibrate` measured on the machine at hand.
 
 Every figure can be overridden on the command line of memo.estimate. Bandwidths are of one GPU and one
 direction.
@@ -49,17 +48,18 @@ class Node:
 # sparsity, twice the dense figure
 GPUS = {
     # A100 datasheet: 312 TFLOPS BF16, 2,039 GB/s
-    "a100-80gb": GPU(r"(NVIDIA )?A100[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12, int(79.1 * GIB), 2.039e12,
-                     108, "dgx-a100", "ampere"),
+    "a100-80gb": GPU(r"(NVIDIA )?A100[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12,
+                     int(79.1 * GIB), 2.039e12, 108, "dgx-a100", "ampere"),
     # MEMO 5.1: the same cores, 80 GB
-    "a800-80gb": GPU(r"(NVIDIA )?A800[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12, 80 * 10**9, 2.039e12,
-                     108, "memo-a800", "ampere"),
+    "a800-80gb": GPU(r"(NVIDIA )?A800[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12,
+                     80 * 10**9, 2.039e12, 108, "memo-a800", "ampere"),
     # H100 datasheet: SXM 1,979, NVL 1,671 and PCIe 1,513 TFLOPS BF16 with sparsity; 3.35, 3.9 and 2 TB/s
     "h100-80gb": GPU(r"NVIDIA H100 80GB HBM3", 989.4e12, int(79.1 * GIB), 3.35e12, 132, "dgx-h100", "hopper"),
     "h100-nvl": GPU(r"NVIDIA H100 NVL", 835.5e12, int(93.0 * GIB), 3.9e12, 132, "pcie-server", "hopper"),
     "h100-pcie": GPU(r"NVIDIA H100 PCIe", 756e12, int(79.1 * GIB), 2.0e12, 114, "pcie-server", "hopper"),
     # the H100's cores with less NVLink
-    "h800-80gb": GPU(r"NVIDIA H800( 80GB HBM3)?", 989.4e12, int(79.1 * GIB), 3.35e12, 132, "hgx-h800", "hopper"),
+    "h800-80gb": GPU(r"NVIDIA H800( 80GB HBM3)?", 989.4e12, int(79.1 * GIB), 3.35e12, 132, "hgx-h800",
+                     "hopper"),
     "h800-pcie": GPU(r"NVIDIA H800 PCIe", 756e12, int(79.1 * GIB), 2.0e12, 114, "pcie-server", "hopper"),
     # H200 datasheet: SXM 1,979 and NVL 1,671 TFLOPS BF16 with sparsity, both 4.8 TB/s
     "h200-141gb": GPU(r"NVIDIA H200", 989.4e12, int(139.7 * GIB), 4.8e12, 132, "dgx-h100", "hopper"),
@@ -76,9 +76,11 @@ GPUS = {
     # L40S datasheet: 362.05 TFLOPS BF16, 864 GB/s
     "l40s": GPU(r"NVIDIA L40S", 362.05e12, int(44.4 * GIB), 864e9, 142, "pcie-server", "ada"),
     # Ada architecture whitepaper, appendix A: 165.2 TFLOPS BF16 with fp32 accumulation, 1,008 GB/s
-    "rtx4090": GPU(r"NVIDIA GeForce RTX 4090", 165.2e12, int(23.6 * GIB), 1.008e12, 128, "workstation", "ada"),
+    "rtx4090": GPU(r"NVIDIA GeForce RTX 4090", 165.2e12, int(23.6 * GIB), 1.008e12, 128, "workstation",
+                   "ada"),
 }
-ARCHITECTURES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}  # compute capability
+# compute capabilities
+ARCHITECTURES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
 
 # PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (this reproduces the best
 # alphas of its Table 5). In the others pairs of GPUs share a switch's x16 uplink: half of what one link
@@ -114,17 +116,20 @@ REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
 EFFICIENCY = {
     # fitted by bench/estimate.py to the paper's 7B rows of Tables 3, 4 and 5 (A800): of a system whose
     # messages do not hide
-    "ampere": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST, "hidden": 0.0},
+    "ampere": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST,
+               "hidden": 0.0},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal
     # and backward: FlashAttention-2 335 and 322 TFLOPS, cuDNN 539 and 516, FlashAttention-3 616 and 561.
     # cuBLAS: assumed
-    "hopper": {"matmul": 0.70, "attention forward": 0.339, "attention backward": 0.325, "cudnn forward": 0.545,
-               "cudnn backward": 0.522, "flash_attn_3 forward": 0.623, "flash_attn_3 backward": 0.567, **REST},
+    "hopper": {"matmul": 0.70, "attention forward": 0.339, "attention backward": 0.325,
+               "cudnn forward": 0.545, "cudnn backward": 0.522,
+               "flash_attn_3 forward": 0.623, "flash_attn_3 backward": 0.567, **REST},
     # B200, head dimension 128: FlashAttention-4 causal at 8K 1,418 and 1,209 TFLOPS (flash-attention pull
     # request 2280); FlashAttention-2 forward 331 at 16K (tritonbench pull request 171), backward 334
     # (flash-attention issue 1589, head dimension 64). cuBLAS and cuDNN: taken as on Hopper
-    "blackwell": {"matmul": 0.70, "attention forward": 0.147, "attention backward": 0.148, "cudnn forward": 0.545,
-                  "cudnn backward": 0.522, "flash_attn_4 forward": 0.630, "flash_attn_4 backward": 0.537, **REST},
+    "blackwell": {"matmul": 0.70, "attention forward": 0.147, "attention backward": 0.148,
+                  "cudnn forward": 0.545, "cudnn backward": 0.522,
+                  "flash_attn_4 forward": 0.630, "flash_attn_4 backward": 0.537, **REST},
     # not measured nor published for these kernels: taken as on Ampere
     "ada": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST},
 }
@@ -146,7 +151,7 @@ class Speeds:
         self.table = {op: sorted(map(tuple, points)) for op, points in table.items()}
         self.overhead_s, self.itemsize = overhead_s, itemsize
 
-    def rate(self, op, size=1):
+    def rate(self, op: str, size: float = 1) -> float:
         """Per second, log-linear between the sizes that are known, constant beyond them."""
         points = self.table.get(op) or self.table["memory"]
         for (a, slow), (b, fast) in zip(points, points[1:], strict=False):
@@ -155,7 +160,7 @@ class Speeds:
                 return slow ** (1 - part) * fast**part
         return points[-1][1]
 
-    def seconds(self, op, amount, size=1):
+    def seconds(self, op: str, amount: float, size: float = 1) -> float:
         return amount / self.rate(op, size) + self.overhead_s
 
 
@@ -171,16 +176,16 @@ class Machine:
     peak_flops_per_s: float | None
     speeds: Speeds | None
     threads: int = 1
-    capability: tuple = (0, 0)
+    capability: tuple[int, int] = (0, 0)
     multiprocessors: int = 0
 
     @property
     def cpu(self):
         return self.memory_bytes is None
 
-    def message_s(self, op, nbytes, span, stride=1):
-        """Of so many bytes that a rank sends to the others of its group: each stride-th of `span` ranks that
-        follow each other. op: gather, scatter, exchange or shift. What gathers and scattered sums send over
+    def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
+        """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
+        ranks that follow each other. op: gather, scatter, exchange or shift. Gathers and scattered sums over
         the network goes through the ports of all the group's GPUs of a node."""
         if op in self.speeds.table:
             return self.speeds.seconds(op, nbytes, max(1, nbytes))
@@ -212,10 +217,11 @@ def machine(gpu, node=None, ranks=1, **figures):
         if measured["memory_bytes"] is not None:
             allowed |= {"memory_bytes", "peak_flops_per_s"}
         if unused := sorted(set(figures) - allowed):
-            raise ConfigError(f"--{unused[0]}={figures[unused[0]]}: --gpu=here has this from what was measured; leave it "
-                              "out, or give a --gpu by name")
+            raise ConfigError(f"--{unused[0]}={figures[unused[0]]}: --gpu=here has this from what was "
+                              "measured; leave it out, or give a --gpu by name")
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
-        hidden = {} if measured["memory_bytes"] is None else {"hidden": [(1, REST["hidden"])]}  # which is not measured
+        hidden = {"hidden": [(1, REST["hidden"])]}  # which is not measured
+        hidden = {} if measured["memory_bytes"] is None else hidden
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
                        Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
@@ -238,8 +244,9 @@ def known_figures(kind):
 
 CALIBRATION_FORMAT = 2
 MESSAGES = {"gather", "scatter", "exchange", "shift"}
-OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary", "gelu forward",
-              "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}  # that --calibrate measures
+# that --calibrate measures
+OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary",
+              "gelu forward", "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}
 
 
 def calibration_path(ranks):
@@ -281,22 +288,25 @@ def rules(measured, ranks):
         yield name, name in measured and (measured[name] is None or number(measured[name]))
     capability = measured.get("capability")
     yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
-    node, speeds, wanted = measured.get("node"), measured.get("speeds"), {f.name: f.type for f in fields(Node)}
+    node, speeds = measured.get("node"), measured.get("speeds")
+    wanted = {f.name: f.type for f in fields(Node)}
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
-    yield "speeds", isinstance(speeds, dict) and speeds.keys() == OPERATIONS | (MESSAGES if ranks > 1 else set())
+    operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
+    yield "speeds", isinstance(speeds, dict) and speeds.keys() == operations
     for op, points in speeds.items():
-        pairs = isinstance(points, list) and points and all(isinstance(p, list) and len(p) == 2 for p in points)
+        pairs = isinstance(points, list) and points and all(isinstance(p, list) and len(p) == 2
+                                                            for p in points)
         sizes = [size for size, _ in points] if pairs else []
         yield op, pairs and all(number(n) for pair in points for n in pair) and sizes == sorted(set(sizes))
 
 
-def gpu_named(device_name):
+def gpu_named(device_name: str) -> str | None:
     """The short name of the GPU that CUDA calls `device_name`; None where it is not known."""
     return next((name for name, g in GPUS.items() if re.fullmatch(g.pattern, device_name)), None)
 
 
-def peak_flops_per_s(device_name):
+def peak_flops_per_s(device_name: str) -> float | None:
     """Dense bf16 FLOPs per second of the GPU with this name; None where that is not known."""
     name = gpu_named(device_name)
     return name and GPUS[name].peak_flops_per_s

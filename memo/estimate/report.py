@@ -1,11 +1,11 @@
-"""What an Estimate says: to people, to programs, as a picture."""
+"""An Estimate for people, for programs, as a picture."""
 
 from memo.backends import kernel_of
 from memo.command import progress
 from memo.errors import ConfigError
 from memo.estimate.budget import Line, fast_arena
 from memo.estimate.hardware import GIB
-from memo.estimate.search import at_its_end, changed, remedies, tried
+from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
 from memo.plots import dry_run
 from memo.swap.alpha import what_set_it
@@ -35,15 +35,17 @@ def table(got):
     """The lines of one estimate for people: bytes of a rank, which add up, alpha, seconds, the verdict."""
     cfg = got.cfg
     nodes = -(-got.world // got.machine.node.gpus_per_node)
-    lines = [f"model       {billions(parameters(cfg))} parameters, L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} "
-             f"V={cfg.vocab_size} S={cfg.block_size:,}",
-             f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, {layout_of(got)}",
+    lines = [f"model       {billions(parameters(cfg))} parameters, L={cfg.n_layer} C={cfg.n_embd} "
+             f"H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size:,}",
+             f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, "
+             f"{layout_of(got)}",
              f"activation  {mode_of(got)}",
              f"attention   {kernel_of(cfg, got.machine)}",
              f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
     rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
-    lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip() for row in rows]
+    lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip()
+              for row in rows]
     if got.plan:
         lines.append(f"alpha       {what_set_it(cfg, got.plan, got.placement.n_swapped)}")
     if got.seconds:
@@ -52,7 +54,8 @@ def table(got):
         lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(parts)}",
                   f"            MFU {percent(got.mfu)}, TGS {got.tgs:,.1f}"]
     else:
-        lines.append("step        n/a: this machine's speed in this dtype is not known; python -m memo.profiler --calibrate")
+        lines.append("step        n/a: this machine's speed in this dtype is not known; "
+                     "python -m memo.profiler --calibrate")
     return lines
 
 
@@ -88,28 +91,31 @@ def as_dict(got):
         if line.device_bytes:
             regions[line.region] = regions.get(line.region, 0) + line.device_bytes
     limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
-    return dict(layout=dict(tp=got.cfg.tp, cp=got.cfg.cp, pp=1, dp=got.dp), alpha=got.alpha, alpha_limits=limits,
+    cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
+    return dict(layout=dict(tp=cfg.tp, cp=cfg.cp, pp=1, dp=got.dp), alpha=got.alpha, alpha_limits=limits,
                 binds=got.binds, device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
                 host_bytes=dict(total=got.host_bytes, capacity=got.host_capacity),
                 seconds=dict(layer_forward=layer and layer.forward_s, layer_offload=got.layer_offload_s,
-                             step=got.seconds.get("step"), parts={k: v for k, v in got.seconds.items() if k != "step"}),
+                             step=got.seconds.get("step"), parts=parts),
                 mfu=got.mfu, tgs=got.tgs, fits=got.fits, reason=got.reason, why=got.why,
-                keys=dict(block_size=got.cfg.block_size, activation=got.cfg.activation, alpha_mode=got.cfg.alpha_mode,
-                          context_parallel=got.cfg.context_parallel, optimizer_device=got.cfg.optimizer_device))
+                keys=dict(block_size=cfg.block_size, activation=cfg.activation, alpha_mode=cfg.alpha_mode,
+                          context_parallel=cfg.context_parallel, optimizer_device=cfg.optimizer_device))
 
 
-def draw(got, machine, world, most, path):
+def draw_estimate(got, machine, world, most, path):
     """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
+    def estimate_at(S):
+        return estimate_or_none(config_with(got.cfg, block_size=S), machine, world, fast_arena)
     try:
         with progress(lambda: f"drawing {path}"):
-            dry_run(got, lambda S: tried(changed(got.cfg, block_size=S), machine, world, fast_arena), most, path)
+            dry_run(got, estimate_at, most, path)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
 
 
 def limit_of(most):
-    """(what ends the context: the memory that is nearer to full, or where the search ended; the same for
-    people)."""
+    """(limit of the longest context, the same for people): the memory that is nearer to full, or the end of
+    the search."""
     if most.capacity is None:
         name, full = "memory", ""
     else:

@@ -1,10 +1,10 @@
-"""How long a step takes: the sum of its operations, each at the speed that it gets (hardware.py), and what of
-its messages and copies does not hide behind them.
+"""Seconds of a step: the sum of its operations, each at its own speed (hardware.py), and the exposed
+seconds of messages and copies.
 
 A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose
 amounts are bytes read and written. Sizes that speeds depend on: of a matrix product the geometric mean of the
 weight's dims, of attention the keys of a rank's block, of elementwise passes their bytes. Source: MEMO 4.1
-for what hides behind what.
+on which copies and messages hide behind which operations.
 """
 
 from math import fsum, sqrt
@@ -13,13 +13,20 @@ from memo.backends import kernel_of
 from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, group_heads, head_rows, layer_of
 from memo.swap.schedule import schedule, times_of
 
-# units that a pass reads and writes. What was measured on a machine (calibrate.py) counts as one pass,
-# whatever it took
+# Units that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
+# such pass, whatever kernels it took.
 PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2, "merge": 5}
-PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}  # with ops=torch on a GPU: memo/ops.py
+# with ops=torch on a GPU
+PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}
+ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
+ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
+# One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
+# the end. An assumption, the same for all models: the L + 2 buckets are not equal.
+BUCKETS = 30
 
 
-def passes(cfg, speeds):
+def units_of_passes(cfg, speeds) -> dict[str, int]:
+    """{operation: units that it reads and writes} with the kernels of cfg.ops."""
     return PASSES_OF_TORCH if cfg.ops == "torch" and "rotary" not in speeds.table else PASSES
 
 
@@ -28,7 +35,8 @@ class LayerSeconds:
     rows; `kernel`: of attention, see memo/backends.py."""
 
     def __init__(self, cfg, machine, itemsize):
-        self.cfg, self.machine, self.speeds, self.kernel = cfg, machine, machine.speeds, kernel_of(cfg, machine)
+        self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
+        self.kernel = kernel_of(cfg, machine)
         self.layer = layer_of(cfg)
         B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
@@ -36,7 +44,7 @@ class LayerSeconds:
         self.kv_bytes, self.itemsize = 2 * self.u, itemsize
         scores = B * cfg.block_size**2 / 2 * C  # that the mask leaves, times C
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
-        self.passes, self.pieces = passes(cfg, self.speeds), self.pieces_of_rows()
+        self.passes, self.pieces = units_of_passes(cfg, self.speeds), self.pieces_of_rows()
         attention = self.attention_forward_s()
         self.groups_s = {group: self.operation_s(op) for group, op in self.layer.groups.items()}
         self.attention_s = attention + self.pass_s("copy", 2)  # into attn_out
@@ -48,8 +56,8 @@ class LayerSeconds:
         self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
 
     def halves(self):
-        """The products before attention and behind it, each input of several of them once: [[operations of
-        one input]]."""
+        """(products before attention, products behind it): each a list, for every input, of the list of its
+        operations."""
         halves, attention = ([], []), False
         for op in [*self.layer.groups.values(), self.layer.output]:
             attention = attention or op.reads == ATTENTION
@@ -88,15 +96,14 @@ class LayerSeconds:
         return self.message_s(ops) / len(ops) + self.product_s(op) + rotary
 
     def kernels_s(self):
-        """Of attention (forward, backward) on this rank's share of the scores."""
+        """Seconds of attention's kernels (forward, backward) on this rank's share of the scores."""
         size = self.cfg.block_size // (1 if self.cfg.context_parallel == "ulysses" else self.cp)
         name = self.kernel if f"{self.kernel} forward" in self.speeds.table else "attention"
         return [self.speeds.seconds(f"{name} {way}", part * self.attention_flops, size)
-                for way, part in (("forward", 1.0), ("backward", 2.5))]
+                for way, part in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))]
 
     def matmul_s(self, gives, takes):
-        """All rows times a weight that `takes` so many columns and `gives` so many, one of them split among
-        the tp ranks."""
+        """Seconds of all rows times a weight of (gives, takes) elements, shared by the tp ranks."""
         weights = gives * takes / self.tp
         return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
 
@@ -105,14 +112,14 @@ class LayerSeconds:
         return self.speeds.seconds(op, nbytes, nbytes)
 
     def pieces_of_rows(self):
-        """Of a rank's own rows, as tp.in_turns cuts them on a GPU."""
+        """Pieces of a rank's own rows, as tp.in_turns cuts them on a GPU."""
         return max(1, min(self.rows // self.tp // SPLIT_ROWS, max(2, -(-2 * self.rows // CHUNK_ROWS))))
 
     def exposed_s(self, compute_s, *messages):
-        """Exposed seconds of gathers and scattered sums of all rows beside so much computing, by pieces of
-        rows, two under way: at best the first message of the first piece, and what takes longer than the
-        computing. How far it gets there is the machine's "hidden"; on a CPU, and where it is not known,
-        nothing hides."""
+        """Exposed seconds of gathers and scattered sums of all rows beside `compute_s` seconds of computing.
+        Rows go piece by piece, two under way. At best the first message of the first piece is exposed, and
+        the seconds by which all messages take longer than the computing. The machine's "hidden" is the part
+        of that best case that it reaches; on a CPU, and where it is not known, nothing hides."""
         if self.tp == 1:
             return 0.0
         seconds = [self.machine.message_s(op, self.u * (self.tp - 1), self.tp) for op in messages]
@@ -121,9 +128,9 @@ class LayerSeconds:
         return sum(seconds) - hidden * max(0.0, sum(seconds) - best)
 
     def exposed_in_backward_s(self):
-        """The half behind attention, then the one before it, each from its last product to its first. A row
-        product gathers its gradient; column products of one input gather that input again and scatter the sum
-        of its gradients."""
+        """Exposed seconds of a backward's messages: the half behind attention, then the one before it, each
+        from its last product to its first. A row product gathers its gradient; column products of one input
+        gather that input again and scatter the sum of its gradients."""
         seconds = 0.0
         for half in reversed(self.halves()):
             messages = []
@@ -153,13 +160,14 @@ class LayerSeconds:
         return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.tp)
 
     def late_s(self, nbytes, block_s):
-        """What of a hop does not hide behind the block that is computed meanwhile; on a CPU, which carries
-        the message itself, nothing hides."""
+        """Exposed seconds of a hop, beside `block_s` seconds of attention over the block at hand; on a CPU,
+        which carries the message itself, nothing hides."""
         return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
 
     def exchange_s(self, tensors):
-        """All-to-alls of Ulysses: exposed."""
-        message = self.machine.message_s("exchange", self.u * (self.cp - 1) / self.cp, self.cp * self.tp, self.tp)
+        """Seconds of the all-to-alls of Ulysses, which all are exposed."""
+        nbytes = self.u * (self.cp - 1) / self.cp
+        message = self.machine.message_s("exchange", nbytes, self.cp * self.tp, self.tp)
         return tensors * (message + self.pass_s("copy", 4))
 
     def attention_forward_s(self):
@@ -168,8 +176,8 @@ class LayerSeconds:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + self.exchange_s(4)
-        # to fp32 and back; merged are all queries with an earlier rank's block, half of them with a later
-        # one's
+        # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a
+        # later rank's
         merge = self.pass_s("copy", 6 + 0.75 * (self.cp - 1) * self.passes["merge"])
         return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
 
@@ -185,7 +193,7 @@ class LayerSeconds:
         return kernels + merge + (self.cp - 1) * late + self.hop_s(gradients)
 
     def recompute_s(self, missing):
-        """Of these rows, {tensor: slice} as in Placement.missing."""
+        """Seconds to recompute rows {tensor: slice}, as in Placement.missing."""
         if not missing:
             return 0.0
         own = self.rows / self.tp
@@ -196,7 +204,8 @@ class LayerSeconds:
 
 def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
     """(forward, backward, stall) seconds of all layers, as the schedule runs. recompute_s(i): of layer i."""
-    copied = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values()) for i in range(placement.n_layer)]
+    copied = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values())
+              for i in range(placement.n_layer)]
 
     def seconds(step):
         i, _ = step.unit
@@ -216,7 +225,8 @@ def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
 
 
 def head_s(cfg, machine, itemsize):
-    """Final norm, logits, loss and their gradients, chunk by chunk; the embedding and its gradient."""
+    """Seconds of final norm, logits, loss and their gradients, chunk by chunk; of the embedding and its
+    gradient."""
     speeds, rows, C = machine.speeds, cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
     chunk = head_rows(V, machine.cpu)
@@ -224,21 +234,22 @@ def head_s(cfg, machine, itemsize):
     matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
     softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
     messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
-    norms = sum(speeds.seconds(op, passes(cfg, speeds)[op] * u, u) for op in ("norm forward", "norm backward"))
+    units = units_of_passes(cfg, speeds)
+    norms = sum(speeds.seconds(op, units[op] * u, u) for op in ("norm forward", "norm backward"))
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
 def stages(cfg, machine):
-    """Whether gradients and weights go over PCIe, to the optimizer and back: see memo/staging.py."""
+    """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
     return cfg.optimizer_device == "cpu" and not machine.cpu
 
 
 def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
-    """The gradients' norm, AdamW on this rank's shard with their scaling, the cast of its weights. On the
-    host AdamW runs at the speed of the host's memory, which its ranks share; weights go up meanwhile and in
-    the next forward."""
+    """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
+    weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
+    meanwhile and in the next forward."""
     speeds, shard = machine.speeds, numel / data
-    adamw = (28 + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
+    adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
     if stages(cfg, machine):
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
@@ -248,9 +259,9 @@ def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
 
 
 def data_s(cfg, machine, numel, itemsize, data, world, forward_s, backward_s):
-    """Exposed seconds of the gradients' sum and way to the host, behind the last backward, and of the
-    parameters' way back to all ranks, behind the next forward. Of each the bucket at the end is always
-    exposed: taken as one in thirty. On a CPU nothing hides."""
+    """Exposed seconds of the gradients' sum and way to the host, beside the last backward, and of the
+    parameters' way back to all ranks, beside the next forward. The last bucket of each is always exposed:
+    see BUCKETS. On a CPU nothing hides."""
     gradients = params = 0.0
     if data > 1:
         gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, cfg.tp)
@@ -259,4 +270,4 @@ def data_s(cfg, machine, numel, itemsize, data, world, forward_s, backward_s):
         return gradients + params
     if stages(cfg, machine):  # a layer's place is free when its gradients are summed and gone
         gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
-    return max(gradients / 30, gradients - backward_s) + max(params / 30, params - forward_s)
+    return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)

@@ -1,4 +1,4 @@
-"""Which layout is fastest, how long a context fits, and which change would make a run fit."""
+"""The fastest layout, the longest context, and the changes that would make a run fit."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,15 +12,15 @@ MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 
 
-def changed(cfg, **keys):
-    """The config with other keys, or None where that cannot be."""
+def config_with(cfg, **keys):
+    """The config with other keys; None where these cannot be."""
     try:
         return replace(cfg, **keys)
     except ConfigError:
         return None
 
 
-def tried(cfg, machine, world, arena):
+def estimate_or_none(cfg, machine, world, arena):
     """The Estimate, or None where the config cannot be or has no such layout."""
     try:
         return cfg and estimate(cfg, machine, world, arena)
@@ -29,13 +29,14 @@ def tried(cfg, machine, world, arena):
 
 
 def degrees_of(n):
-    """Its divisors."""
+    """The divisors of n."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 def speed(got):
-    """Estimates by tokens per second; where nothing is known of that, by memory."""
+    """The key by which Estimates are compared: tokens per second, or less memory where the speed is not
+    known."""
     return got.tgs * got.world if got.tgs else -got.device_bytes
 
 
@@ -47,8 +48,8 @@ def layouts(cfg, machine, world):
     for tp, mode, where in product(widths, modes, ("auto", "cpu")):
         for cp in degrees_of(world // tp):
             for kind in ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,):
-                if one := changed(cfg, tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, alpha="auto",
-                                 **mode):
+                keys = dict(tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, alpha="auto") | mode
+                if one := config_with(cfg, **keys):
                     yield one
 
 
@@ -57,14 +58,15 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
     Where none fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all
     for so many ranks."""
     every, judged, seen = [*layouts(cfg, machine, world)], 0, set()
-    with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest looked at closely"):
+    with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "
+                          "looked at closely"):
         found = []
         for one in every:
-            found += filter(None, [tried(one, machine, world, fast_arena)])
+            found += filter(None, [estimate_or_none(one, machine, world, fast_arena)])
             judged += 1
         if not found:
-            raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, 2*cp*tp "
-                              f"block_size={cfg.block_size}, dp gradient_accumulation_steps="
+            raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, "
+                              f"2*cp*tp block_size={cfg.block_size}, dp gradient_accumulation_steps="
                               f"{cfg.gradient_accumulation_steps}); try another number, or a larger "
                               "gradient_accumulation_steps")
         chosen = []
@@ -73,13 +75,13 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
             if likeness in seen:  # modes that come to the same
                 continue
             seen.add(likeness)
-            exact = got if arena is fast_arena else tried(got.cfg, machine, world, arena)
+            exact = got if arena is fast_arena else estimate_or_none(got.cfg, machine, world, arena)
             if exact and exact.fits:
                 chosen.append(exact)
             if len(chosen) == best:
                 break
         nearest = min(found, key=lambda got: got.device_bytes)
-        return chosen or [tried(nearest.cfg, machine, world, arena) or nearest]
+        return chosen or [estimate_or_none(nearest.cfg, machine, world, arena) or nearest]
 
 
 def longest(cfg, machine, world, arena=traced_arena):
@@ -91,7 +93,7 @@ def longest(cfg, machine, world, arena=traced_arena):
         """The Estimate of n units, None where they do not fit."""
         nonlocal trying
         trying = n * unit
-        got = tried(changed(cfg, block_size=n * unit), machine, world, arena)
+        got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, arena)
         return got if got and got.fits else None
 
     def fitting(arena):
@@ -103,8 +105,8 @@ def longest(cfg, machine, world, arena=traced_arena):
         return low
     with progress(lambda: f"looking for the greatest block_size that fits: trying {trying:,}"):
         n = fitting(fast_arena)
-        if arena is not fast_arena and n:  # the bound is a little above the trace: scale it there, then make sure
-            at = changed(cfg, block_size=n * unit)
+        if arena is not fast_arena and n:  # the bound is a little above the trace: scale it, then check
+            at = config_with(cfg, block_size=n * unit)
             traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
             while n and not of(n, arena):
@@ -113,7 +115,7 @@ def longest(cfg, machine, world, arena=traced_arena):
 
 
 def at_its_end(got):
-    """Whether it was the search for the longest context that ended at this Estimate, not the memory."""
+    """Whether the search for the longest context, not the memory, ended at this Estimate."""
     unit = MULTIPLE * got.cfg.cp * got.cfg.tp
     return got.cfg.block_size + unit > max(LONGEST, unit)
 
@@ -128,13 +130,14 @@ def remedies(got, most=3):
     if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
         changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
-    options += [(n * world, {name: n * getattr(cfg, name)}) for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
+    options += [(n * world, {name: n * getattr(cfg, name)})
+                for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
     fits = {}
     for gpus, keys in options:
         keys = {name: value for name, value in keys.items() if getattr(cfg, name) != value}
         if not keys or keys.get("tp", 1) > machine.node.gpus_per_node:
             continue
-        other = tried(changed(cfg, **keys), machine, gpus, fast_arena)
+        other = estimate_or_none(config_with(cfg, **keys), machine, gpus, fast_arena)
         if other and other.fits:
             more = [f"--gpus={gpus}"] if gpus > world else []
             fits[" ".join(more + [f"--{name}={value}" for name, value in keys.items()])] = other
@@ -145,6 +148,7 @@ def remedies(got, most=3):
     return [*found[:most - 1], (f"--block_size={shorter.cfg.block_size}", shorter)]
 
 
+# {region: keys that make it smaller}
 KNOBS = {"params": "--tp", "optimizer": "--optimizer_device=cpu, or more ranks",
          "rounding_buffers": "--cp or --tp, or a lower --alpha", "transient": "--cp or --tp"}
 

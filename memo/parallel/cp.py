@@ -13,7 +13,7 @@ from functools import partial
 from memo.attention import Attention
 
 
-def held(S, axis, kind):
+def local_token_ranges(S, axis, kind):
     """[(first, end)]: the ranges of a sequence's S tokens that this rank of cp holds, in its order."""
     if axis.size == 1:
         return [(0, S)]
@@ -24,7 +24,7 @@ def held(S, axis, kind):
 
 # --- ring ---
 
-def parts(source, rank, T):
+def meeting_parts(source, rank, T):
     """(queries, keys, causal) that meet while the block of rank `source` is here: the rank's own block under
     the mask; of an earlier rank's its first half, seen by all queries; all of a later rank's, seen by the
     second half of the queries."""
@@ -35,11 +35,11 @@ def parts(source, rank, T):
 
 
 def ring_forward(attention, axis, merge, q, k, v, causal, scale):
-    assert causal  # parts() knows no other
+    assert causal  # meeting_parts() knows no other
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     for step in range(axis.size):
-        hop = axis.shift(*kv) if step < axis.size - 1 else None  # the next block travels while this one is used
-        queries, keys, causal = parts((axis.rank - step) % axis.size, axis.rank, T)
+        hop = axis.shift(*kv) if step < axis.size - 1 else None  # meanwhile the next block travels
+        queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         out_, lse_ = attention.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
         if step == 0:
             out, lse = out_.float(), lse_
@@ -54,7 +54,7 @@ def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     T, kv, gradients = q.shape[1], [k.contiguous(), v.contiguous()], None
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None
-        queries, keys, causal = parts((axis.rank - step) % axis.size, axis.rank, T)
+        queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
                                  lse[..., queries].contiguous(), causal, scale)
         if gradients is None:  # the rank's own block
@@ -67,7 +67,7 @@ def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
         del new  # before the next step's
         gradients = axis.shift(dk, dv)
         kv = hop and hop.wait()
-    return [g.to(q.dtype) for g in (dq, *gradients.wait())]  # home again
+    return [g.to(q.dtype) for g in (dq, *gradients.wait())]  # dk and dv are home after one round
 
 
 # --- Ulysses ---
@@ -87,7 +87,7 @@ def to_tokens(axis, x):  # (B, S, H/cp, D) -> (B, T, H, D)
 def ulysses_forward(attention, axis, q, k, v, causal, scale):
     B, T, H, _ = q.shape
     out, lse = attention.forward(*(to_heads(axis, t) for t in (q, k, v)), causal, scale)
-    return to_tokens(axis, out), lse.reshape(B, H, T)  # it stays with its heads: nobody but the backward reads it
+    return to_tokens(axis, out), lse.reshape(B, H, T)  # of the rank's heads: for the backward only
 
 
 def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
@@ -97,13 +97,15 @@ def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     return [to_tokens(axis, g) for g in gradients]
 
 
-def across(attention, axis, kind, merge):
+def attention_over_ranks(attention, axis, kind, merge):
     """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
     ops.Ops."""
     if axis.size == 1:
         return attention
     if kind == "ring":
-        pair, heads = (partial(ring_forward, attention, axis, merge), partial(ring_backward, attention, axis)), 1
+        pair = partial(ring_forward, attention, axis, merge), partial(ring_backward, attention, axis)
+        heads = 1
     else:
-        pair, heads = (partial(f, attention, axis) for f in (ulysses_forward, ulysses_backward)), axis.size
+        pair = partial(ulysses_forward, attention, axis), partial(ulysses_backward, attention, axis)
+        heads = axis.size
     return Attention(attention.name, *pair, heads=heads, label=f"{kind} of {axis.size}, {attention.label}")

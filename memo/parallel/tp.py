@@ -21,9 +21,6 @@ import torch
 
 from memo.layer import CHUNK_ROWS, SPLIT_ROWS
 
-aten = torch.ops.aten
-
-
 # --- what is done row by row is done piece by piece ---
 
 def cut(first, end, ranks=1, at_once=1):
@@ -92,7 +89,7 @@ def accumulate_product(dw, a, b):
     if a.dtype == dw.dtype:
         dw.addmm_(a, b)
     elif not a.is_cpu:
-        aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
+        torch.ops.aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
     else:
         dw += a @ b
 
@@ -148,8 +145,8 @@ def row_linear_backward(dy, x, w, dw, out):  # (tp, n, C) -> dx (n, tp, I/tp); `
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
 
 def own_ids(axis, ids, V):
-    """Of token ids those among this rank's V, counted from its first, and the others as any of them; and
-    which are which."""
+    """(ids, mask): token ids counted from the first of this rank's V, and whether they are among these; other
+    ranks' ids become any of this rank's."""
     ids = ids - axis.rank * V
     return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)
 
@@ -170,7 +167,8 @@ def embedding_backward(axis, ids, dx, dw):  # (n, tp), (n, C) -> onto (V/tp, C)
     for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
             own, mine = own_ids(axis, ids_, len(dw))
-            dw.index_add_(0, own, torch.mul(dx_, mine[:, None], out=dx_.new_empty(dx_.shape, dtype=torch.float32)))
+            fp32 = dx_.new_empty(dx_.shape, dtype=torch.float32)
+            dw.index_add_(0, own, torch.mul(dx_, mine[:, None], out=fp32))
 
 
 def softmax(axis, logits):  # (rows, V/tp) -> fp32, this rank's part of the softmax over all V

@@ -13,8 +13,8 @@ from memo.planner.trace import LogError, marked, parse_trace
 
 
 def read_argv(argv):
-    parser = Arguments(prog="python -m memo.planner", description="Plans the addresses of a request log: malloc <tensor> "
-                       "<bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
+    parser = Arguments(prog="python -m memo.planner", description="Plans the addresses of a request log: "
+                       "malloc <tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
     parser.option("log", help="the request log", least=1)
     parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
     parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
@@ -35,18 +35,21 @@ def main(argv):
         trace = parse_trace(text, args.log)
     if not requests_of(marked(trace))[0]:
         raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
-    with progress(lambda: f"planning {len(trace.events):,} requests, --time_limit={args.time_limit:g} for each problem"):
-        plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, args.time_limit)
+    n, limit = len(trace.events), args.time_limit
+    with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):
+        plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, limit)
     try:
         Path(args.output).write_text(readable_json(asdict(plan)))
     except OSError as e:
         raise ConfigError(f"{args.output} cannot be written ({e.strerror}); choose another -o") from None
     for row in plan.levels:
-        print(f"{row['segment']}: {row['n']} blocks, peak {row['peak']:,} bytes, lower bound {row['lower_bound']:,}, "
-              f"{'proven optimal' if row['proven'] else 'not proven'}, {row['solver']}, {row['seconds']:.2f} s")
+        quality = "proven optimal" if row["proven"] else "not proven"
+        print(f"{row['segment']}: {row['n']} blocks, peak {row['peak']:,} bytes, lower bound "
+              f"{row['lower_bound']:,}, {quality}, {row['solver']}, {row['seconds']:.2f} s")
     gap = plan.arena_bytes / plan.lower_bound - 1
-    print(f"{len(plan.segments)} segments in an arena of {plan.arena_bytes:,} bytes, "
-          f"{'proven optimal' if plan.proven else f'{gap:.2%} above the lower bound'}, {plan.seconds:.2f} s: {args.output}")
+    quality = "proven optimal" if plan.proven else f"{gap:.2%} above the lower bound"
+    print(f"{len(plan.segments)} segments in an arena of {plan.arena_bytes:,} bytes, {quality}, "
+          f"{plan.seconds:.2f} s: {args.output}")
 
 
 if __name__ == "__main__":

@@ -38,12 +38,13 @@ class Unavailable(RuntimeError):
     """Memory requests cannot be recorded or replayed here: no compiler, say. Training can go on without."""
 
 
-def compiled(folder, *flags):
+def compile_library(folder, *flags):
     """The path of the compiled library in `folder`; g++ builds it in a few seconds the first time. Errors:
     Unavailable, OSError where the folder cannot be used."""
     where = Path(torch.__file__).parent
-    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}", f"-L{where / 'lib'}",
-               "-lc10", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
+    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
+               f"-L{where / 'lib'}", "-lc10",
+               f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
     made_from = SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode()
     library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not library.exists():
@@ -55,13 +56,14 @@ def compiled(folder, *flags):
             except OSError as e:
                 raise Unavailable(f"there is no C++ compiler, g++ ({e.strerror})") from None
             if done.returncode or not made.exists():
-                raise Unavailable(f"g++ failed: {next(iter(done.stderr.splitlines()), f'exit code {done.returncode}')}")
+                why = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
+                raise Unavailable(f"g++ failed: {why}")
             made.chmod(0o700)  # whatever the umask
             os.replace(made, library)
     return library
 
 
-def loaded(path):
+def open_library(path):
     """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError
     where it is another one."""
     descriptor = open_file(path)
@@ -76,12 +78,12 @@ def loaded(path):
     # it stays open: the loader takes a name that it knows, /proc/self/fd/7, for the library that it was
     handle, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
     numbers = ctypes.POINTER(ctypes.c_int64)
-    for name, result, arguments in (("install", text, [number]), ("open", handle, [number, number]),
-                                    ("close", None, [handle]), ("begin", number, [handle, text]), ("end", None, [number]),
-                                    ("log", text, [handle]), ("misses", text, [handle]),
-                                    ("reserve", text, [handle, ctypes.c_int64]),
-                                    ("plan", None, [handle, text, ctypes.c_int64, numbers, numbers]),
-                                    ("stats", None, [handle, number, numbers])):
+    for name, result, arguments in (
+            ("install", text, [number]), ("open", handle, [number, number]), ("close", None, [handle]),
+            ("begin", number, [handle, text]), ("end", None, [number]), ("log", text, [handle]),
+            ("misses", text, [handle]), ("reserve", text, [handle, ctypes.c_int64]),
+            ("plan", None, [handle, text, ctypes.c_int64, numbers, numbers]),
+            ("stats", None, [handle, number, numbers])):
         function = getattr(lib, f"memo_{name}")
         function.restype, function.argtypes = result, arguments
     return lib
@@ -90,12 +92,12 @@ def loaded(path):
 def library_of(folder, *flags):
     """The library that is kept in `folder`; what cannot be loaded, or may not be, is built again. Errors:
     Unavailable, OSError where the folder cannot be used."""
-    path = compiled(folder, *flags)
+    path = compile_library(folder, *flags)
     try:
-        return loaded(path)
+        return open_library(path)
     except (OSError, AttributeError):
         path.unlink()
-        return loaded(compiled(folder, *flags))
+        return open_library(compile_library(folder, *flags))
 
 
 @cache
@@ -148,7 +150,8 @@ class Arena:
         if why := self.lib.memo_install(cuda):
             raise Unavailable(why.decode())
         self.handle = self.lib.memo_open(cuda, guard)
-        self.close = weakref.finalize(self, self.lib.memo_close, self.handle)  # its memory goes with its last tensor
+        # the arena's memory is given back with the last tensor in it
+        self.close = weakref.finalize(self, self.lib.memo_close, self.handle)
         self.run("probe", partial(torch.empty, 1, device=device))
         self.recorded()
         if self.stats().requests != 1:

@@ -1,20 +1,20 @@
-"""What torch's caching allocator would do with a step's requests: a simulation, without torch and without a
-GPU.
+"""A simulation of torch's caching allocator on a step's requests, without torch and without a GPU.
 
 It follows the rules of c10/cuda/CUDACachingAllocator.cpp (the sizes, in torch 2.13:
 c10/core/AllocatorConfig.h) as they are by default: no expandable segments, no limit to splitting, no rounding
 up to powers of two. All is on one stream.
 
     rounding     a request is rounded up to 512 bytes
-    pools        rounded requests up to 1 MiB share segments of 2 MiB; those below 10 MiB make segments of 20 MiB; greater
-                 ones get a segment of their own, rounded up to 2 MiB. The first are the small pool, the
-                 others the large
-    best fit     the smallest free block of the pool that is large enough; among equals see tie_rule()
-    splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB (large pool)
+    pools        rounded requests up to 1 MiB share segments of 2 MiB (the small pool). Larger ones are the
+                 large pool: requests below 10 MiB share segments of 20 MiB, others get a segment of their
+                 own, rounded up to 2 MiB
+    best fit     the smallest free block of the pool that is large enough; tie_rule() decides among equals
+    splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB
+                 (large pool)
     merging      a freed block merges with its free neighbours of the same segment; the segment stays reserved
-    full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc tried again. That is
-                 a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device stands still. If it fails
-                 too: OOM
+    full device  where cudaMalloc fails, every segment that is wholly free is returned and cudaMalloc is tried
+                 again. That is a reorganisation (torch: num_alloc_retries; MEMO 4.2): the device waits.
+                 If the second try fails too: OOM
 """
 
 import math
@@ -28,15 +28,15 @@ MiB = 2**20
 MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
 MIN_LARGE, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
 
-Tensor = namedtuple("Tensor", "start stop bytes segment k planned")
-Rectangle = namedtuple("Rectangle", "start stop offset bytes kind")  # of the picture: request numbers and bytes
+Lifespan = namedtuple("Request", "start stop bytes segment k planned")
+Rectangle = namedtuple("Rectangle", "start stop offset bytes kind")  # drawn: request numbers, bytes
 
 
-class OutOfMemory(RuntimeError):
+class SimulatedOutOfMemory(RuntimeError):
     """The device is full, with every free segment returned."""
 
 
-class Block:
+class CachedBlock:
     """A piece of a segment, in use or free; `before` and `after` are its neighbours in the segment."""
 
     __slots__ = ("address", "bytes", "small", "age", "before", "after", "free")
@@ -47,7 +47,7 @@ class Block:
 
     @property
     def key(self):
-        """Where it stands among the free blocks of its pool."""
+        """The block's place among the free blocks of its pool."""
         return self.bytes, self.age, self.address
 
 
@@ -56,8 +56,10 @@ def round_up(nbytes, unit):
 
 
 def segment_bytes(nbytes):
-    """What cudaMalloc is asked for, where a block of nbytes (rounded to 512) is not to be had."""
-    return SMALL_SEGMENT if nbytes <= SMALL else LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
+    """Bytes of the segment that cudaMalloc makes for a request of nbytes (rounded to 512)."""
+    if nbytes <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
 
 
 def installed_torch():
@@ -89,14 +91,14 @@ class CachingAllocator:
         self.capacity_bytes = math.inf if capacity is None else capacity
         self.ties, self.ages = ties or tie_rule(installed_torch()), count(1)
         self.pools = {True: [], False: []}  # small or not: its free blocks, sorted: (bytes, age, address)
-        self.blocks = {}  # address: Block
+        self.blocks = {}  # address: CachedBlock
         self.segments = []  # the rows of history that are reserved now, sorted by address
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.cuda_mallocs = self.reorganisations = self.time = 0
         self.history = []
 
     def malloc(self, nbytes):
-        """The address of nbytes. Errors: OutOfMemory."""
+        """The address of nbytes. Errors: SimulatedOutOfMemory."""
         nbytes = max(round_up(nbytes, MIN_BLOCK), MIN_BLOCK)
         small = nbytes <= SMALL
         pool = self.pools[small]
@@ -137,7 +139,8 @@ class CachingAllocator:
 
     def split(self, block, nbytes):
         """Cuts a block that is in no pool down to nbytes; the rest is free."""
-        rest = Block(block.address + nbytes, block.bytes - nbytes, block.small, block.age, block, block.after)
+        rest = CachedBlock(block.address + nbytes, block.bytes - nbytes, block.small, block.age, block,
+                           block.after)
         if self.ties == "block":
             block.age = next(self.ages)
         if block.after:
@@ -154,13 +157,15 @@ class CachingAllocator:
         return first
 
     def reserve(self, nbytes, small):
-        """A new segment, as one block. Errors: OutOfMemory."""
+        """A new segment, as one block. Errors: SimulatedOutOfMemory."""
         if self.reserved_bytes + nbytes > self.capacity_bytes:
             self.reorganisations += 1
             self.release()
             if self.reserved_bytes + nbytes > self.capacity_bytes:
-                raise OutOfMemory(f"{nbytes} bytes must be <= capacity={self.capacity_bytes} - reserved="
-                                  f"{self.reserved_bytes} (in use: {self.allocated_bytes}); give more or request less")
+                raise SimulatedOutOfMemory(
+                    f"{nbytes} bytes must be <= capacity={self.capacity_bytes} - "
+                    f"reserved={self.reserved_bytes} (in use: {self.allocated_bytes}); give more or "
+                    "request less")
         address = self.place(nbytes)
         row = [address, nbytes, self.time, None]
         self.history.append(row)
@@ -168,7 +173,8 @@ class CachingAllocator:
         self.cuda_mallocs += 1
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        block = self.blocks[address] = Block(address, nbytes, small, 0 if self.ties == "address" else next(self.ages))
+        age = 0 if self.ties == "address" else next(self.ages)
+        block = self.blocks[address] = CachedBlock(address, nbytes, small, age)
         return block
 
     def place(self, nbytes):
@@ -195,8 +201,9 @@ class CachingAllocator:
 
 # --- steps ---
 
-def tensors(trace):
-    """The tensors of a Trace in the order of their mallocs: Tensor(start, stop, bytes, segment, k, planned).
+def lifespans(trace):
+    """The tensors of a Trace in the order of their mallocs: Lifespan(start, stop, bytes, segment, k,
+    planned).
 
     start and stop are request numbers; mallocs and frees count, marks do not. k is the number of the malloc
     in its segment. What is never freed, and what outlives the step (`keep`), is freed at the end. A plan may
@@ -211,8 +218,9 @@ def tensors(trace):
             i = live.pop(name)
             out[i] = out[i]._replace(stop=time)
         else:
-            live[name if verb == "malloc" else time] = len(out)  # a kept tensor is never asked for by its name
-            out.append(Tensor(time, None, nbytes, segment, k, segment != "" and verb == "malloc"))
+            # nothing asks for a kept tensor by its name: the time is its key
+            live[name if verb == "malloc" else time] = len(out)
+            out.append(Lifespan(time, None, nbytes, segment, k, segment != "" and verb == "malloc"))
             k += 1
         time += 1
     for late, i in enumerate(live.values()):
@@ -220,7 +228,7 @@ def tensors(trace):
     return out
 
 
-def pieces(trace):
+def segment_starts(trace):
     """[(segment, request number at which it begins)] of a Trace, and a last one, "", at its end; "" also
     stands for what lies between segments."""
     out, time = [("", 0)], 0
@@ -233,9 +241,10 @@ def pieces(trace):
     return [a for a, b in zip(out, out[1:], strict=False) if b[1] > a[1]] + out[-1:]  # without empty ones
 
 
-def kind(segment):
-    """What a segment is, without which layer and of which shape: `1x4096/forward 3` is forward."""
-    return " ".join(word for word in segment.rpartition("/")[2].split() if not any(c.isdigit() for c in word)) or "other"
+def segment_kind(segment):
+    """The kind of a segment, without shape and layer: `forward` of `1x4096/forward 3`."""
+    words = segment.rpartition("/")[2].split()
+    return " ".join(word for word in words if not any(c.isdigit() for c in word)) or "other"
 
 
 @dataclass(frozen=True)
@@ -259,42 +268,44 @@ class Simulation:
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
-def simulate(traces, capacity=None, resident_bytes=0, planned_only=False):
+def simulate_caching(traces, capacity=None, resident_bytes=0, planned_only=False):
     """The Simulation of one Trace after the other, the cache kept between them: several steps, several
     lengths.
 
     capacity: bytes of the device; None for no limit. resident_bytes of it are taken by what is not in the
     traces and never moves (model states); they are in none of the results. planned_only: without the tensors
-    that a plan leaves to torch. Errors: OutOfMemory.
+    that a plan leaves to torch. Errors: SimulatedOutOfMemory.
     """
     allocator = CachingAllocator(None if capacity is None else capacity - resident_bytes)
     steps, starts = [], [0]
     for trace in traces:
-        everything = tensors(trace)
+        everything = lifespans(trace)
         lives = [t for t in everything if t.planned or not planned_only]
         addresses, start = {}, starts[-1]
-        for time, i in sorted([(t.start, i) for i, t in enumerate(lives)] + [(t.stop, i) for i, t in enumerate(lives)]):
+        for time, i in sorted((time, i) for i, t in enumerate(lives) for time in (t.start, t.stop)):
             allocator.time = start + time
             if i in addresses:
                 allocator.free(addresses[i])
             else:
                 addresses[i] = allocator.malloc(lives[i].bytes)
-        steps.append(tuple(Rectangle(start + t.start, start + t.stop, addresses[i], t.bytes, kind(t.segment))
-                           for i, t in enumerate(lives)))
+        steps.append(tuple(
+            Rectangle(start + t.start, start + t.stop, addresses[i], t.bytes, segment_kind(t.segment))
+            for i, t in enumerate(lives)))
         starts.append(start + 2 * len(everything))
     segments = tuple(Rectangle(since, starts[-1] if until is None else until, address, nbytes, "reserved")
                      for address, nbytes, since, until in allocator.history)
-    return Simulation(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.reorganisations,
-                      allocator.cuda_mallocs, tuple(steps), segments, tuple(starts))
+    return Simulation(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes,
+                      allocator.reorganisations, allocator.cuda_mallocs, tuple(steps), segments,
+                      tuple(starts))
 
 
-def planned(trace, plan):
+def planned_rectangles(trace, plan):
     """The Rectangles of a Plan: where the tensors of the Trace lie in the arena, without what it leaves to
     torch."""
     out = []
-    for t in tensors(trace):
+    for t in lifespans(trace):
         requests = plan.segments.get(t.segment, ())
         nbytes, offset = requests[t.k] if t.planned and t.k < len(requests) else (0, None)
         if offset is not None and nbytes == t.bytes:
-            out.append(Rectangle(t.start, t.stop, offset, t.bytes, kind(t.segment)))
+            out.append(Rectangle(t.start, t.stop, offset, t.bytes, segment_kind(t.segment)))
     return out

@@ -20,9 +20,13 @@ from memo.planner.trace import OUTSIDE, WHOLE, marked
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
 PLANNING_S = 10.0  # for each of a run's problems; what is found by then is used
-LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=str, seconds=float)  # of Plan.levels
-MOST_ABOVE = 2  # lower bounds that a kept arena may take: a hole in the places could make it any size. What is planned
-# is at its bound or a few percent above (bench/planner.py); beyond twice it is planned at every start
+# the fields of one of Plan.levels
+LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=str, seconds=float)
+# An arena from the cache may take so many lower bounds: a damaged file could name any size. A plan of the
+# solvers is at its bound or a few percent above (bench/planner.py); one beyond is made anew at every start.
+MOST_ABOVE = 2
+
+
 @dataclass(frozen=True)
 class Plan:
     """Where each request of each segment gets its memory: request k of `segments[label]` is (bytes, offset in
@@ -49,7 +53,7 @@ class Plan:
     @classmethod
     def from_json(cls, text):
         plan = parse_json(text)
-        plan["segments"] = {label: tuple(tuple(r) for r in requests) for label, requests in plan["segments"].items()}
+        plan["segments"] = {label: tuple(map(tuple, its)) for label, its in plan["segments"].items()}
         return cls(**{**plan, "levels": tuple(plan["levels"])})
 
 
@@ -93,7 +97,8 @@ class Levels:
 
     def problem(self, lives):
         """The Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
-        ranks = {t: rank for rank, t in enumerate(sorted({t for lower, upper, _ in lives for t in (lower, upper)}))}
+        times = sorted({t for lower, upper, _ in lives for t in (lower, upper)})
+        ranks = {t: rank for rank, t in enumerate(times)}
         buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
         return Problem(tuple(buffers), alignment=self.alignment)
 
@@ -110,8 +115,8 @@ class Levels:
     def solution(self, name, problem):
         if problem not in self.solutions:
             s = self.solutions[problem] = solve(problem, *self.how)
-            self.rows.append(dict(segment=name, n=len(problem.buffers), lower_bound=s.lower_bound, peak=s.peak,
-                                  proven=s.proven, solver=s.solver, seconds=s.seconds))
+            self.rows.append(dict(segment=name, n=len(problem.buffers), lower_bound=s.lower_bound,
+                                  peak=s.peak, proven=s.proven, solver=s.solver, seconds=s.seconds))
         return self.solutions[problem]
 
 
@@ -124,7 +129,8 @@ def compose(trace, solver, alignment, time_limit, by_segment):
         if by_segment and r.freed_in == r.segment:
             inside.setdefault(r.segment, []).append(r)
         elif by_segment:  # to level 2 a segment is one moment: what crosses its border is there throughout
-            blocks.append(([r], (0,), (spans[r.segment][0], spans[r.freed_in][1] if r.freed_in else r.upper, r.bytes)))
+            upper = spans[r.freed_in][1] if r.freed_in else r.upper
+            blocks.append(([r], (0,), (spans[r.segment][0], upper, r.bytes)))
         else:
             blocks.append(([r], (0,), (r.lower, r.upper, r.bytes)))
     for label, mine in inside.items():
@@ -135,8 +141,10 @@ def compose(trace, solver, alignment, time_limit, by_segment):
     for (mine, offsets, _), base in zip(blocks, bases, strict=True):
         for r, offset in zip(mine, offsets, strict=True):
             segments[r.segment][r.k] = (r.bytes, base + offset)
-    plan = Plan(arena_bytes, lower_bound(levels.problem([(r.lower, r.upper, r.bytes) for r in requests])), alignment,
-                solver, time.perf_counter() - start, {label: tuple(s) for label, s in segments.items()}, tuple(levels.rows))
+    bound = lower_bound(levels.problem([(r.lower, r.upper, r.bytes) for r in requests]))
+    segments = {label: tuple(places) for label, places in segments.items()}
+    seconds = time.perf_counter() - start
+    plan = Plan(arena_bytes, bound, alignment, solver, seconds, segments, tuple(levels.rows))
     validate_plan(trace, plan)
     return plan
 
@@ -147,7 +155,8 @@ def validate_plan(trace, plan):
     requests, sizes, _ = requests_of(marked(trace))
     if {label: [n for n, _ in segment] for label, segment in plan.segments.items()} != sizes:
         raise ValueError("the plan's requests are not the trace's")
-    places = {(label, k) for label, segment in plan.segments.items() for k, (_, at) in enumerate(segment) if at is not None}
+    places = {(label, k) for label, segment in plan.segments.items()
+              for k, (_, offset) in enumerate(segment) if offset is not None}
     if places != {(r.segment, r.k) for r in requests}:
         raise ValueError("the plan has places for other requests")
     problem = Levels(plan.alignment, None, None).problem([(r.lower, r.upper, r.bytes) for r in requests])

@@ -138,6 +138,3 @@ class FakeArena(TorchDispatchMode):
     def recorded(self):
         """The Trace so far."""
         return checked_trace(self.log).settled()
-
-
-# --- the command ---

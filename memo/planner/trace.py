@@ -46,7 +46,8 @@ class Trace:
     def repeated(self, order):
         """The Trace of the segments of `order`, [(label, the label here that makes the same requests)]. What
         a segment does not free itself outlives the step."""
-        segments, events = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}, []
+        segments = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}
+        events = []
         for number, (label, like) in enumerate(order):
             for verb, name, nbytes in segments[like]:
                 events.append((verb, label if VERBS[verb] == 1 else f"{number}.{name}", nbytes))
@@ -84,7 +85,8 @@ def checked_trace(events, lines=None, where="requests"):
                 live[name] = nbytes
         elif verb == "free":
             if name not in live:
-                raise LogError(f"{at} {nbytes}: it is not allocated here; a free needs a malloc of its own before it")
+                raise LogError(f"{at} {nbytes}: it is not allocated here; a free needs a malloc of its own "
+                               "before it")
             if nbytes != (allocated := live.pop(name)):
                 raise LogError(f"{at} {nbytes}: bytes={nbytes} must be {allocated}, as in its malloc")
         elif verb == "begin":
@@ -95,7 +97,8 @@ def checked_trace(events, lines=None, where="requests"):
             segment = name
             seen.add(name)
         elif segment != name:
-            raise LogError(f"{at}: the segment that began must end, {segment!r}" if segment else f"{at}: it did not begin")
+            why = f"the segment that began must end, {segment!r}" if segment else "it did not begin"
+            raise LogError(f"{at}: {why}")
         else:
             segment = OUTSIDE
     if segment != OUTSIDE:

@@ -1,8 +1,8 @@
-"""The alpha program: how much of every layer's skeletal activations is swapped; what is not is recomputed.
+"""The alpha program: how much of every layer's skeletal activations is swapped; the rest is recomputed.
 
 `paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear
-program, `given` takes alpha as it is. Plain numbers in, a SwapPlan out; `place` makes it rows. Source: MEMO
-4.1.
+program, `fixed_alpha` takes alpha as it is. Plain numbers in, a SwapPlan out; `place_rows` makes it rows.
+Source: MEMO 4.1.
 """
 
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from memo.errors import ConfigError
 from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
 from memo.swap.placement import Placement
 
-HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and whatever else the host does
+HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
 
 class OutOfHostMemory(ConfigError):
     """OOHM: the host cannot hold what is to be swapped."""
 
 
-def granted(host_memory_gb, there_bytes, reserved, where):
+def granted_bytes(host_memory_gb: float | str, there_bytes: int, reserved: int, where: str) -> int:
     """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved`
     bytes. Errors: OutOfHostMemory: more than that asked for. `where`: words for what is there."""
     most = max(0, int(there_bytes * HOST_SHARE) - reserved)
@@ -27,21 +27,21 @@ def granted(host_memory_gb, there_bytes, reserved, where):
         return most
     if host_memory_gb * 1e9 > most:
         beside = f" beside {reserved / 1e9:.4g} for a checkpoint's copy" if reserved else ""
-        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {most / 1e9:.4g}, {HOST_SHARE:.0%} of "
-                              f"{where}{beside}; try host_memory_gb=auto")
+        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {most / 1e9:.4g}, "
+                              f"{HOST_SHARE:.0%} of {where}{beside}; try host_memory_gb=auto")
     return int(host_memory_gb * 1e9)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What the program needs to know of one rank."""
+class AlphaProblem:
+    """One rank's sizes, speeds and room."""
 
     tensors: dict[str, Tensor]  # all skeletal tensors of one layer
     n_layer: int
     forward_s: float  # one layer's forward
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
     host_bytes: int  # this rank's share
-    n_buffers: int = 2  # rounding buffers; the layers that are in them at the end of the forward are not swapped
+    n_buffers: int = 2  # rounding buffers; the layers in them at the end of the forward are not swapped
     device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
 
     @property
@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def least_device_bytes(self):
-        """Of two buffers and three inputs at alpha = 0."""
+        """Bytes of two buffers and three inputs at alpha = 0."""
         return 2 * self.always_bytes + self.nbytes[INPUT] + self.others_bytes
 
     @property
@@ -101,11 +101,11 @@ class Problem:
 class SwapPlan:
     """What is swapped. Bytes are of this rank."""
 
-    fractions: dict  # {"other" tensor: f}: rows [0, f) of it are swapped, f in [0, 1]
+    fractions: dict[str, float]  # {"other" tensor: f}: rows [0, f) of it are swapped, f in [0, 1]
     alpha: float  # their mean, weighted by bytes
-    limits: dict  # see Problem.limits
-    binds: str | None  # the lowest of the limits, which set alpha; None where all are 1, and where alpha was given
-    input_only_layers: int  # so many of the swapped layers keep only x: the least that lets the rest fit the host
+    limits: dict[str, float]  # see AlphaProblem.limits
+    binds: str | None  # the lowest limit, which set alpha; None where all are 1, or alpha is the user's
+    input_only_layers: int  # swapped layers that keep only x: the fewest that let the rest fit the host
     layer_offload_bytes: int  # of a layer that keeps more than x, if there is one
     host_bytes: int  # of all layers
     fits: bool  # False: OOHM, though every layer keeps only x
@@ -116,10 +116,11 @@ def what_set_it(cfg, plan, n_swapped):
     if not n_swapped:
         return "none: all layers stay on the device"
     why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
-    return f"{plan.alpha:.3f}, {why}: " + ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
+    limits = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
+    return f"{plan.alpha:.3f}, {why}: {limits}"
 
 
-def plan(problem, fractions):
+def plan(problem: AlphaProblem, fractions: dict[str, float]) -> SwapPlan:
     """The SwapPlan of these fractions, whether or not its copies hide."""
     layers, x, limits = problem.swapped_layers, problem.nbytes[INPUT], problem.limits
     others = sum(f * problem.nbytes[name] for name, f in fractions.items())
@@ -127,12 +128,14 @@ def plan(problem, fractions):
     lacking = layers * layer - problem.host_bytes
     input_only = min(layers, max(0, int(-(-lacking // (layer - x)))))
     host = input_only * x + (layers - input_only) * layer
-    binds = min(limits, key=limits.get)
-    return SwapPlan(fractions, others / problem.others_bytes, limits, binds if limits[binds] < 1 else None, input_only,
-                    layer if input_only < layers else x if layers else 0, host, host <= problem.host_bytes)
+    lowest = min(limits, key=limits.get)
+    binds = lowest if limits[lowest] < 1 else None
+    offload = layer if input_only < layers else x if layers else 0
+    return SwapPlan(fractions, others / problem.others_bytes, limits, binds, input_only, offload, host,
+                    host <= problem.host_bytes)
 
 
-def paper(problem):
+def paper(problem: AlphaProblem) -> SwapPlan:
     """The SwapPlan with one alpha for all tensors, the largest under all limits. Source: MEMO 4.1.
 
     Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they
@@ -141,7 +144,7 @@ def paper(problem):
     return plan(problem, dict.fromkeys(problem.others, problem.largest_alpha))
 
 
-def per_tensor(problem, recompute_s):
+def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan:
     """The SwapPlan that saves the most recompute seconds under the limits of `paper`.
 
     recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
@@ -158,16 +161,18 @@ def per_tensor(problem, recompute_s):
     return plan(problem, fractions)
 
 
-def given(problem, alpha, block_size, multiple=1):
+def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: int = 1) -> SwapPlan:
     """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot
     hold it."""
     chosen = plan(problem, dict.fromkeys(problem.others, float(alpha)))
     if chosen.input_only_layers:
         limit = problem.limits["host"]
         longest = largest_block_size(problem, block_size, multiple, alpha)
-        shorter = f"the largest block_size with this alpha {longest}" if longest else "no block_size fits with this alpha"
+        shorter = (f"the largest block_size with this alpha {longest}" if longest else
+                   "no block_size fits with this alpha")
         remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}, {shorter}" if limit >= 0 else
-                  f"not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; {shorter}")
+                  "not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; "
+                  f"{shorter}")
         layer = problem.always_bytes + int(alpha * problem.others_bytes)
         raise out_of_host_memory(problem, f"alpha={alpha:g}", layer, remedy)
     return replace(chosen, binds=None)
@@ -175,17 +180,18 @@ def given(problem, alpha, block_size, multiple=1):
 
 def out_of_host_memory(problem, what, layer_bytes, remedy):
     need, have = problem.swapped_layers * layer_bytes / 2**30, problem.host_bytes / 2**30
-    return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.swapped_layers} swapped layers, this "
-                           f"rank has {have:.4g} GiB; {remedy}")
+    return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.swapped_layers} swapped "
+                           f"layers, this rank has {have:.4g} GiB; {remedy}")
 
 
-def rows(fraction, n_rows, granularity):
-    """How many of `n_rows` rows a fraction in [0, 1] is: a multiple of `granularity`, rounded down, that
-    leaves at least as many; at 1 all of them."""
+def rows(fraction: float, n_rows: int, granularity: int) -> int:
+    """Rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded down, such that at
+    least `granularity` rows remain; at 1 all rows."""
     if fraction >= 1:
         return n_rows
     most = max(0, n_rows - granularity)
-    return int(min(fraction * n_rows * (1 + 1e-12), most) / granularity) * granularity  # 0.29 of 100 is 29, not 28
+    wanted = min(fraction * n_rows * (1 + 1e-12), most)  # 0.29 of 100 is 29, not 28
+    return int(wanted / granularity) * granularity
 
 
 def largest_block_size(problem, block_size, multiple=1, alpha=None):
@@ -196,12 +202,14 @@ def largest_block_size(problem, block_size, multiple=1, alpha=None):
     """
     if not problem.swapped_layers:
         return inf
-    layer = problem.nbytes[INPUT] if alpha is None else problem.always_bytes + int(alpha * problem.others_bytes)
+    layer = problem.nbytes[INPUT]
+    if alpha is not None:
+        layer = problem.always_bytes + int(alpha * problem.others_bytes)
     tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * layer)
     return tokens // multiple * multiple
 
 
-def copies(cfg):
+def swaps_layers(cfg) -> bool:
     """Whether the mode swaps any layers."""
     return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
 
@@ -221,7 +229,7 @@ def n_buffers(cfg, problem, spare_bytes, cpu=False):
     return fit, inf
 
 
-def place(cfg, problem, n_rows, recompute_s=None):
+def place_rows(cfg, problem, n_rows, recompute_s=None):
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
     cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
     per_tensor, which needs it.
@@ -235,7 +243,8 @@ def place(cfg, problem, n_rows, recompute_s=None):
     if cfg.activation == "recompute":
         return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
     if not cfg.finds_alpha:
-        chosen = given(problem, 1.0 if cfg.activation == "swap" else cfg.alpha, cfg.block_size, cfg.block_multiple)
+        alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
+        chosen = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
     elif cfg.alpha_mode == "per_tensor" and problem.swapped_layers:
         chosen = per_tensor(problem, recompute_s)
     else:

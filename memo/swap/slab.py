@@ -1,8 +1,8 @@
 """The host slab: the one block of host memory that swapped activations go to, exactly as large as they are.
 
 It is page-locked by registering it with the driver. torch's pinned-memory cache would round it up to a power
-of two and so waste up to half of the host. Source: MEMO 4.1 and its Table 5, read backwards (DESIGN section
-2).
+of two and so waste up to half of the host. Source: MEMO 4.1; the best alphas of its Table 5 follow from half
+of the host's memory.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from memo.swap.alpha import OutOfHostMemory, granted
+from memo.swap.alpha import OutOfHostMemory, granted_bytes
 
 MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
-MPOL_PREFERRED = 1  # from that node while it has pages, then from the others: a small node must not end the run
+MPOL_PREFERRED = 1  # pages of that node while it has some, then of others: a small node must not end the run
 PIECE_BYTES = 2**36  # of one page lock; a multiple of any page
 
 
@@ -56,7 +56,8 @@ def cgroup_available(root="/"):
         if controllers == "":  # version 2
             top, limit, usage, cache = "", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):  # version 1
-            top, limit, usage, cache = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            top, cache = "memory", "total_inactive_file"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         mount = Path(root) / "sys/fs/cgroup" / top
@@ -73,7 +74,8 @@ def cgroup_available(root="/"):
 def reclaimable(path, name):
     """Bytes of file cache in a memory.stat that the kernel drops when somebody needs the memory."""
     try:
-        return next((int(row.split()[1]) for row in path.read_text().splitlines() if row.split()[0] == name), 0)
+        rows = (row.split() for row in path.read_text().splitlines())
+        return next((int(row[1]) for row in rows if row[0] == name), 0)
     except OSError:
         return 0
 
@@ -86,7 +88,7 @@ def available():
 def host_bytes(host_memory_gb, local_ranks=1, reserved=0):
     """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host,
     or what is free there beside `reserved` bytes. Errors: more than that granted."""
-    return granted(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
+    return granted_bytes(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
 
 
 # --- the block ---
@@ -137,8 +139,8 @@ class HostSlab:
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
-            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); try a smaller "
-                                  "alpha or block_size") from None
+            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); try "
+                                  "a smaller alpha or block_size") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 self.map.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to take and to lock
@@ -165,9 +167,10 @@ class HostSlab:
             error = cudart.cudaHostRegister(address, nbytes, 0)
             if int(error):
                 with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=device)  # the next launch reports the error once more: let it be this one
+                    torch.zeros(1, device=device)  # the next launch reports the error once more: this one
                 self.close()
-                raise OutOfHostMemory(refused(k, pieces, f"CUDA error {int(error)}: {cudart.cudaGetErrorString(error)}"))
+                why = f"CUDA error {int(error)}: {cudart.cudaGetErrorString(error)}"
+                raise OutOfHostMemory(page_lock_error(k, pieces, why))
             # at the latest when the slab is forgotten
             self.unlock.append(weakref.finalize(self, cudart.cudaHostUnregister, address))
 
@@ -178,8 +181,8 @@ class HostSlab:
         self.map.madvise(mmap.MADV_DONTNEED)
 
 
-def refused(k, pieces, error):
-    """The line on piece k, which could not be page-locked."""
+def page_lock_error(k, pieces, error):
+    """The message where piece k could not be page-locked."""
     piece, whole = pieces[k], pieces[-1].stop
     gib, gibs = ((n / 2**30) for n in (piece.stop - piece.start, whole))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -188,5 +191,6 @@ def refused(k, pieces, error):
         shown = f"{limit // 1024} KiB"
         if limit < whole:
             remedy += ", `ulimit -l unlimited`"
-    return (f"page-locking {gib:.4g} GiB (piece {k + 1} of {len(pieces)}) of the host slab's {gibs:.4g} GiB failed "
-            f"({error}; ulimit -l is {shown}); try {remedy}, or --pin_memory=false, which copies more slowly")
+    return (f"page-locking {gib:.4g} GiB (piece {k + 1} of {len(pieces)}) of the host slab's {gibs:.4g} GiB "
+            f"failed ({error}; ulimit -l is {shown}); try {remedy}, or --pin_memory=false, which copies "
+            "more slowly")

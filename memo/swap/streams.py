@@ -14,7 +14,8 @@ from queue import SimpleQueue
 import torch
 
 Streams = namedtuple("Streams", "compute offload prefetch timeline")
-Span = namedtuple("Span", "stream kind label start_s end_s")  # kind: launch or wait; seconds since the step's first span
+# kind: launch or wait; seconds since the step's first span
+Span = namedtuple("Span", "stream kind label start_s end_s")
 
 
 class Event:

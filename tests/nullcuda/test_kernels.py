@@ -39,8 +39,8 @@ def test_what_a_launch_may_ask_for_is_asked_for_at_long_contexts():
     from tests.nullcuda.watch import NULL
     T, before = 2**22, NULL.counts()
     out, lse = torch.empty(1, T, 1, 8, device="cuda"), torch.empty(1, 1, T, device="cuda")
-    kernels.merge(out, lse, out, lse)
-    kernels.rotary(out.view(T, 8), torch.empty(T, 4, dtype=torch.complex64, device="cuda"), True)
-    kernels.layernorm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0], lse[0, 0], 1e-5)
+    kernels.launch_merge(out, lse, out, lse)
+    kernels.launch_rotary(out.view(T, 8), torch.empty(T, 4, dtype=torch.complex64, device="cuda"), True)
+    kernels.launch_layernorm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0], lse[0, 0], 1e-5)
     after = NULL.counts()
     assert after["launches"] >= before["launches"] + 3 and after["bad launches"] == before["bad launches"]
