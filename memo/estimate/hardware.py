@@ -186,7 +186,7 @@ class Machine:
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
         ranks that follow each other. op: gather, scatter, exchange or shift. Gathers and scattered sums over
-        the network goes through the ports of all the group's GPUs of a node."""
+        the network go through the ports of all the group's GPUs of a node."""
         if op in self.speeds.table:
             return self.speeds.seconds(op, nbytes, max(1, nbytes))
         node = self.node

@@ -139,8 +139,8 @@ class HostSlab:
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
-            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); try "
-                                  "a smaller alpha or block_size") from None
+            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); "
+                                  "try a smaller alpha or block_size") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 self.map.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to take and to lock
