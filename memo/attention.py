@@ -37,7 +37,8 @@ def head_groups(attention, q):
     return [slice(i, i + heads) for i in range(0, H, heads)]
 
 
-def attend(attention, q, k, v, causal, scale, out, lse):
+def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
+           scale: float, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T)."""
     for h in head_groups(attention, q):
         where = dict(out=out[:, :, h]) if attention.takes_out else {}
@@ -47,7 +48,8 @@ def attend(attention, q, k, v, causal, scale, out, lse):
         del got  # before the next group's
 
 
-def attend_backward(attention, dout, q, k, v, out, lse, causal, scale):
+def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float):
     """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once."""
     groups = head_groups(attention, q)
     for h in groups:
@@ -263,7 +265,7 @@ def facts_of(device, dtype, head_dim):
     return replace(facts, packages=why | dict.fromkeys(found, "")), found
 
 
-def resolve_attention(name, device, dtype, head_dim):
+def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
     """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta
     device any. Errors: ConfigError where a named one cannot serve."""
     if device.type == "meta":

@@ -31,12 +31,12 @@ class Facts:
     packages: dict = field(default_factory=dict)
 
 
-def cudnn_version(n):
+def cudnn_version(n: int) -> str:
     """92400 -> 9.24, 91501 -> 9.15.1."""
     return f"{n // 10000}.{n // 100 % 100}" + f".{n % 100}" * (n % 100 > 0)
 
 
-def order(facts):
+def order(facts: Facts) -> tuple[str, ...]:
     """The kernels that `auto` chooses from, the fastest first. Source: the papers of FlashAttention-3 and 4;
     before Hopper torch too prefers its flash kernel to cuDNN."""
     if facts.device == "cpu":
@@ -45,7 +45,7 @@ def order(facts):
     return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
 
 
-def missing(name, facts):
+def missing(name: str, facts: Facts) -> str:
     """Why kernel `name` cannot serve, as "it needs ..."; empty where it can."""
     D, capability = facts.head_dim, facts.capability
     if name == "math":
@@ -76,7 +76,7 @@ def missing(name, facts):
     return facts.packages.get(name, "it is not installed") if name in PACKAGES else ""
 
 
-def passed_over(name, facts):
+def passed_over(name: str, facts: Facts) -> str:
     """Why `auto` does not take kernel `name`; empty where it may."""
     if not (why := missing(name, facts)) and name == "cudnn" and facts.cudnn <= WRONG_CUDNN:
         found, last = cudnn_version(facts.cudnn), cudnn_version(WRONG_CUDNN)
@@ -84,7 +84,7 @@ def passed_over(name, facts):
     return why
 
 
-def choose(name, facts):
+def choose(name: str, facts: Facts) -> tuple[str, str]:
     """(the kernel called `name`, or for "auto" the first of order() that can serve; why those before it were
     not taken, in one line). Errors: ConfigError where a named one cannot serve."""
     if name != "auto":
@@ -97,7 +97,7 @@ def choose(name, facts):
     return name, "; ".join(f"{one} {whys[one].removeprefix('it ')}" for one in before)
 
 
-def kernel_of(cfg, machine):
+def kernel_of(cfg, machine) -> str:
     """The kernel that a run of this config would take on a hardware.Machine: what is named counts as
     installed, `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
     device = "cpu" if machine.cpu else "cuda"
@@ -107,7 +107,8 @@ def kernel_of(cfg, machine):
     return choose(cfg.attention, facts)[0]
 
 
-def workspaces(name, B, T, H, D, deterministic=False, multiprocessors=0):
+def workspaces(name: str, B: int, T: int, H: int, D: int, deterministic: bool = False,
+               multiprocessors: int = 0) -> list[int]:
     """Bytes of each request of kernel `name` for itself in a backward on (B, T, H, D), in its order: all
     alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2, where
     deterministic, in so many copies that each multiprocessor has one. What cuDNN takes is not published: a

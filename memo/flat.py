@@ -17,7 +17,7 @@ Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over a
 box begins in it; `tensor`: a view with the box's shape and values."""
 
 
-def whole(name, tensor):
+def whole(name: str, tensor) -> Piece:
     """A tensor as one Piece."""
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
@@ -43,19 +43,20 @@ def is_shared(p: Location, tp: int) -> bool:
     return tp > 1 and p.whole.split_dim is None
 
 
-def shared_numel(layout, tp):
+def shared_numel(layout: dict[str, Location], tp: int) -> int:
     """Elements of a layout that all tp ranks hold."""
     return sum(p.end - p.offset for p in layout.values() if is_shared(p, tp))
 
 
-def local_layout(cfg, tp, data):
+def local_layout(cfg, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally."""
     return flat_layout(model_parameters(cfg), tp, ALIGNED * data)
 
 
 # --- flat buffers ---
 
-def flat_layout(parameters, tp=1, multiple=1):
+def flat_layout(parameters: dict[str, Parameter], tp: int = 1, multiple: int = 1
+                ) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """{name: Parameter} -> {name: Location}, one behind the other, and [(start, end)] of the buckets:
     neighbours of one prefix (a layer, the embeddings, the final norm), each a multiple of `multiple` elements
     long."""
@@ -70,7 +71,7 @@ def flat_layout(parameters, tp=1, multiple=1):
     return layout, buckets
 
 
-def gradient_slots(cfg, micro_batches):
+def gradient_slots(cfg, micro_batches: int) -> int:
     """How many layers' gradients are on the device at once. With the optimizer on the host they leave layer
     by layer, unless another micro batch of the step is to add to them: one layer computes while the layer
     above leaves."""
@@ -78,7 +79,7 @@ def gradient_slots(cfg, micro_batches):
     return min(2, cfg.n_layer) if leaves else cfg.n_layer
 
 
-def gradient_places(buckets, slots):
+def gradient_places(buckets: list[tuple[int, int]], slots: int) -> tuple[list[int], int]:
     """(where the gradients of each bucket begin, elements in all) in a flat buffer where the layers, the
     buckets but for the first and the last, take turns in so many slots."""
     first, *layers, last = (end - start for start, end in buckets)
@@ -86,7 +87,7 @@ def gradient_places(buckets, slots):
     return begins, begins[-1] + last
 
 
-def bucket_views(layout, buckets, parts):
+def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]], parts: list) -> dict:
     """{name: view in the parameter's shape} of `parts`, the flat tensors of the buckets."""
     made, k = {}, 0
     for name, p in layout.items():
@@ -96,12 +97,12 @@ def bucket_views(layout, buckets, parts):
     return made
 
 
-def views(layout, flat):
+def views(layout: dict[str, Location], flat) -> dict:
     """{name: view of `flat` in the parameter's shape}."""
     return {name: flat[p.offset:p.end].view(p.shape) for name, p in layout.items()}
 
 
-def joined(ranges):
+def joined(ranges) -> list[tuple]:
     """[(start, end, what)] in ascending order, neighbours of the same `what` made one."""
     made = []
     for start, end, what in ranges:
@@ -111,7 +112,7 @@ def joined(ranges):
     return made
 
 
-def boxes(start, end, width):
+def boxes(start: int, end: int, width: int) -> list[tuple[int, int, int, int]]:
     """[(row, column, rows, columns)]: the elements [start, end) of a matrix with rows of `width`, in order,
     as at most three boxes: a part of a row, whole rows, a part of a row."""
     made = []

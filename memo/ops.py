@@ -156,7 +156,7 @@ def failing(device):
         return f"triton fails ({type(e).__name__}: {(str(e).splitlines() or [''])[-1]})"
 
 
-def resolve_ops(name, device, launch=True):
+def resolve_ops(name: str, device: torch.device, launch: bool = True) -> tuple[Ops, str]:
     """(the Ops called `name`, or for "auto" the fastest one there is; why no faster one). With `launch` a
     kernel is tried. Errors: a named one that is absent."""
     why = "" if name == "torch" else lacking(device)
@@ -169,18 +169,19 @@ def resolve_ops(name, device, launch=True):
 
 # --- GELU: y = x P(Z <= x), or its tanh approximation ---
 
-def gelu_forward(x, form, out):
+def gelu_forward(x: torch.Tensor, form: str, out: torch.Tensor) -> None:
     for x_, out_ in chunks(x, out):
         torch.ops.aten.gelu.out(x_, approximate=form, out=out_)
 
 
-def gelu_backward(dy, x, form, out):  # `out` may be dy itself
+# `out` may be dy itself
+def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
 
 
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---
 
-def rotations(positions, D, theta):
+def rotations(positions: torch.Tensor, D: int, theta: float) -> torch.Tensor:
     """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of
     tokens."""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)

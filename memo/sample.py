@@ -57,7 +57,8 @@ def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0)
     length = len(prompt) + max_new_tokens
     if not prompt or max_new_tokens < 1 or length > model.cfg.block_size:
         raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at "
-                          f"least 1 each and at most block_size={model.cfg.block_size} together; change one of them")
+                          f"least 1 each and at most block_size={model.cfg.block_size} together; change "
+                          "one of them")
     model.reserve(1, length)
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, start = prompt, 0
@@ -104,8 +105,8 @@ def main(argv):
     model = load_model(args.out_dir, args.device, args.dtype)
     if (V := tokenizer_vocab_size(tokenizer)) > model.cfg.vocab_size:
         raise ConfigError(f"{path} has {V} tokens, which must be at most the model's "
-                          f"vocab_size={model.cfg.vocab_size}; copy the tokenizer.json of the model's dataset "
-                          "there")
+                          f"vocab_size={model.cfg.vocab_size}; copy the tokenizer.json of the model's "
+                          "dataset there")
     ids = tokenizer.encode(prompt).ids
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):

@@ -156,7 +156,7 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     return ArenaBytes(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
 
 
-def head_bytes(cfg, itemsize, cpu=False):
+def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
     """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
     V = cfg.padded_vocab_size / cfg.tp
     row = V * (LOGIT_BYTES + itemsize % 4) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize
@@ -263,7 +263,7 @@ def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Co
     return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=node)
 
 
-def states(cfg, machine, world, itemsize):
+def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
     """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend
     on the activations)."""
     data = world // cfg.tp
@@ -304,7 +304,7 @@ def activation_lines(placement: Placement, tensors) -> list[Line]:
     return lines + [Line("swap", f"{name} {of}", 0, nbytes) for name, nbytes in swapped.items() if nbytes]
 
 
-def cpu_spare(cfg, machine, lines, limit):
+def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> int:
     """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the
     host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors. The same
     in the run."""

@@ -10,7 +10,7 @@ import torch
 from memo.device import device_name, gpu_facts, own_bytes
 from memo.errors import ConfigError, RunFailed
 from memo.estimate import hardware
-from memo.estimate.budget import estimate
+from memo.estimate.budget import Estimate, estimate
 from memo.estimate.search import explain, remedies
 from memo.swap.slab import available
 
@@ -35,7 +35,7 @@ def machine_of(device, launch):
     return replace(found, node=node, threads=threads, memory_bytes=own_bytes(device), **gpu_facts(device))
 
 
-def expect(cfg, device, launch, arena, force):
+def expect(cfg, device: torch.device, launch, arena, force: bool) -> Estimate | None:
     """The Estimate of this run; None, with a warning, where the estimate fails. Errors: ConfigError where the
     run cannot fit, unless `force`."""
     try:
@@ -60,7 +60,7 @@ class OutOfMemory(RunFailed):
 
 
 @contextlib.contextmanager
-def naming_region(expected, device, region):
+def naming_region(expected: Estimate | None, device: torch.device, region: str):
     """Turns a lack of memory inside the block into an OutOfMemory that names `region`, a budget.Line.region:
     the memory that the block takes."""
     try:

@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from memo.errors import ConfigError
 from memo.files import cache_place, load_json
@@ -186,7 +187,7 @@ class Machine:
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
         ranks that follow each other. op: gather, scatter, exchange or shift. Gathers and scattered sums over
-        the network goes through the ports of all the group's GPUs of a node."""
+        the network go through the ports of all the group's GPUs of a node."""
         if op in self.speeds.table:
             return self.speeds.seconds(op, nbytes, max(1, nbytes))
         node = self.node
@@ -202,7 +203,7 @@ def nearest(kind, name, known):
     return ConfigError(f"--{kind}={name}: unknown {kind}; the nearest known: {', '.join(near)}")
 
 
-def machine(gpu, node=None, ranks=1, **figures):
+def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures) -> Machine:
     """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many
     ranks. Any figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
     Errors: ConfigError with the nearest names."""
@@ -249,7 +250,7 @@ OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward
               "gelu forward", "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}
 
 
-def calibration_path(ranks):
+def calibration_path(ranks: int) -> Path:
     """Where the calibration of so many ranks is kept. Errors: ConfigError where nothing can be."""
     folder, why = cache_place()
     if folder is None:

@@ -3,35 +3,35 @@
 from memo.backends import kernel_of
 from memo.command import progress
 from memo.errors import ConfigError
-from memo.estimate.budget import Line, fast_arena
-from memo.estimate.hardware import GIB
+from memo.estimate.budget import Estimate, Line, fast_arena
+from memo.estimate.hardware import GIB, Machine
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
 from memo.plots import dry_run
 from memo.swap.alpha import what_set_it
 
 
-def gib(n):
+def gib(n: int) -> str:
     return f"{n / GIB:.2f}" if n else ""
 
 
-def billions(n):
+def billions(n: float) -> str:
     return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
 
 
-def layout_of(got):
+def layout_of(got: Estimate) -> str:
     cfg = got.cfg
     kind = f" {cfg.context_parallel}" if cfg.cp > 1 else ""
     return f"tp={cfg.tp} cp={cfg.cp}{kind} dp={got.dp}"
 
 
-def mode_of(got):
+def mode_of(got: Estimate) -> str:
     cfg = got.cfg
     how = f" ({cfg.alpha_mode})" if cfg.finds_alpha else ""
     return f"{cfg.activation}{how}{', optimizer on the host' * (cfg.optimizer_device == 'cpu')}"
 
 
-def table(got):
+def table(got: Estimate) -> list[str]:
     """The lines of one estimate for people: bytes of a rank, which add up, alpha, seconds, the verdict."""
     cfg = got.cfg
     nodes = -(-got.world // got.machine.node.gpus_per_node)
@@ -59,7 +59,7 @@ def table(got):
     return lines
 
 
-def summary(got):
+def summary(got: Estimate) -> str:
     alpha = "" if got.alpha is None else f"{got.alpha:.2f}"
     return f"{layout_of(got):26}{mode_of(got):42}{alpha:>6}{percent(got.mfu):>8}" \
            f"{got.tgs or 0:>12,.1f}{got.device_bytes / GIB:>9.1f}  {got.binds}"
@@ -68,7 +68,7 @@ def summary(got):
 HEADING = f"{'layout':26}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
 
 
-def advice(got):
+def advice(got: Estimate) -> list[str]:
     """The lines on what would make it fit."""
     lines = [f"does not fit: {got.why}"]
     others = remedies(got)
@@ -83,7 +83,7 @@ def advice(got):
 # --- for programs ---
 
 
-def as_dict(got):
+def as_dict(got: Estimate) -> dict:
     """--json, see device_bytes are a rank's, host_bytes a node's; None is not known."""
     layer = got.layer
     regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
@@ -102,7 +102,7 @@ def as_dict(got):
                           context_parallel=cfg.context_parallel, optimizer_device=cfg.optimizer_device))
 
 
-def draw_estimate(got, machine, world, most, path):
+def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> None:
     """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
     def estimate_at(S):
         return estimate_or_none(config_with(got.cfg, block_size=S), machine, world, fast_arena)
@@ -113,7 +113,7 @@ def draw_estimate(got, machine, world, most, path):
         raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
 
 
-def limit_of(most):
+def limit_of(most: Estimate) -> tuple[str, str]:
     """(limit of the longest context, the same for people): the memory that is nearer to full, or the end of
     the search."""
     if most.capacity is None:

@@ -202,7 +202,8 @@ class LayerSeconds:
         return seconds + (self.attention_s if part.get(ATTENTION) else 0.0)
 
 
-def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
+def swap_s(placement, tensors, forward_s: float, backward_s: float, recompute_s,
+           bytes_per_s: float) -> tuple[float, float, float]:
     """(forward, backward, stall) seconds of all layers, as the schedule runs. recompute_s(i): of layer i."""
     copied = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values())
               for i in range(placement.n_layer)]
@@ -224,7 +225,7 @@ def swap_s(placement, tensors, forward_s, backward_s, recompute_s, bytes_per_s):
     return forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s
 
 
-def head_s(cfg, machine, itemsize):
+def head_s(cfg, machine, itemsize: int) -> float:
     """Seconds of final norm, logits, loss and their gradients, chunk by chunk; of the embedding and its
     gradient."""
     speeds, rows, C = machine.speeds, cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
@@ -239,12 +240,13 @@ def head_s(cfg, machine, itemsize):
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
-def stages(cfg, machine):
+def stages(cfg, machine) -> bool:
     """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
     return cfg.optimizer_device == "cpu" and not machine.cpu
 
 
-def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
+def optimizer_s(cfg, machine, numel: int, itemsize: int, data: int, local_ranks: int,
+                forward_s: float) -> float:
     """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
     weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
     meanwhile and in the next forward."""
@@ -258,7 +260,8 @@ def optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward_s):
     return rest + speeds.seconds("adamw", adamw, adamw) + speeds.seconds("copy", cast, cast)
 
 
-def data_s(cfg, machine, numel, itemsize, data, world, forward_s, backward_s):
+def data_s(cfg, machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
+           backward_s: float) -> float:
     """Exposed seconds of the gradients' sum and way to the host, beside the last backward, and of the
     parameters' way back to all ranks, beside the next forward. The last bucket of each is always exposed:
     see BUCKETS. On a CPU nothing hides."""

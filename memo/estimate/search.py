@@ -5,14 +5,16 @@ from itertools import product
 from math import isqrt
 
 from memo.command import progress
+from memo.config import Config
 from memo.errors import ConfigError
-from memo.estimate.budget import estimate, fast_arena, traced_arena
+from memo.estimate.budget import Estimate, estimate, fast_arena, traced_arena
+from memo.estimate.hardware import Machine
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 
 
-def config_with(cfg, **keys):
+def config_with(cfg: Config, **keys) -> Config | None:
     """The config with other keys; None where these cannot be."""
     try:
         return replace(cfg, **keys)
@@ -20,7 +22,7 @@ def config_with(cfg, **keys):
         return None
 
 
-def estimate_or_none(cfg, machine, world, arena):
+def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena) -> Estimate | None:
     """The Estimate, or None where the config cannot be or has no such layout."""
     try:
         return cfg and estimate(cfg, machine, world, arena)
@@ -28,7 +30,7 @@ def estimate_or_none(cfg, machine, world, arena):
         return None
 
 
-def degrees_of(n):
+def degrees_of(n: int) -> list[int]:
     """The divisors of n."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
@@ -53,7 +55,7 @@ def layouts(cfg, machine, world):
                     yield one
 
 
-def search(cfg, machine, world, arena=traced_arena, best=5):
+def search(cfg: Config, machine: Machine, world: int, arena=traced_arena, best: int = 5) -> list[Estimate]:
     """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`.
     Where none fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all
     for so many ranks."""
@@ -84,7 +86,7 @@ def search(cfg, machine, world, arena=traced_arena, best=5):
         return chosen or [estimate_or_none(nearest.cfg, machine, world, arena) or nearest]
 
 
-def longest(cfg, machine, world, arena=traced_arena):
+def longest(cfg: Config, machine: Machine, world: int, arena=traced_arena) -> Estimate | None:
     """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp up to LONGEST; None
     where not one of them does."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
@@ -114,13 +116,13 @@ def longest(cfg, machine, world, arena=traced_arena):
         return of(n, arena) if n else None
 
 
-def at_its_end(got):
+def at_its_end(got: Estimate) -> bool:
     """Whether the search for the longest context, not the memory, ended at this Estimate."""
     unit = MULTIPLE * got.cfg.cp * got.cfg.tp
     return got.cfg.block_size + unit > max(LONGEST, unit)
 
 
-def remedies(got, most=3):
+def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last
     one a shorter context."""
     cfg, machine, world, cpu = got.cfg, got.machine, got.world, dict(optimizer_device="cpu")
@@ -153,7 +155,7 @@ KNOBS = {"params": "--tp", "optimizer": "--optimizer_device=cpu, or more ranks",
          "rounding_buffers": "--cp or --tp, or a lower --alpha", "transient": "--cp or --tp"}
 
 
-def explain(expected, region, capacity, text):
+def explain(expected: Estimate | None, region: str, capacity: int | None, text: str) -> str:
     """The line on a run that found no memory for `region`: what was expected of it, the knob, the longest
     context. `capacity`: the device's bytes that other processes leave, None where it is the host."""
     line = f"out of memory ({text}) while the region {region} grew"

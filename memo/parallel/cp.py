@@ -8,12 +8,13 @@ logsumexp stays (B, H/cp, S). Shapes as in memo/attention.py: (B, T, H, D), lse 
 makes the host wait for a GPU.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from memo.attention import Attention
 
 
-def local_token_ranges(S, axis, kind):
+def local_token_ranges(S: int, axis, kind: str) -> list[tuple[int, int]]:
     """[(first, end)]: the ranges of a sequence's S tokens that this rank of cp holds, in its order."""
     if axis.size == 1:
         return [(0, S)]
@@ -97,7 +98,7 @@ def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     return [to_tokens(axis, g) for g in gradients]
 
 
-def attention_over_ranks(attention, axis, kind, merge):
+def attention_over_ranks(attention: Attention, axis, kind: str, merge: Callable) -> Attention:
     """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
     ops.Ops."""
     if axis.size == 1:

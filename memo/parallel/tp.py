@@ -15,6 +15,7 @@ rows are under way at once: the messages of one travel while the other computes.
 """
 
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -23,7 +24,7 @@ from memo.layer import CHUNK_ROWS, SPLIT_ROWS
 
 # --- what is done row by row is done piece by piece ---
 
-def cut(first, end, ranks=1, at_once=1):
+def cut(first: int, end: int, ranks: int = 1, at_once: int = 1) -> list[slice]:
     """Slices of a rank's own rows first..end, nearly equal, at least `at_once` of them, so many of which
     together have CHUNK_ROWS rows of `ranks` ranks or less (each rounded up to SPLIT_ROWS own ones); but never
     of fewer than SPLIT_ROWS own ones out of more, whose products would differ in their bits from those of the
@@ -46,7 +47,7 @@ def pieces_at_once(axis, device):
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
-def in_turns(axis, device, first, end, work):
+def in_turns(axis, device: torch.device, first: int, end: int, work: Callable) -> None:
     """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a
     message of its own is on its way: meanwhile the other piece under way computes. What pieces add to a
     tensor they add in their order."""
@@ -65,14 +66,15 @@ def in_turns(axis, device, first, end, work):
 
 # --- parameters ---
 
-def local(whole, split_dim, axis):
+def local(whole: torch.Tensor, split_dim: int | None, axis) -> torch.Tensor:
     """This rank's part of a parameter that the ranks share along `split_dim`, a view."""
     return whole if split_dim is None else whole.chunk(axis.size, split_dim)[axis.rank]
 
 
 # --- products, of the rows of all tp ranks at once ---
 
-def product(x, w, out):  # (tp, n, I), (I, O) -> (tp, n, O)
+# (tp, n, I), (I, O) -> (tp, n, O)
+def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, w.expand(len(x), -1, -1), out=out) if len(x) > 1 else torch.mm(x[0], w, out=out[0])
 
 
@@ -82,7 +84,7 @@ def add_product(y, x, w, out):  # y (tp, n, O), or of fewer dims, + x w
     return torch.addmm(y if y.dim() == 1 else y[0], x[0], w, out=out[0])
 
 
-def accumulate_product(dw, a, b):
+def accumulate_product(dw: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """dw += a b, where dw is fp32 whatever a and b are."""
     if a.is_meta:
         return  # requests no memory; torch 2.11 has no meta kernel of what CUDA takes
@@ -94,14 +96,16 @@ def accumulate_product(dw, a, b):
         dw += a @ b
 
 
-def bias_backward(dy, db):
+def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
     if db is not None:
         db += dy.sum(0, dtype=torch.float32)
 
 
 # --- column-parallel: y = x w^T + b, where each rank has some of y's columns ---
 
-def column_linear_forward(x, w, b, out):  # (tp, n, I), (O/tp, I), (O/tp,) or None -> (n, tp, O/tp)
+# (tp, n, I), (O/tp, I), (O/tp,) or None -> (n, tp, O/tp)
+def column_linear_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None,
+                          out: torch.Tensor) -> torch.Tensor:
     y = out.transpose(0, 1)
     return product(x, w.t(), y) if b is None else add_product(b, x, w.t(), y)
 
@@ -135,7 +139,9 @@ def row_linear_forward(axis, residual, x, w, b, out):  # (n, C), (n, tp, I/tp), 
     return out if b is None else out.add_(b)
 
 
-def row_linear_backward(dy, x, w, dw, out):  # (tp, n, C) -> dx (n, tp, I/tp); `out` may be x itself
+# (tp, n, C) -> dx (n, tp, I/tp); `out` may be x itself
+def row_linear_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dw: torch.Tensor,
+                        out: torch.Tensor) -> torch.Tensor:
     for dy_, x_ in zip(dy, x.unbind(1), strict=True):
         accumulate_product(dw, dy_.t(), x_)
     product(dy, w, out=out.transpose(0, 1))
@@ -144,14 +150,15 @@ def row_linear_backward(dy, x, w, dw, out):  # (tp, n, C) -> dx (n, tp, I/tp); `
 
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
 
-def own_ids(axis, ids, V):
+def own_ids(axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask): token ids counted from the first of this rank's V, and whether they are among these; other
     ranks' ids become any of this rank's."""
     ids = ids - axis.rank * V
     return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)
 
 
-def embedding_forward(axis, ids, w, out):  # (n, tp), (V/tp, C) -> (n, C)
+# (n, tp), (V/tp, C) -> (n, C)
+def embedding_forward(axis, ids: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     for chunk, out_ in chunks(ids, out, ranks=axis.size):
         parts = out_[None] if axis.size == 1 else out.new_empty(axis.size, *out_.shape)
         for ids_, part in zip(chunk.unbind(1), parts, strict=True):
@@ -163,7 +170,8 @@ def embedding_forward(axis, ids, w, out):  # (n, tp), (V/tp, C) -> (n, C)
     return out
 
 
-def embedding_backward(axis, ids, dx, dw):  # (n, tp), (n, C) -> onto (V/tp, C)
+# (n, tp), (n, C) -> onto (V/tp, C)
+def embedding_backward(axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor) -> None:
     for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
             own, mine = own_ids(axis, ids_, len(dw))
@@ -171,7 +179,8 @@ def embedding_backward(axis, ids, dx, dw):  # (n, tp), (n, C) -> onto (V/tp, C)
             dw.index_add_(0, own, torch.mul(dx_, mine[:, None], out=fp32))
 
 
-def softmax(axis, logits):  # (rows, V/tp) -> fp32, this rank's part of the softmax over all V
+# (rows, V/tp) -> fp32, this rank's part of the softmax over all V
+def softmax(axis, logits: torch.Tensor) -> torch.Tensor:
     p = torch.softmax(logits, 1, dtype=torch.float32)  # as if there were no others
     if axis.size > 1:
         lse = logits.amax(1).float() - p.amax(1).log()

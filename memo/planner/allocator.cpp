@@ -1,9 +1,17 @@
-// Records and replays the memory requests of a training step, inside torch's allocator interface. See memo/planner/allocator.py.
+// Records and replays the memory requests of a training step, inside torch's allocator interface: see
+// memo/planner/allocator.py. Source: MEMO (arXiv 2407.12117), 4.3.3.
 //
-// torch can replace an allocator, but not wrap the one it has for CUDA; replaced, that one's caching, statistics and
-// out-of-memory reports are gone, and it must happen before the first request. So two entries of the class's virtual table,
-// allocate() and raw_deleter(), are pointed here: what is requested outside a segment goes straight on to torch's own
-// function, and what is inside is noted or gets its planned address. No CUDA headers; one way for the CPU and for CUDA.
+// Every step of training makes the same requests in the same order. So the first step is recorded; a planner
+// then computes one address for each request in one large block, the arena; in later steps a request costs a
+// look into the plan, and fragmentation cannot occur. A segment is a named stretch of a step (a layer's
+// forward, say).
+//
+// torch can replace its CUDA allocator, but cannot wrap it. A replacement loses the caching, the statistics
+// and the out-of-memory reports, and must happen before the first request. Therefore two entries of the
+// allocator class's virtual table, allocate() and raw_deleter(), are pointed at functions of this file.
+// Requests outside a segment go on to torch's own function. Requests inside a segment are noted (recording)
+// or get their planned address (replay). No CUDA headers are needed, and the CPU's allocator is joined in the
+// same way.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -27,41 +35,53 @@ namespace {
 
 using c10::Allocator;
 using c10::DataPtr;
-using Allocate = DataPtr (*)(Allocator*, size_t);  // a member function is one whose first argument is `this`
+// in the calling convention (Itanium C++ ABI) a member function is a function whose first argument is `this`
+using Allocate = DataPtr (*)(Allocator*, size_t);
 using RawDeleter = c10::DeleterFnPtr (*)(const Allocator*);
 
-constexpr size_t kAllocateSlot = 2, kRawDeleterSlot = 4;  // in c10::Allocator's virtual table; 0 and 1 are its destructors
-constexpr size_t kWindow = 16;       // planned requests that may be left out before one is not found any more
+// places in c10::Allocator's virtual table: 0 and 1 are its destructors, 3 is is_simple_data_ptr()
+constexpr size_t kAllocateSlot = 2, kRawDeleterSlot = 4;
+// A segment may leave out some of its planned requests: a request is looked for among so many planned ones.
+// One that is not found there is a miss.
+constexpr size_t kWindow = 16;
 
+// torch's own functions, by device
 struct {
   Allocate allocate = nullptr;
   RawDeleter raw_deleter = nullptr;
-} torchs[static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES)];  // its own functions, by device
+} torchs[static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES)];
 
 struct Request {
   size_t bytes;
-  int64_t offset;  // -1: it outlives the step and is left to torch
+  int64_t offset;  // in the arena; -1: the tensor outlives the step, torch serves the request
 };
 
 struct Segment {
   std::string label;
-  std::vector<Request> plan;
-  bool planned = false, recorded = false, reported = false;
+  std::vector<Request> plan;  // in the order of the requests
+  bool planned = false, recorded = false;
+  bool reported = false;  // a miss was: one line a segment is enough
 };
 
-using Memory = std::shared_ptr<DataPtr>;  // every live block shares it
+// The arena's memory. Every live block shares it: memory that is replaced by a larger arena's stays until its
+// last tensor is gone.
+using Memory = std::shared_ptr<DataPtr>;
 
 struct Arena {  // of one model; the caller's handle and every live block share it
   c10::DeviceType device;
-  bool guard;
-  std::mutex mutex;  // what follows; frees may come from any thread
+  bool guard;  // for tests: check all live blocks against each other, fill freed ones with NaN
+  std::mutex mutex;  // protects the members below; frees may come from any thread
   Memory memory;
   size_t bytes = 0;
-  std::optional<c10::Stream> stream;  // whose memory it is: on another one a place that is free may still be read
+  // Addresses are reused at once, without a wait: right only where all kernels run on one stream, in order.
+  // On another stream a freed place may still be read. Requests of other streams go to torch.
+  std::optional<c10::Stream> stream;
   std::unordered_map<std::string, Segment> segments;
   std::map<size_t, size_t> live;  // planned blocks in use: offset -> end
   std::string log, misses_text;
-  int64_t ids = 0, generation = 0, requests = 0, misses = 0;
+  int64_t ids = 0;
+  int64_t generation = 0;  // of the log: a block that was recorded in an earlier one does not note its free
+  int64_t requests = 0, misses = 0;
   size_t recorded_bytes = 0, peak_bytes = 0;
 };
 
@@ -74,14 +94,15 @@ struct Block {
   DataPtr native;          // torch's, while recording
 };
 
+// Blocks in use, of all arenas, by address: a free knows nothing else. The map is never destroyed, because
+// tensors are freed even while the process exits.
 std::mutex blocks_mutex;
-auto& blocks = *new std::unordered_map<void*, Block>;  // in use, of all arenas: torch hands back the address alone. Never
-                                                       // destroyed: tensors are freed at exit too
+auto& blocks = *new std::unordered_map<void*, Block>;
 
-struct Current {  // what the calling thread is in
+struct Current {  // the segment that the calling thread is in
   std::shared_ptr<Arena> arena;
   Segment* segment = nullptr;
-  size_t next = 0;  // the first planned request that did not come yet
+  size_t next = 0;  // the first planned request that has not come yet
   bool recording = false;
 };
 thread_local Current current;
@@ -92,7 +113,9 @@ std::optional<c10::Stream> stream_of(c10::DeviceType device) {
   return guard.getStream(guard.getDevice());
 }
 
-void check_overlap(const Block& block, const char* begin) {  // by brute force, whatever `live` says; caller locks blocks
+// Throws where a new block overlaps a live one. By brute force and without `live`, so that an error in the
+// replay's own bookkeeping shows. The caller locks `blocks`.
+void check_overlap(const Block& block, const char* begin) {
   const Arena& arena = *block.arena;
   const char* end = begin + block.bytes;
   if (block.offset >= 0 && block.offset + block.bytes > arena.bytes)
@@ -103,39 +126,46 @@ void check_overlap(const Block& block, const char* begin) {  // by brute force, 
                                std::to_string(other.bytes) + " bytes overlap");
 }
 
+// Takes a freed block out of its arena's books.
 void forget(const Block& block, void* begin) {
   Arena& arena = *block.arena;
   std::lock_guard<std::mutex> lock(arena.mutex);
   if (block.offset < 0) arena.recorded_bytes -= block.bytes;
+  // a block of memory that was replaced since has no place in the new one
   else if (block.memory == arena.memory) arena.live.erase(block.offset);
-  if (arena.guard && block.offset >= 0 && arena.device == c10::DeviceType::CPU) memset(begin, 0xff, block.bytes);  // NaN
+  if (arena.guard && block.offset >= 0 && arena.device == c10::DeviceType::CPU)
+    memset(begin, 0xff, block.bytes);  // NaN: a read after the free shows
   if (block.id >= 0 && block.generation == arena.generation)
     arena.log += "free " + std::to_string(block.id) + " " + std::to_string(block.bytes) + "\n";
 }
 
+// The deleter of this file's blocks; and, in the place of torch's raw deleter, of memory that torch handed
+// out itself.
 template <c10::DeviceType device>
 void release(void* begin) {
   std::unique_lock<std::mutex> lock(blocks_mutex);
   auto node = blocks.extract(begin);
-  lock.unlock();
+  lock.unlock();  // the memory in `node` goes back to torch, which takes locks of its own
   if (node.empty()) torchs[static_cast<size_t>(device)].raw_deleter(c10::GetAllocator(device))(begin);
   else forget(node.mapped(), begin);
 }
 
-// The planned offset of the next request, of n bytes, in the current segment; -1 where torch shall serve it. Caller locks.
+// The planned offset of the next request, of n bytes, in the current segment; -1 where torch shall serve the
+// request. A request is found by its size: the next planned one of n bytes. The caller locks the arena.
 int64_t planned_offset(Arena& arena, Segment& segment, size_t n) {
   const auto& plan = segment.plan;
   const size_t stop = std::min(plan.size(), current.next + kWindow);
   size_t k = current.next;
   while (k < stop && plan[k].bytes != n) ++k;
-  std::string why = current.next < plan.size() ? "where " + std::to_string(plan[current.next].bytes) + " were planned"
-                                               : "after all that was planned";
+  std::string why = "after all that was planned";
+  if (current.next < plan.size()) why = "where " + std::to_string(plan[current.next].bytes) + " were planned";
   if (k < stop) {
     current.next = k + 1;
     if (plan[k].offset < 0) return -1;
     const size_t begin = plan[k].offset, end = begin + n;
 #ifndef MEMO_TRUST_THE_PLAN
-    // protects every live block from a plan that does not fit what is really requested
+    // protects every live block: the step may have changed since it was recorded, and free tensors later than
+    // planned. A wrong plan costs speed, never data.
     const auto after = arena.live.lower_bound(begin);
     const bool taken = (after != arena.live.end() && after->first < end) ||
                        (after != arena.live.begin() && std::prev(after)->second > begin) || end > arena.bytes;
@@ -146,18 +176,20 @@ int64_t planned_offset(Arena& arena, Segment& segment, size_t n) {
     why = taken ? "whose place is still taken" : "on another stream than the arena's";
   }
   ++arena.misses;
-  if (!segment.reported) arena.misses_text += segment.label + ": " + std::to_string(n) + " bytes were requested " + why + "\n";
+  if (!segment.reported)
+    arena.misses_text += segment.label + ": " + std::to_string(n) + " bytes were requested " + why + "\n";
   segment.reported = true;
   return -1;
 }
 
+// In the place of torch's allocate(). `native`: torch's allocator.
 template <c10::DeviceType device>
 DataPtr hook_allocate(Allocator* native, size_t n) {
   const Allocate allocate = torchs[static_cast<size_t>(device)].allocate;
   if (!current.segment || current.arena->device != device || n == 0) return allocate(native, n);
   const auto arena = current.arena;
   Block block{arena, n, -1, -1, 0, nullptr, {}};
-  if (current.recording) block.native = allocate(native, n);  // may wait for other threads: without the lock
+  if (current.recording) block.native = allocate(native, n);  // may wait for other threads: before the lock
   {
     std::lock_guard<std::mutex> lock(arena->mutex);
     ++arena->requests;
@@ -172,7 +204,7 @@ DataPtr hook_allocate(Allocator* native, size_t n) {
     const size_t highest = arena->live.empty() ? 0 : arena->live.rbegin()->second;
     arena->peak_bytes = std::max(arena->peak_bytes, highest + arena->recorded_bytes);
   }
-  if (!current.recording && block.offset < 0) return allocate(native, n);
+  if (!current.recording && block.offset < 0) return allocate(native, n);  // a miss, or it outlives the step
   const DataPtr& memory = current.recording ? block.native : *block.memory;
   char* begin = static_cast<char*>(memory.get()) + std::max<int64_t>(block.offset, 0);
   const c10::Device where = memory.device();
@@ -187,21 +219,26 @@ c10::DeleterFnPtr hook_raw_deleter(const Allocator*) {
   return release<device>;
 }
 
+// Points the two entries of torch's table here, once a process. nullptr, or why they cannot be.
 template <c10::DeviceType device>
 const char* install() {
   static std::mutex once;
   std::lock_guard<std::mutex> lock(once);
   auto& own = torchs[static_cast<size_t>(device)];
   Allocator* native = c10::GetAllocator(device);
+  // an object begins with the address of its class's table
   void** table = *reinterpret_cast<void***>(native);
   void **allocate = table + kAllocateSlot, **raw_deleter = table + kRawDeleterSlot;
-  if (own.allocate) return nullptr;  // already; the caller tries whether it still comes by here
+  if (own.allocate) return nullptr;  // done before; the caller makes a request and sees whether it comes here
+  // the table lies in memory that is read-only after loading: make its pages writable for a moment
   const size_t page = sysconf(_SC_PAGESIZE);
   auto* first = reinterpret_cast<char*>(reinterpret_cast<size_t>(allocate) / page * page);
   const size_t length = reinterpret_cast<char*>(raw_deleter + 1) - first;
   if (mprotect(first, length, PROT_READ | PROT_WRITE)) return "the allocator's table cannot be written";
   own.allocate = reinterpret_cast<Allocate>(*allocate);
   own.raw_deleter = reinterpret_cast<RawDeleter>(*raw_deleter);
+  // Is this slot really raw_deleter()? The compiler's own call tells: it must now give the deleter of this
+  // file. In a torch with another interface it does not, and the entry is put back.
   *raw_deleter = reinterpret_cast<void*>(hook_raw_deleter<device>);
   const bool understood = native->raw_deleter() == release<device>;
   if (understood) *allocate = reinterpret_cast<void*>(hook_allocate<device>);
@@ -213,6 +250,7 @@ const char* install() {
 using Handle = std::shared_ptr<Arena>;
 Arena& get(void* handle) { return **static_cast<Handle*>(handle); }
 
+// Empties `from`; the text stays until the thread's next call.
 const char* take(std::string& from) {
   static thread_local std::string text;
   text = std::exchange(from, {});
@@ -239,8 +277,9 @@ void* memo_open(int cuda, int guard) {
 
 void memo_close(void* handle) { delete static_cast<Handle*>(handle); }
 
-// From here to memo_end, what the calling thread requests belongs to `label`: replayed where that has a plan, recorded
-// where it has none and was not recorded yet. Whether the thread was in no segment: they do not nest.
+// From here to memo_end, requests of the calling thread belong to segment `label`: they are replayed where it
+// has a plan, recorded where it has none and was not recorded yet. Returns 0 where the thread is in a segment
+// already: segments do not nest.
 int memo_begin(void* handle, const char* label) {
   if (current.segment) return 0;
   Arena& arena = get(handle);
@@ -253,7 +292,7 @@ int memo_begin(void* handle, const char* label) {
   return 1;
 }
 
-// `failed`: what was recorded so far is half a log, of no use.
+// `failed`: the segment ended with an exception. Half a log is of no use: all recording begins anew.
 void memo_end(int failed) {
   if (!current.segment) return;
   const Current ended = std::exchange(current, {});  // the arena lives on even if its handle is closed by now
@@ -269,7 +308,8 @@ void memo_end(int failed) {
   }
 }
 
-// What was recorded since the last call, as text; it is the caller's until the next call of this or of memo_misses.
+// The requests recorded since the last call, as text, valid until the thread's next call of this or of
+// memo_misses.
 const char* memo_log(void* handle) {
   Arena& arena = get(handle);
   std::lock_guard<std::mutex> lock(arena.mutex);
@@ -284,6 +324,7 @@ const char* memo_misses(void* handle) {
   return take(arena.misses_text);
 }
 
+// Gives segment `label` its plan: bytes and offset of each of n requests, in order.
 void memo_plan(void* handle, const char* label, int64_t n, const int64_t* bytes, const int64_t* offsets) {
   Arena& arena = get(handle);
   std::lock_guard<std::mutex> lock(arena.mutex);
@@ -292,8 +333,9 @@ void memo_plan(void* handle, const char* label, int64_t n, const int64_t* bytes,
   for (int64_t k = 0; k < n; ++k) segment.plan.push_back({static_cast<size_t>(bytes[k]), offsets[k]});
 }
 
-// Gives the arena's memory back, when its last block goes, and takes as many bytes anew from torch; nullptr, or why it has
-// none now. All its blocks belong to the stream that is current here.
+// Gives up the arena's memory, which is freed with its last block, and takes `bytes` anew from torch. Returns
+// nullptr, or the reason why the arena has no memory now. Its blocks belong to the stream that is current
+// here.
 const char* memo_reserve(void* handle, int64_t bytes) {
   static thread_local std::string error;
   Arena& arena = get(handle);
@@ -313,8 +355,8 @@ const char* memo_reserve(void* handle, int64_t bytes) {
   return nullptr;
 }
 
-// {requests in segments, misses, most bytes in use since the last reset, the arena's bytes, its live blocks, characters
-// recorded and not yet fetched}
+// {requests in segments, misses, most bytes in use since the last reset, the arena's bytes, its live blocks,
+// characters recorded and not yet fetched}
 void memo_stats(void* handle, int reset_peak, int64_t* out) {
   Arena& arena = get(handle);
   std::lock_guard<std::mutex> lock(arena.mutex);

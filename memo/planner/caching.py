@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 
+from memo.planner.trace import Trace
+
 MiB = 2**20
 MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
 MIN_LARGE, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
@@ -201,7 +203,7 @@ class CachingAllocator:
 
 # --- steps ---
 
-def lifespans(trace):
+def lifespans(trace: Trace) -> list[Lifespan]:
     """The tensors of a Trace in the order of their mallocs: Lifespan(start, stop, bytes, segment, k,
     planned).
 
@@ -228,7 +230,7 @@ def lifespans(trace):
     return out
 
 
-def segment_starts(trace):
+def segment_starts(trace: Trace) -> list[tuple[str, int]]:
     """[(segment, request number at which it begins)] of a Trace, and a last one, "", at its end; "" also
     stands for what lies between segments."""
     out, time = [("", 0)], 0
@@ -241,7 +243,7 @@ def segment_starts(trace):
     return [a for a, b in zip(out, out[1:], strict=False) if b[1] > a[1]] + out[-1:]  # without empty ones
 
 
-def segment_kind(segment):
+def segment_kind(segment: str) -> str:
     """The kind of a segment, without shape and layer: `forward` of `1x4096/forward 3`."""
     words = segment.rpartition("/")[2].split()
     return " ".join(word for word in words if not any(c.isdigit() for c in word)) or "other"
@@ -268,7 +270,8 @@ class Simulation:
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
-def simulate_caching(traces, capacity=None, resident_bytes=0, planned_only=False):
+def simulate_caching(traces: list[Trace], capacity: int | None = None, resident_bytes: int = 0,
+                     planned_only: bool = False) -> Simulation:
     """The Simulation of one Trace after the other, the cache kept between them: several steps, several
     lengths.
 
@@ -299,7 +302,7 @@ def simulate_caching(traces, capacity=None, resident_bytes=0, planned_only=False
                       tuple(starts))
 
 
-def planned_rectangles(trace, plan):
+def planned_rectangles(trace: Trace, plan) -> list[Rectangle]:
     """The Rectangles of a Plan: where the tensors of the Trace lie in the arena, without what it leaves to
     torch."""
     out = []

@@ -16,7 +16,7 @@ from pathlib import Path
 from memo.dsa import problem, solvers
 from memo.dsa.problem import Buffer, Problem, Solution, components, lower_bound, solve, validate
 from memo.files import keep_json, parse_json, read_text, readable_json
-from memo.planner.trace import OUTSIDE, WHOLE, marked
+from memo.planner.trace import OUTSIDE, WHOLE, Trace, marked
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
 PLANNING_S = 10.0  # for each of a run's problems; what is found by then is used
@@ -149,7 +149,7 @@ def compose(trace, solver, alignment, time_limit, by_segment):
     return plan
 
 
-def validate_plan(trace, plan):
+def validate_plan(trace: Trace, plan: Plan) -> None:
     """Raises ValueError where `plan` is not one of `trace`: other segments or requests, tensors that overlap,
     a place for what is left to torch, another lower bound."""
     requests, sizes, _ = requests_of(marked(trace))
@@ -166,18 +166,19 @@ def validate_plan(trace, plan):
     validate(problem, Solution(offsets, plan.arena_bytes, plan.lower_bound, plan.solver, plan.seconds))
 
 
-def bilevel(trace, solver="auto", alignment=1, time_limit=60.0):
+def bilevel(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0) -> Plan:
     """The Plan of a trace in two levels: equal segments are solved once, then the step with a pseudo block
     for each. Source: MEMO 4.2."""
     return compose(trace, solver, alignment, time_limit, by_segment=True)
 
 
-def one_level(trace, solver="auto", alignment=1, time_limit=60.0):
+def one_level(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0) -> Plan:
     """The Plan of a trace, all its requests solved at once."""
     return compose(trace, solver, alignment, time_limit, by_segment=False)
 
 
-def cached_plan(trace, folder, solver="auto", alignment=1, time_limit=60.0):
+def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignment: int = 1,
+                time_limit: float = 60.0) -> Plan:
     """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or
     None, costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {time_limit}".encode())

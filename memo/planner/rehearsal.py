@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo.backends import workspaces
-from memo.planner.trace import checked_trace
+from memo.planner.trace import Trace, checked_trace
 from memo.swap.schedule import compute_only, schedule
 from memo.swap.streams import open_streams
 
@@ -35,7 +35,7 @@ class Rehearsal:
         self.order[label] = self.first[kind]
 
 
-def rehearsed_requests(model, arena):
+def rehearsed_requests(model, arena) -> Trace:
     """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
     one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
@@ -54,7 +54,7 @@ def rehearsed_requests(model, arena):
         model.grads.zero_()
 
 
-def traced_requests(make, B, T, missing, device="meta", requests=None):
+def traced_requests(make, B: int, T: int, missing, device: str = "meta", requests=None) -> Trace:
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
     "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see
     Placement.missing. requests(name of an operation, its arguments) -> bytes of each request of an attention
@@ -69,7 +69,8 @@ def traced_requests(make, B, T, missing, device="meta", requests=None):
         return rehearsed_requests(model, FakeArena(requests))
 
 
-def kernel_requests(name, args, threads=1, deterministic=False, multiprocessors=0):
+def kernel_requests(name: str, args, threads: int = 1, deterministic: bool = False,
+                    multiprocessors: int = 0) -> list[int]:
     """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for
     itself. On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in
     torch's FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and

@@ -66,7 +66,7 @@ class Trace:
                            for i, (verb, name, nbytes) in enumerate(self.events)))
 
 
-def checked_trace(events, lines=None, where="requests"):
+def checked_trace(events: list[tuple[str, str, int]], lines=None, where: str = "requests") -> Trace:
     """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
     freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
     nested, repeated or left open."""
@@ -106,7 +106,7 @@ def checked_trace(events, lines=None, where="requests"):
     return Trace(tuple(events))
 
 
-def parse_trace(text, where="requests"):
+def parse_trace(text: str, where: str = "requests") -> Trace:
     """The Trace of a text log; empty lines and what follows # are skipped. Errors: LogError."""
     events, lines = [], []
     for number, line in enumerate(text.split("\n"), 1):
@@ -136,7 +136,7 @@ def parse_trace(text, where="requests"):
 # --- the plan ---
 
 
-def marked(trace):
+def marked(trace: Trace) -> Trace:
     """The trace itself, or where it marks no segments, as one."""
     if any(verb == "begin" for verb, *_ in trace.events):
         return trace

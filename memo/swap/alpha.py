@@ -111,7 +111,7 @@ class SwapPlan:
     fits: bool  # False: OOHM, though every layer keeps only x
 
 
-def what_set_it(cfg, plan, n_swapped):
+def what_set_it(cfg, plan: SwapPlan, n_swapped: int) -> str:
     """alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
     if not n_swapped:
         return "none: all layers stay on the device"
@@ -214,7 +214,7 @@ def swaps_layers(cfg) -> bool:
     return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
 
 
-def n_buffers(cfg, problem, spare_bytes, cpu=False):
+def n_buffers(cfg, problem: AlphaProblem, spare_bytes: float, cpu: bool = False) -> tuple[int, float]:
     """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are
     left for them.
 
@@ -229,7 +229,8 @@ def n_buffers(cfg, problem, spare_bytes, cpu=False):
     return fit, inf
 
 
-def place_rows(cfg, problem, n_rows, recompute_s=None):
+def place_rows(cfg, problem: AlphaProblem, n_rows: int,
+               recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
     cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
     per_tensor, which needs it.

@@ -80,12 +80,12 @@ def reclaimable(path, name):
         return 0
 
 
-def available():
+def available() -> int:
     """Bytes that this host has free, and that the cgroup leaves of them."""
     return int(max(0, min(meminfo_available(), cgroup_available())))
 
 
-def host_bytes(host_memory_gb, local_ranks=1, reserved=0):
+def host_bytes(host_memory_gb: float | str, local_ranks: int = 1, reserved: int = 0) -> int:
     """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host,
     or what is free there beside `reserved` bytes. Errors: more than that granted."""
     return granted_bytes(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
@@ -139,8 +139,8 @@ class HostSlab:
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
-            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); try "
-                                  "a smaller alpha or block_size") from None
+            raise OutOfHostMemory(f"host memory of {nbytes / 2**30:.4g} GiB cannot be had ({e.strerror}); "
+                                  "try a smaller alpha or block_size") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 self.map.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to take and to lock

@@ -47,7 +47,7 @@ class Timeline:
                 for stream, kind, label, before, behind in spans]
 
 
-def stall_s(spans):
+def stall_s(spans: list[Span]) -> float:
     """Seconds that the compute stream spent waiting for a copy."""
     return sum(s.end_s - s.start_s for s in spans if s.stream == "compute" and s.kind == "wait")
 
@@ -187,7 +187,7 @@ class CpuStream:
 
 # --- both ---
 
-def open_streams(device):
+def open_streams(device: torch.device) -> Streams:
     """The three streams of a device. Compute is the one that torch uses anyway, on the CPU the calling
     thread."""
     timeline = Timeline()
@@ -198,7 +198,7 @@ def open_streams(device):
     return Streams(CpuStream("compute", timeline, threaded=False), *side, timeline)
 
 
-def close_streams(streams):
+def close_streams(streams: Streams) -> None:
     """Waits for every copy under way, then lets the streams go."""
     for stream in streams[:3]:
         stream.close()
