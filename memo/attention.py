@@ -180,7 +180,7 @@ def bound(module, name, needed, optional=()):
     return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
 
 
-def installed(name):
+def installed_kernel(name):
     """The Attention of a package's kernel. Errors: Unusable."""
     distribution, module, forward, backward = INTERFACES[name]
     try:
@@ -259,7 +259,7 @@ def facts_of(device, dtype, head_dim):
     for package in PACKAGES:
         if not missing(package, replace(facts, packages={package: ""})):
             try:
-                found[package] = installed(package)
+                found[package] = installed_kernel(package)
             except Unusable as e:
                 why[package] = str(e)
     return replace(facts, packages=why | dict.fromkeys(found, "")), found

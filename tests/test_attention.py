@@ -10,7 +10,7 @@ import torch
 
 from memo import attention as attention_module
 from memo import backends
-from memo.attention import BACKENDS, Unusable, attend, attend_backward, facts_of, installed, resolve_attention
+from memo.attention import BACKENDS, Unusable, attend, attend_backward, facts_of, installed_kernel, resolve_attention
 from memo.backends import Facts, choose, missing, workspaces
 from memo.config import Config, load_config
 from memo.errors import ConfigError
@@ -66,7 +66,7 @@ def test_backends_agree_with_the_mathematics(name, causal):
                                                 ("4 beta 27", True)])
 def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, deterministic, monkeypatch):
     fakes.install(monkeypatch, version)
-    kernel = installed(fakes.KERNEL[version[0]])
+    kernel = installed_kernel(fakes.KERNEL[version[0]])
     assert kernel.takes_out == takes_out and kernel.name == fakes.KERNEL[version[0]]
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 2 * 24 * 16 * 2)  # groups of two heads of four
     packed = torch.cat(tensors((2, 24, 4, 16)), 3)
@@ -91,14 +91,14 @@ def test_what_cannot_be_called_is_not_there(monkeypatch, tmp_path):
     fakes.install(monkeypatch)
     for name in ALL:
         with pytest.raises(Unusable, match="^it is not installed$"):
-            installed(name)
+            installed_kernel(name)
     fakes.install(monkeypatch, "2.6.3")
     with pytest.raises(Unusable, match="^it is of another version: _flash_attn_forward wants window_size$"):
-        installed("flash_attn_2")
+        installed_kernel("flash_attn_2")
     fakes.install(monkeypatch, "3")
     monkeypatch.delattr(sys.modules["flash_attn_interface"], "_flash_attn_backward")
     with pytest.raises(Unusable, match="^it has no flash_attn_interface._flash_attn_backward$"):
-        installed("flash_attn_3")
+        installed_kernel("flash_attn_3")
     fakes.install(monkeypatch)
     for folder, text in (("flash_attn/cute", f"def _flash_attn_fwd({fakes.FORWARD['4 beta 27']}): pass\n"
                                              f"def _flash_attn_bwd({fakes.BACKWARD['4 beta 27']}): pass"),
@@ -106,11 +106,11 @@ def test_what_cannot_be_called_is_not_there(monkeypatch, tmp_path):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / ("interface.py" if folder else "flash_attn_interface.py")).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert installed("flash_attn_4").takes_out
+    assert installed_kernel("flash_attn_4").takes_out
     with pytest.raises(Unusable, match="^it is not installed$"):  # although there is a folder flash_attn
-        installed("flash_attn_2")
+        installed_kernel("flash_attn_2")
     with pytest.raises(Unusable, match="^it cannot be imported .No module named 'a_library_of_another_torch'.$"):
-        installed("flash_attn_3")
+        installed_kernel("flash_attn_3")
 
 
 # --- the choice ---

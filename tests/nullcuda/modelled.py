@@ -56,9 +56,9 @@ def main():
 
 def draw(trace, png):
     """The timeline of a run once more, with what it is above it."""
-    from memo.plots import ROWS, timeline
+    from memo.plots import STREAMS, timeline
     from memo.swap.streams import Span
-    spans = [Span(ROWS[e["tid"]], e["cat"], e["name"].removeprefix("stall: "), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+    spans = [Span(STREAMS[e["tid"]], e["cat"], e["name"].removeprefix("stall: "), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
              for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     timeline(spans, trace, png, "virtual time, null CUDA: 8 layers of a 7B model, context 65,536, one H100 as modelled")
 
