@@ -104,7 +104,7 @@ def views(layout: dict[str, Location], flat) -> dict:
 
 def joined(ranges) -> list[tuple]:
     """[(start, end, what)] in ascending order, neighbours of the same `what` made one."""
-    made = []
+    made: list[tuple] = []
     for start, end, what in ranges:
         if made and made[-1][1:] == (start, what):
             start = made.pop()[0]

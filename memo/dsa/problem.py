@@ -155,9 +155,9 @@ def validate(problem: Problem, solution: Solution) -> None:
             gone += 1
         for j in alive.neighbours(i):  # the others alive lie apart: if any overlaps i, a neighbour does
             if solution.offsets[i] < ends[j] and solution.offsets[j] < ends[i]:
-                a, b = ((problem.buffers[k].id, solution.offsets[k], ends[k]) for k in (j, i))
+                one, other = ((problem.buffers[k].id, solution.offsets[k], ends[k]) for k in (j, i))
                 raise ValueError("buffers {!r} at [{}, {}) and {!r} at [{}, {}) overlap while both are "
-                                 "alive".format(*a, *b))
+                                 "alive".format(*one, *other))
         alive.add(i)
 
 
@@ -258,7 +258,8 @@ def _unit(problem):
 def components(lifespans: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Indices of half-open (lower, upper), in groups that no moment joins: what is never alive together never
     conflicts."""
-    groups, end = [], None
+    groups: list[list[int]] = []
+    end = None
     for i, (lower, upper) in sorted(enumerate(lifespans), key=lambda entry: entry[1][0]):
         if end is None or lower >= end:
             groups.append([])

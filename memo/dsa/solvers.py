@@ -83,7 +83,8 @@ def part_of(lower: list[int], upper: list[int], size: list[int]) -> Part:
             sets, grew = sets + 1, False
         ranks[t] = sets
         grew |= t in born
-    return Part(*(tuple(map(ranks.__getitem__, times)) for times in (lower, upper)), tuple(size))
+    first, last = (tuple(map(ranks.__getitem__, times)) for times in (lower, upper))
+    return Part(first, last, tuple(size))
 
 
 def greedy(part: Part, stop: int, deadline: float = inf) -> list[int]:

@@ -106,6 +106,7 @@ def traced_arena(cfg: Config, machine: Machine, trace=trace_elsewhere) -> ArenaB
         key.update(path.read_bytes())
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
     try:
+        assert folder is not None  # otherwise it is made, as below
         return checked_arena_bytes(parse_json(read_text(folder / name)), keys)
     except Exception:  # not there, or not what was written
         arena = planned_arena_bytes(trace(keys), cfg.solver, device)
@@ -362,6 +363,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena=traced_arena) -> E
     if machine.cpu:
         spare = cpu_spare(cfg, machine, lines, limit)
     else:
+        assert capacity is not None  # it is not a CPU
         free = capacity - sum(line.device_bytes for line in lines)
         spare = spare_bytes(free, capacity, transient, head)
         lines.append(Line("margin", "margin for gaps", margin_bytes(capacity, transient, head)))

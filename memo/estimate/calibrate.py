@@ -134,7 +134,8 @@ def copy_rate(nbytes, device, host):
 def calibrate(axis, host, device: torch.device, dtype: torch.dtype, local_ranks: int) -> dict:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
-    cuda, table, doing = device.type == "cuda", {}, ""
+    table: dict[str, list[tuple[float, float]]] = {}
+    cuda, doing = device.type == "cuda", ""
 
     def note(op, size, amount, call):
         nonlocal doing

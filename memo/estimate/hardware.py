@@ -188,6 +188,7 @@ class Machine:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
         ranks that follow each other. op: gather, scatter, exchange or shift. Gathers and scattered sums over
         the network go through the ports of all the group's GPUs of a node."""
+        assert self.speeds is not None  # seconds are asked for only where they are known
         if op in self.speeds.table:
             return self.speeds.seconds(op, nbytes, max(1, nbytes))
         node = self.node
@@ -310,4 +311,4 @@ def gpu_named(device_name: str) -> str | None:
 def peak_flops_per_s(device_name: str) -> float | None:
     """Dense bf16 FLOPs per second of the GPU with this name; None where that is not known."""
     name = gpu_named(device_name)
-    return name and GPUS[name].peak_flops_per_s
+    return GPUS[name].peak_flops_per_s if name else None

@@ -50,8 +50,8 @@ def table(got: Estimate) -> list[str]:
         lines.append(f"alpha       {what_set_it(cfg, got.plan, got.placement.n_swapped)}")
     if got.seconds:
         parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
-        parts = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
-        lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(parts)}",
+        shares = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
+        lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(shares)}",
                   f"            MFU {percent(got.mfu)}, TGS {got.tgs:,.1f}"]
     else:
         lines.append("step        n/a: this machine's speed in this dtype is not known; "
@@ -75,7 +75,7 @@ def advice(got: Estimate) -> list[str]:
     if not others:
         lines.append("            no other layout or mode would help, nor up to eight times the GPUs")
     for text, other in others:
-        cost = "" if None in (got.mfu, other.mfu) else f" ({100 * (other.mfu - got.mfu):+.1f})"
+        cost = "" if got.mfu is None or other.mfu is None else f" ({100 * (other.mfu - got.mfu):+.1f})"
         lines.append(f"            it would with {text}: MFU {percent(other.mfu)}{cost}")
     return lines
 

@@ -22,7 +22,7 @@ def config_with(cfg: Config, **keys) -> Config | None:
         return None
 
 
-def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena) -> Estimate | None:
+def estimate_or_none(cfg, machine: Machine, world: int, arena) -> Estimate | None:
     """The Estimate, or None where the config cannot be or has no such layout."""
     try:
         return cfg and estimate(cfg, machine, world, arena)
@@ -59,10 +59,11 @@ def search(cfg: Config, machine: Machine, world: int, arena=traced_arena, best: 
     """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`.
     Where none fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all
     for so many ranks."""
-    every, judged, seen = [*layouts(cfg, machine, world)], 0, set()
+    seen: set[tuple] = set()
+    every, judged = [*layouts(cfg, machine, world)], 0
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "
                           "looked at closely"):
-        found = []
+        found: list[Estimate] = []
         for one in every:
             found += filter(None, [estimate_or_none(one, machine, world, fast_arena)])
             judged += 1
@@ -109,6 +110,7 @@ def longest(cfg: Config, machine: Machine, world: int, arena=traced_arena) -> Es
         n = fitting(fast_arena)
         if arena is not fast_arena and n:  # the bound is a little above the trace: scale it, then check
             at = config_with(cfg, block_size=n * unit)
+            assert at is not None  # it fits
             traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
             while n and not of(n, arena):
@@ -126,9 +128,10 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last
     one a shorter context."""
     cfg, machine, world, cpu = got.cfg, got.machine, got.world, dict(optimizer_device="cpu")
-    changes = [dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
-               dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
-               dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
+    changes: list[dict] = [
+        dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
+        dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
+        dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
     if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
         changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
@@ -163,6 +166,7 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
         return f"{line}; try {KNOBS[region]}, or a smaller --block_size"
     cfg, machine = expected.cfg, expected.machine
     if capacity is not None:
+        assert machine.memory_bytes is not None  # `capacity` is of a device with its own
         machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))
     device, host = expected.bytes_of(region)
     line += f", estimated at {(device or host) / 2**30:.4g} GiB of {expected.device_bytes / 2**30:.4g} in all"

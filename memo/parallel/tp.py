@@ -15,7 +15,7 @@ rows are under way at once: the messages of one travel while the other computes.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -51,7 +51,8 @@ def in_turns(axis, device: torch.device, first: int, end: int, work: Callable) -
     """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a
     message of its own is on its way: meanwhile the other piece under way computes. What pieces add to a
     tensor they add in their order."""
-    at_once, under_way = pieces_at_once(axis, device), deque()
+    at_once = pieces_at_once(axis, device)
+    under_way: deque[Iterator] = deque()
 
     def go_on(piece):
         if next(piece, "ended") != "ended":

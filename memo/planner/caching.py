@@ -30,7 +30,7 @@ MiB = 2**20
 MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
 MIN_LARGE, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
 
-Lifespan = namedtuple("Request", "start stop bytes segment k planned")
+Lifespan = namedtuple("Lifespan", "start stop bytes segment k planned")
 Rectangle = namedtuple("Rectangle", "start stop offset bytes kind")  # drawn: request numbers, bytes
 
 
@@ -211,7 +211,9 @@ def lifespans(trace: Trace) -> list[Lifespan]:
     in its segment. What is never freed, and what outlives the step (`keep`), is freed at the end. A plan may
     have what a segment requests and does not keep.
     """
-    out, live, segment, k, time = [], {}, "", 0, 0
+    out: list[Lifespan] = []
+    live: dict[str | int, int] = {}
+    segment, k, time = "", 0, 0
     for verb, name, nbytes in trace.events:
         if verb in ("begin", "end"):
             segment, k = (name, 0) if verb == "begin" else ("", 0)
@@ -284,7 +286,8 @@ def simulate_caching(traces: list[Trace], capacity: int | None = None, resident_
     for trace in traces:
         everything = lifespans(trace)
         lives = [t for t in everything if t.planned or not planned_only]
-        addresses, start = {}, starts[-1]
+        addresses: dict[int, int] = {}
+        start = starts[-1]
         for time, i in sorted((time, i) for i, t in enumerate(lives) for time in (t.start, t.stop)):
             allocator.time = start + time
             if i in addresses:

@@ -186,6 +186,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
         key.update(Path(module).read_bytes())
     name = f"plan-{key.hexdigest()[:16]}.json"
     try:
+        assert folder is not None  # otherwise it is made, as below
         return believed_plan(Plan.from_json(read_text(folder / name)), trace, solver, alignment)
     except Exception:  # not there, or not what was written: whatever it is, it is made again
         plan = bilevel(trace, solver, alignment, time_limit)

@@ -81,8 +81,9 @@ def kernel_requests(name: str, args, threads: int = 1, deterministic: bool = Fal
     elif "scaled_dot_product" not in name:
         return []
     elif "for_cpu" in name:
-        return [cpu_workspace_bytes(*args[1:3], threads, True) if name.endswith("_backward") else
-                cpu_workspace_bytes(*args[:2], threads, False)]
+        backward = name.endswith("_backward")
+        q, k = args[1:3] if backward else args[:2]
+        return [cpu_workspace_bytes(q, k, threads, backward)]
     elif name.endswith("_backward"):
         kernel, (B, H, T, D) = "cudnn" if "cudnn" in name else "flash", args[1].shape
         if kernel == "flash":

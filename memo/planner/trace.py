@@ -70,7 +70,8 @@ def checked_trace(events: list[tuple[str, str, int]], lines=None, where: str = "
     """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
     freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
     nested, repeated or left open."""
-    live, total, segment, seen = {}, 0, OUTSIDE, set()
+    live: dict[str, int] = {}
+    total, segment, seen = 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):
         at = f"{where}:{lines[i] if lines else i}: {verb} {name}"
         if VERBS[verb] == 2 and nbytes <= 0:

@@ -7,6 +7,7 @@ Source: MEMO 4.1.
 
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Literal
 
 from memo.errors import ConfigError
 from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
@@ -19,7 +20,8 @@ class OutOfHostMemory(ConfigError):
     """OOHM: the host cannot hold what is to be swapped."""
 
 
-def granted_bytes(host_memory_gb: float | str, there_bytes: int, reserved: int, where: str) -> int:
+def granted_bytes(host_memory_gb: float | Literal["auto"], there_bytes: int, reserved: int,
+                  where: str) -> int:
     """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved`
     bytes. Errors: OutOfHostMemory: more than that asked for. `where`: words for what is there."""
     most = max(0, int(there_bytes * HOST_SHARE) - reserved)
@@ -151,7 +153,8 @@ def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan
     the same sum of bytes, so the linear program is a knapsack: first what saves most per byte, the last one
     in part.
     """
-    room, fractions = problem.largest_alpha * problem.others_bytes, {}
+    room = problem.largest_alpha * problem.others_bytes
+    fractions: dict[str, float] = {}
     groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
     nbytes = {group: sum(nbytes_of[n] for n in names) for group, names in groups.items()}
     for group in sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True):
@@ -247,6 +250,7 @@ def place_rows(cfg, problem: AlphaProblem, n_rows: int,
         alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
         chosen = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
     elif cfg.alpha_mode == "per_tensor" and problem.swapped_layers:
+        assert recompute_s is not None  # per_tensor needs it
         chosen = per_tensor(problem, recompute_s)
     else:
         chosen = paper(problem)

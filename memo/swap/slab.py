@@ -15,6 +15,7 @@ import sys
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -85,7 +86,7 @@ def available() -> int:
     return int(max(0, min(meminfo_available(), cgroup_available())))
 
 
-def host_bytes(host_memory_gb: float | str, local_ranks: int = 1, reserved: int = 0) -> int:
+def host_bytes(host_memory_gb: float | Literal["auto"], local_ranks: int = 1, reserved: int = 0) -> int:
     """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host,
     or what is free there beside `reserved` bytes. Errors: more than that granted."""
     return granted_bytes(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks

@@ -191,11 +191,13 @@ def open_streams(device: torch.device) -> Streams:
     """The three streams of a device. Compute is the one that torch uses anyway, on the CPU the calling
     thread."""
     timeline = Timeline()
+    side: list[CudaStream] | list[CpuStream]
     if device.type == "cuda":
         side = [CudaStream(name, timeline, torch.cuda.Stream(device)) for name in ("offload", "prefetch")]
-        return Streams(CudaStream("compute", timeline, torch.cuda.current_stream(device)), *side, timeline)
+        return Streams(CudaStream("compute", timeline, torch.cuda.current_stream(device)), side[0], side[1],
+                       timeline)
     side = [CpuStream(name, timeline) for name in ("offload", "prefetch")]
-    return Streams(CpuStream("compute", timeline, threaded=False), *side, timeline)
+    return Streams(CpuStream("compute", timeline, threaded=False), side[0], side[1], timeline)
 
 
 def close_streams(streams: Streams) -> None:
