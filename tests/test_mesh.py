@@ -234,7 +234,7 @@ def test_what_the_ranks_say_to_each_other(size, dtype):
 
 def test_one_rank_talks_to_nobody():
     x = torch.ones(3)
-    a = ALONE.tp
+    a = ALONE.weights
     assert a.sum(x) is x and a.exchange(x) is x and a.max(1, 2) == (1, 2) and a.objects(5) == [5]
     assert a.gather(x).data_ptr() == x.data_ptr() == a.scatter_sum(x[None]).data_ptr()
     assert ALONE.take_sent_bytes() == {}

@@ -328,14 +328,15 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
 # --- races ---
 
 class Delayed(CpuStream):
-    """A worker that sleeps up to 4 ms before everything, and knows nothing of the waits for events named `removed`."""
+    """A worker that sleeps up to `longest` seconds before everything, and knows nothing of the waits for events named
+    `removed`."""
 
     def __init__(self, name, timeline):
         super().__init__(name, timeline)
-        self.random, self.removed = random.Random(), None
+        self.random, self.removed, self.longest = random.Random(), None, 0.004
 
     def launch(self, label, work, *args):
-        super().launch(label, self.late, self.random.uniform(0, 0.004), work, *args)
+        super().launch(label, self.late, self.random.uniform(0, self.longest), work, *args)
 
     @staticmethod
     def late(delay, work, *args):
@@ -347,7 +348,7 @@ class Delayed(CpuStream):
             super().wait(event)
 
 
-WAITS = ("computed", "offloaded", "done", "prefetched")
+WAITS = {"computed": "compute", "offloaded": "offload", "done": "compute", "prefetched": "prefetch"}  # for whom
 
 
 @pytest.fixture
@@ -377,6 +378,8 @@ def racing():
         for i, stream in enumerate(streams[:3]):
             stream.random.seed(3 * seed + i)
             stream.removed = removed
+            # who is waited for is late: without the wait the others overtake it
+            stream.longest = 0.004 if removed is None else 0.02 if stream.name == WAITS[removed] else 0.0
         model.swap.slab.bytes.fill_(0xFF)  # NaN, lest the copies of the seed before be right by chance
         right = same(passes(cfg, model), keep)
         timeline.clear()

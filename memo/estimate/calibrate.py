@@ -88,7 +88,7 @@ def row_passes(nbytes, dtype, device):
              "rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False)}
 
     def head():
-        softmax(ALONE.tp, x).to(dtype)
+        softmax(ALONE.weights, x).to(dtype)
 
     def optimizer():
         gradient, exp_avg, exp_avg_sq, master = flat
