@@ -176,8 +176,9 @@ def embedding_backward(axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tens
     for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
             own, mine = own_ids(axis, ids_, len(dw))
-            fp32 = dx_.new_empty(dx_.shape, dtype=torch.float32)
-            dw.index_add_(0, own, torch.mul(dx_, mine[:, None], out=fp32))
+            # without a name of its own the fp32 copy is gone before the next one is made
+            dw.index_add_(0, own, torch.mul(dx_, mine[:, None],
+                                            out=dx_.new_empty(dx_.shape, dtype=torch.float32)))
 
 
 # (rows, V/tp) -> fp32, this rank's part of the softmax over all V
