@@ -144,7 +144,8 @@ class GPT:
         trains = ("offload",) if scale is not None else ()  # an evaluation keeps nothing
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         self.follow(("embedding", "forward", "head", *trains))
-        return self.loss
+        loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
+        return loss
 
     def backward(self, done=lambda bucket: None):
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
@@ -161,12 +162,14 @@ class GPT:
             if step.kind not in kinds:
                 continue
             if step.stream != "compute":
+                self.swap.wait(step)
                 self.swap.launch(step)  # a copy
                 continue
             # Only now, behind the prefetch that the unit before has set free: copies start before messages.
             while complete:
                 done(complete.pop())
             bucket = self.bucket_of(step)
+            self.swap.wait(step)
             self.arrive(bucket)  # the optimizer's step of before may still be on its way
             label, *work = self.work_of(step)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)

@@ -52,7 +52,7 @@ class Short(GPT):
 
 
 def trace_step(cfg, device, threads=1, multiprocessors=0):
-    """The planner.Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
+    """The Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
     so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's. dtype=auto is
     resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)

@@ -54,6 +54,8 @@ config/7b_1m.py --gpus=8 --gpu=a800-80gb --max_context
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --host_memory_bytes=1.035e12 --max_context
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --alpha_mode=per_tensor
 config/7b_1m.py --gpus=8 --gpu=h800-80gb --activation=keep --block_size=65536
+config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=swap --block_size=32768
+config/7b_1m.py --gpus=8 --gpu=a800-80gb --alpha=0.5 --block_size=16384
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=recompute
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=swap --host_memory_bytes=4e12
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --context_parallel=ulysses --block_size=262144 --alpha=0.25

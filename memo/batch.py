@@ -19,7 +19,7 @@ FINGERPRINT_IDS = 2**16
 
 
 class Data:
-    """An open_file dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
+    """An open dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
 
     def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]"):
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]

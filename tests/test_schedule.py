@@ -36,7 +36,8 @@ def instances(n, seed=0):
         yield Fates(buffers, copied, rebuilt, inputs), layers, subsequences, order
 
 
-def accepts(steps, instance):
+def refusal(steps, instance):
+    """The rule that the steps violate, None if there is none."""
     try:
         validate_schedule(steps, *instance)
     except ValueError as e:
@@ -47,7 +48,7 @@ def accepts(steps, instance):
 def test_every_schedule_that_is_made_is_valid():
     for instance in instances(1000):
         steps = schedule(*instance)
-        assert accepts(steps, instance) is None, instance
+        assert refusal(steps, instance) is None, instance
 
 
 RULES = {  # by the kind of step whose wait is taken out
@@ -77,7 +78,7 @@ def test_a_schedule_without_one_of_its_waits_is_not():
                 if "offload" in (step.kind, wait[0]) and number[copied] in inputs:
                     continue  # only an input: it was there before, and its place is not always written next
                 left = tuple(w for w in step.waits if w != wait)
-                why = accepts([*steps[:k], step._replace(waits=left), *steps[k + 1:]], instance)
+                why = refusal([*steps[:k], step._replace(waits=left), *steps[k + 1:]], instance)
                 assert why and re.match(RULES[step.kind], why), (step, why, instance)
                 seen.add(step.kind)
     assert seen == set(RULES)
@@ -88,7 +89,7 @@ def test_a_schedule_without_one_of_its_steps_is_not():
     for instance in instances(150, seed=2):
         steps = schedule(*instance)
         for k, step in enumerate(steps):
-            why = accepts(steps[:k] + steps[k + 1:], instance)
+            why = refusal(steps[:k] + steps[k + 1:], instance)
             assert why and re.search(NEEDED[step.kind], why), (step, why, instance)
             seen.add(step.kind)
     assert seen == set(NEEDED)
@@ -118,7 +119,7 @@ def test_a_schedule_whose_steps_change_places_is_not():
             i, j = place[x], place[y]
             mutant = list(steps)
             mutant[i], mutant[j] = steps[j], steps[i]
-            assert i < j and accepts(mutant, instance), (x, y, instance)
+            assert i < j and refusal(mutant, instance), (x, y, instance)
             wrong += 1
     assert wrong > 1000
 
@@ -140,7 +141,7 @@ def test_a_step_that_comes_twice_or_is_unknown_is_refused():
 def test_a_placement_says_the_fates_of_its_layers(kept, n_buffers, input_only, kinds):
     p = Placement(5, n_buffers, 512, kept, input_only)
     steps = schedule(p.fates, 5)
-    assert accepts(steps, (p.fates, 5)) is None
+    assert refusal(steps, (p.fates, 5)) is None
     count = {kind: sum(step.kind == kind for step in steps) for kind in {step.kind for step in steps}}
     assert count == kinds | {"embedding": 1, "head": 1, "embedding backward": 1}
     computing = [step.key for step in steps if step.stream == "compute"]

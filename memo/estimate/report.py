@@ -84,7 +84,7 @@ def advice(got: Estimate) -> list[str]:
 
 
 def as_dict(got: Estimate) -> dict:
-    """--json, see device_bytes are a rank's, host_bytes a node's; None is not known."""
+    """The object of --json. device_bytes are a rank's, host_bytes a node's; None is not known."""
     layer = got.layer
     regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
     for line in got.lines:

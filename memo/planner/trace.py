@@ -134,8 +134,6 @@ def parse_trace(text: str, where: str = "requests") -> Trace:
     return checked_trace(events, lines, where)
 
 
-# --- the plan ---
-
 
 def marked(trace: Trace) -> Trace:
     """The trace itself, or where it marks no segments, as one."""

@@ -74,12 +74,15 @@ class Swap:
                 end += n
         return pairs
 
-    def launch(self, step: Step, label=None, work=None, *args):
-        """Hands `step` to its stream: behind the steps that it waits for, and noted for those that wait for
-        it. work(*args): what a step of the compute stream does."""
-        stream = getattr(self.streams, step.stream)
+    def wait(self, step: Step):
+        """Holds back the stream of `step` until the steps are done that `step` waits for."""
         for key in step.waits:
-            stream.wait(self.events[key])
+            getattr(self.streams, step.stream).wait(self.events[key])
+
+    def launch(self, step: Step, label=None, work=None, *args):
+        """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step of
+        the compute stream does."""
+        stream = getattr(self.streams, step.stream)
         layer, _ = step.unit
         if step.kind == "offload":
             to_host = [(host, device) for device, host in self.pairs[layer]]

@@ -1,5 +1,5 @@
 """The schedule of a training step: one pure function gives the list of steps; model.GPT executes the list,
-`simulate` times it for the estimate, the timeline draws it, and memo/swap/validator.py checks it. No torch.
+`times_of` times it for the estimate, and memo/swap/validator.py checks it. No torch.
 
 A unit is one layer at one subsequence: (layer, subsequence). Units are computed in order, one buffer each, in
 turns:
@@ -119,7 +119,9 @@ def times_of(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
     for step in steps:
         before = now[step.stream]
         start = max([before, *(spans[key][1] for key in step.waits)])
-        if step.stream == "compute":
+        # of a unit's steps the first one may wait: embedding or forward, recompute or backward
+        recomputed = step.kind == "backward" and ("recompute", step.unit) in spans
+        if step.kind in ("embedding", "forward", "recompute", "backward") and not recomputed:
             stall_s = stall_s + start - before
         now[step.stream] = start + seconds(step)
         spans[step.key] = start, now[step.stream]

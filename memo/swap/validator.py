@@ -1,4 +1,5 @@
-"""An independent check of a schedule: shares nothing with the function that makes it but the words. No torch.
+"""An independent check of a schedule: shares nothing with the function that makes it but the order of
+the units and the words. No torch.
 
 The validator goes through the steps in the order in which the host launches them, and knows for each place in
 memory who wrote it last, what lies there, and who has read it since. A step is certain to be done before
