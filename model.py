@@ -85,9 +85,9 @@ class GPT:
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
         self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b")))
                            for tensors in (weights, gradients))
-        self.blocks = []
+        self.blocks, absent = [], layer_of(cfg).absent
         for i in range(cfg.n_layer):
-            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", layer_of(cfg).absent))
+            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
                      for tensors in (weights, gradients))
             self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.weights))
         self.shape = self.swap = None  # reserve() takes the activations' memory
@@ -116,8 +116,8 @@ class GPT:
         placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
-        # row b*T + t has the position of the t-th token here in the whole sequence: the ring deals tokens out in
-        # a zigzag
+        # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
+        # in a zigzag
         ranges = local_token_ranges(T * cp.size, cp, cfg.context_parallel)
         self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
         self.turn = None

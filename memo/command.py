@@ -115,8 +115,9 @@ def end_with_reader() -> None:
 
 
 def installed():
-    """The entry point of the installed commands: memo-estimate runs memo.estimate as `python -m memo.estimate` does."""
-    runpy.run_module(f"memo.{Path(sys.argv[0]).stem.removeprefix('memo-')}", run_name="__main__", alter_sys=True)
+    """The entry point of the installed commands: memo-estimate does what `python -m memo.estimate` does."""
+    name = Path(sys.argv[0]).stem.removeprefix("memo-")
+    runpy.run_module(f"memo.{name}", run_name="__main__", alter_sys=True)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ of rows. Source: MEMO 3.1 and 4.1.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 # what bounds the temporary tensors of a layer and of the head
@@ -117,6 +118,7 @@ class Layer:
 
 # --- the families ---
 
+@cache  # a search asks for the same one thousands of times
 def gpt_layer(C: int, H: int, bias: bool = False, rope: bool = False) -> Layer:
     """A layer of GPT-2: x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid), the MLP four times as wide."""
     F = 4 * C

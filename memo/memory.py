@@ -104,7 +104,8 @@ def reserve_activations(cfg, model, limit, streams=None):
     rates, host, itemsize = None, model.mesh.host, model.dtype.itemsize
     limit = -int(*host.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
-    room = cpu_room(cfg, model, limit) if cpu else Room(limit)
+    finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free
+    room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
     all_fit = cpu and with_buffers(cfg, problem_of(cfg, itemsize, None, room), room).n_buffers == cfg.n_layer
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
@@ -130,11 +131,13 @@ def requests_of_a_step(model, arena):
         return trace
     if host.rank == 0:
         print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its "
-              "requests are traced, not recorded; what kernels take for themselves is left to torch", file=sys.stderr)
+              "requests are traced, not recorded; what kernels take for themselves is left to torch",
+              file=sys.stderr)
     if trace is None:
         arena.recorded()  # half a rehearsal, of no use
     cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
+
     def make(device):
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
     return traced_requests(make, *model.shape, model.swap.missing, like)

@@ -1,8 +1,8 @@
 """AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight
 decay on matrices only, one global norm.
 
-Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its piece of
-each bucket:
+Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
+piece of each bucket:
 
     backward    as soon as a bucket's gradients are complete they are summed over the ranks, a piece to each
     clip        gradients of parameters that all tp ranks hold cover local tokens only: they are summed over

@@ -199,7 +199,9 @@ def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
     axes[0].set_title(f"planned: {size_text(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
     axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
                       f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
-    firsts = {segment_kind(label): i for i, label in reversed(list(enumerate(labels))) if segment_kind(label) in TICKS}
+    numbered = [(segment_kind(label), i) for i, label in enumerate(labels)]
+    # backwards, so that the first of each kind stays
+    firsts = {kind: i for kind, i in reversed(numbered) if kind in TICKS}
     axes[1].set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
                 xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
     for tick in axes[1].get_xticklabels():

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -105,11 +106,10 @@ def traced_arena(cfg: Config, machine: Machine, trace=trace_elsewhere) -> ArenaB
     for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("memo/**/*.py")]):
         key.update(path.read_bytes())
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
-    try:
-        assert folder is not None  # otherwise it is made, as below
-        return checked_arena_bytes(parse_json(read_text(folder / name)), keys)
-    except Exception:  # not there, or not what was written
-        arena = planned_arena_bytes(trace(keys), cfg.solver, device)
+    if folder is not None:
+        with suppress(Exception):  # not there, or not what was written
+            return checked_arena_bytes(parse_json(read_text(folder / name)), keys)
+    arena = planned_arena_bytes(trace(keys), cfg.solver, device)
     keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
     return arena
 

@@ -38,6 +38,8 @@ class LayerSeconds:
         self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
         self.kernel = kernel_of(cfg, machine)
         self.layer = layer_of(cfg)
+        self.operations = [*self.layer.groups.values(), self.layer.output]
+        self.halves = self.products_by_half()
         B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
         self.u = B * T * C * itemsize // cfg.tp
@@ -52,14 +54,14 @@ class LayerSeconds:
         self.backward_s = self.backward()
         self.attention_kernels_s = sum(self.kernels_s())
         in_attention = attention + self.attention_backward_s() - self.attention_kernels_s
-        before, after = (sum(map(self.message_s, half)) for half in self.halves())
+        before, after = (sum(map(self.message_s, half)) for half in self.halves)
         self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
 
-    def halves(self):
+    def products_by_half(self):
         """(products before attention, products behind it): each a list, for every input, of the list of its
         operations."""
         halves, attention = ([], []), False
-        for op in [*self.layer.groups.values(), self.layer.output]:
+        for op in self.operations:
             attention = attention or op.reads == ATTENTION
             if op.kind not in ("column", "row"):
                 continue
@@ -72,7 +74,7 @@ class LayerSeconds:
 
     def together(self, op):
         """The operations that share the message of op's input."""
-        return next(ops for half in self.halves() for ops in half if op in ops)
+        return next(ops for half in self.halves for ops in half if op in ops)
 
     def message_s(self, ops):
         """Exposed seconds of the message of operations with one input."""
@@ -132,7 +134,7 @@ class LayerSeconds:
         from its last product to its first. A row product gathers its gradient; column products of one input
         gather that input again and scatter the sum of its gradients."""
         seconds = 0.0
-        for half in reversed(self.halves()):
+        for half in reversed(self.halves):
             messages = []
             for ops in reversed(half):
                 messages += ["gather", "scatter"] if ops[0].kind == "column" else ["gather"]
@@ -141,7 +143,7 @@ class LayerSeconds:
         return seconds
 
     def backward(self):
-        ops = [*self.layer.groups.values(), self.layer.output]
+        ops = self.operations
         products = fsum(self.product_s(op) for op in ops if op.kind in ("column", "row"))
         norms = sum(op.kind == "norm" for op in ops)
         passes = norms * self.pass_s("norm backward")

@@ -167,7 +167,7 @@ class Mesh:
 
         weights   share a layer's parameters, each has a part: tensor parallelism, the axis tp
         tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp
-        replicas  hold the same parameters, and share the optimizer's states: the dp * cp ranks of the axis data
+        replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
     """
 
     weights: Axis = field(default_factory=partial(Axis, "tp"))

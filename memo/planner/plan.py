@@ -10,6 +10,7 @@ pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 an
 
 import hashlib
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -186,11 +187,10 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     for module in (__file__, Path(__file__).with_name("trace.py"), problem.__file__, solvers.__file__):
         key.update(Path(module).read_bytes())
     name = f"plan-{key.hexdigest()[:16]}.json"
-    try:
-        assert folder is not None  # otherwise it is made, as below
-        return believed_plan(Plan.from_json(read_text(folder / name)), trace, solver, alignment)
-    except Exception:  # not there, or not what was written: whatever it is, it is made again
-        plan = bilevel(trace, solver, alignment, time_limit)
+    if folder is not None:
+        with suppress(Exception):  # not there, or not what was written: whatever it is, it is made again
+            return believed_plan(Plan.from_json(read_text(folder / name)), trace, solver, alignment)
+    plan = bilevel(trace, solver, alignment, time_limit)
     keep_json(asdict(plan), folder, name)
     return plan
 

@@ -41,14 +41,14 @@ def rehearsed_requests(model, arena) -> Trace:
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     steps, before, model.arena = swap.steps, model.arena, Rehearsal(arena)
-    swap.follow(compute_only(steps))
+    swap.set_steps(compute_only(steps))
     try:
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
         return arena.recorded().repeated(model.arena.order.items())
     finally:
-        swap.follow(steps)
+        swap.set_steps(steps)
         model.arena = before
         swap.streams.timeline.clear()
         model.grads.zero_()
@@ -65,7 +65,7 @@ def traced_requests(make, B: int, T: int, missing, device: str = "meta", request
         swap = model.swap
         swap.missing = missing
         rebuilt = frozenset(i for i, rows in enumerate(missing) if rows)
-        swap.follow(schedule(replace(swap.placement.fates, rebuilt=rebuilt), len(missing)))
+        swap.set_steps(schedule(replace(swap.placement.fates, rebuilt=rebuilt), len(missing)))
         return rehearsed_requests(model, FakeArena(requests))
 
 

@@ -54,10 +54,10 @@ class Swap:
         self.missing = [p.missing(i) for i in range(p.n_layer)]
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
-        self.follow(schedule(p.fates, p.n_layer))
+        self.set_steps(schedule(p.fates, p.n_layer))
         validate_schedule(self.steps, p.fates, p.n_layer)
 
-    def follow(self, steps: list[Step]):
+    def set_steps(self, steps: list[Step]):
         """Makes `steps` the schedule."""
         self.steps = steps
         awaited = [key for step in steps for key in step.waits]
@@ -80,8 +80,8 @@ class Swap:
             getattr(self.streams, step.stream).wait(self.events[key])
 
     def launch(self, step: Step, label=None, work=None, *args):
-        """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step of
-        the compute stream does."""
+        """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step
+        of the compute stream does."""
         stream = getattr(self.streams, step.stream)
         layer, _ = step.unit
         if step.kind == "offload":
