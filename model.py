@@ -52,6 +52,7 @@ def initial_weights(cfg, seed, device):
             w.normal_(0.0, std[p.init], generator=generator)
         elif p.init == "ones":
             w.fill_(1.0)
+        # whole, on every rank alike, and cut later: the numbers do not depend on the layout
         if name == "wte":
             w[cfg.vocab_size:] = 0.0  # the padding, which nobody looks up
         yield name, w
@@ -113,6 +114,7 @@ class GPT:
         every layer keeps its own on the device. `kw`: see Swap."""
         cfg, tp, cp = self.cfg, self.mesh.weights, self.mesh.tokens
         self.close()  # free the old before taking the new
+        # n_layer buffers for n_layer layers: nobody takes turns, nothing is copied
         placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
@@ -141,7 +143,8 @@ class GPT:
             self.reserve(*tokens.shape)
         self.tokens, self.targets, self.scale = tokens.reshape(-1), targets.reshape(-1), scale
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
-        trains = ("offload",) if scale is not None else ()  # an evaluation keeps nothing
+        # an evaluation keeps nothing: its layers take turns in the buffers, and no copy leaves
+        trains = ("offload",) if scale is not None else ()
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         self.follow(("embedding", "forward", "head", *trains))
         loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
@@ -169,7 +172,7 @@ class GPT:
             while complete:
                 done(complete.pop())
             bucket = self.bucket_of(step)
-            self.swap.wait(step)
+            self.swap.wait(step)  # for the copies that this step reads, or writes over
             self.arrive(bucket)  # the optimizer's step of before may still be on its way
             label, *work = self.work_of(step)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
@@ -223,6 +226,7 @@ class GPT:
 
     def embed_backward(self, tokens, dx):  # (N,), (n, C)
         tp = self.mesh.weights
+        # the head has added to the same gradient: the embedding's matrix serves twice
         embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
         if self.dw.wpe is not None:  # learned positions; rotations have no parameters
             for dx_, positions in chunks(dx, self.positions[tp.rank::tp.size]):
@@ -235,6 +239,7 @@ class GPT:
         h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         self.ops.layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
+        # each rank has some columns of the vocabulary, and needs all rows for these
         h = self.mesh.weights.gather(h).flatten(0, 1)  # (tp * n, C)
         logits = h @ self.w.wte.t()  # (tp * n, V/tp): the embedding's matrix serves twice
         padding = max(0, self.cfg.vocab_size - self.mesh.weights.rank * logits.shape[1])

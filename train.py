@@ -68,6 +68,7 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     # all that can be wrong is found before a device is touched; all ranks agree on it
     found = prepare_run(argv, launch, host, read_argv, trace_step)
     cfg, device = found.cfg, found.device
+    # which ranks share a sequence (cp), a layer (tp), and which hold the same parameters (replicas)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
 
     # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
@@ -106,6 +107,7 @@ def learning_rate(cfg: Config, it: int) -> float:
 def batch(run: Run, split: str, step: int, micro_step: int) -> list[torch.Tensor]:
     """[tokens, targets] of this rank's part of each sequence, (B, T) each, on its device."""
     cfg = run.cfg
+    # drawn by (seed, step, micro step): a resumed run goes on with the very batches it would have had
     pair = run.data.batch(split, step, micro_step, cfg.batch_size, cfg.block_size, cfg.seed, run.ranges)
     return [to_device(t, run.device, cfg.pin_memory) for t in pair]
 
@@ -147,6 +149,7 @@ def train(run: Run, stop: StopSignal) -> None:
     for it in range(run.first, cfg.max_iters):
         run.step = it
         last = it == cfg.max_iters - 1
+        # several ranks: all evaluate, step and save at the same counts, or one would wait for ever
         with stop.interruptible():  # weights and optimizer do not change: a second signal gives the step up
             evaluates = cfg.eval_interval and (it % cfg.eval_interval == 0 or last)
             val_loss = evaluate(run) if evaluates else None
@@ -178,7 +181,7 @@ def train(run: Run, stop: StopSignal) -> None:
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
         replanned = arena.settle()  # plans requests that are new, as those of the first evaluation
         report_step(run, stats, spans, replanned)
-        if stopped:
+        if stopped:  # by every rank alike: complete() saves what is done
             stop.number = int(stopped)  # a signal that came after the ranks agreed is for another step
             return
         if cfg.save_interval and run.done % cfg.save_interval == 0 and not last:

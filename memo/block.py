@@ -49,6 +49,7 @@ class Block:
     def __init__(self, cfg, w, dw, attention, ops, tp):
         self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, tp
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
+        # the product of a query and a key has a variance of D; the softmax wants 1
         self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
         names = [t.name for t in layer_of(cfg).skeletal]
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
@@ -64,6 +65,8 @@ class Block:
         """`rows` of the skeletal tensors from x; none of a tensor that `rows` does not name. All of it goes
         token by token, but for attention, which runs whole if any row of attn_out is wanted, and not at all
         otherwise. Source: MEMO 4.1."""
+        # The order is that of the forward, and each piece reads what the piece before has made: rows that are
+        # missing here came back from the host, or never left the buffer.
         rows = self.no_rows | rows
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
@@ -130,6 +133,7 @@ class Block:
     def backward(self, dy, s, turn):
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of
         `s`."""
+        # The MLP half and the projection first, for they go piece by piece.
         dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         # attention needs all rows: between the two halves every piece has to be done
@@ -152,11 +156,11 @@ class Block:
     def mlp_backward(self, dy, s, r):
         """out = mid + gelu(ln2(mid) fc1) fc2. Rows r: writes the gradient of mid over dy."""
         w, dw, tp, dy = self.w, self.dw, self.tp, dy[r]
-        message = tp.start_gather(dy)
+        message = tp.start_gather(dy)  # every rank has columns of fc2, and needs the rows of all
         yield
         bias_backward(dy, dw.fc2_b)  # own rows only: the tp ranks' sums are added up in the optimizer
         d = row_linear_backward(message.wait(), s.gelu_out[r], w.fc2_w, dw.fc2_w, out=s.gelu_out[r])
-        message = tp.start_gather(s.ln2_out[r])
+        message = tp.start_gather(s.ln2_out[r])  # travels while the GELU computes
         d = gelu_backward(d, s.fc1_out[r], self.gelu, out=d)
         yield
         message = column_linear_backward(tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
