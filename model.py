@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import torch
 
 from memo.attention import resolve_attention
-from memo.block import Block
+from memo.block import BLOCKS
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.ops import resolve_ops, rotations
@@ -35,6 +35,7 @@ from memo.parallel.tp import (
     softmax,
 )
 from memo.planner.allocator import NoArena
+from memo.rope import parse_scaling, scaled
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
 
@@ -53,7 +54,7 @@ def initial_weights(cfg, seed, device):
         elif p.init == "ones":
             w.fill_(1.0)
         # whole, on every rank alike, and cut later: the numbers do not depend on the layout
-        if name == "wte":
+        if name in ("wte", "head_w"):
             w[cfg.vocab_size:] = 0.0  # the padding, which nobody looks up
         yield name, w
 
@@ -70,7 +71,7 @@ class GPT:
     def __init__(self, cfg, device, dtype, grads=True, mesh=ALONE):
         device = torch.device(device)
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
-        attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+        attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         self.attention = attention_over_ranks(attention, mesh.tokens, cfg.context_parallel, self.ops.merge)
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
@@ -84,13 +85,13 @@ class GPT:
         # the same by name, as views, for those who compute
         weights = views(self.layout, self.params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b")))
+        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b", "head_w")))
                            for tensors in (weights, gradients))
         self.blocks, absent = [], layer_of(cfg).absent
         for i in range(cfg.n_layer):
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
                      for tensors in (weights, gradients))
-            self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.weights))
+            self.blocks.append(BLOCKS[cfg.mlp](cfg, w, dw, self.attention, self.ops, mesh.weights))
         self.shape = self.swap = None  # reserve() takes the activations' memory
         self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
@@ -124,7 +125,8 @@ class GPT:
         self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
         self.turn = None
         if cfg.position == "rope":
-            turn = rotations(self.positions, cfg.n_embd // cfg.n_head, cfg.rope_theta)
+            turn = rotations(self.positions, cfg.head_width, cfg.rope_theta,
+                             *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
             self.turn = turn.unflatten(0, (-1, tp.size))  # (n, tp, D/2): rows as q's and k's
 
     def close(self):
@@ -233,15 +235,22 @@ class GPT:
                 # own rows only: the tp ranks' parts are summed in the optimizer
                 self.dw.wpe.index_add_(0, positions, dx_.float())
 
+    @staticmethod
+    def head_matrix(w):
+        """The head's matrix (V/tp, C) among parameters or gradients: where the two are tied, the
+        embedding's."""
+        return w.wte if w.head_w is None else w.head_w
+
     def logits(self, x):
         """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), and logits
         (tp * n, V/tp)."""
         h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
-        self.ops.layernorm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd)
+        mean = mean if self.cfg.norm == "layernorm" else None
+        self.ops.norm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd, self.cfg.norm_eps)
         # each rank has some columns of the vocabulary, and needs all rows for these
         h = self.mesh.weights.gather(h).flatten(0, 1)  # (tp * n, C)
-        logits = h @ self.w.wte.t()  # (tp * n, V/tp): the embedding's matrix serves twice
+        logits = h @ self.head_matrix(self.w).t()  # (tp * n, V/tp)
         padding = max(0, self.cfg.vocab_size - self.mesh.weights.rank * logits.shape[1])
         logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
         return h, mean, rstd, logits
@@ -276,7 +285,8 @@ class GPT:
             # Nobody else reads the logits: their gradient is made at once and used up here. The factor
             # scale / N goes to h and dh, which are smaller.
             dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)  # times N / scale
-            accumulate_product(dw.wte, dlogits.t(), h.mul_(scale / N))
-            dh = tp.scatter_sum((dlogits @ w.wte).unflatten(0, (tp.size, -1))).mul_(scale / N)
-            self.ops.layernorm_backward(None, dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b, out=x)
+            accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))
+            dh = (dlogits @ self.head_matrix(w)).unflatten(0, (tp.size, -1))
+            dh = tp.scatter_sum(dh).mul_(scale / N)
+            self.ops.norm_backward(None, dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b, out=x)
         return p_target.clamp_min(TINY).log().sum() / -N

@@ -1,7 +1,8 @@
 """Attention on one device: `attention_forward -> out, lse` and `attention_backward -> dq, dk, dv`.
 
-Shapes: q, k, v, out and their gradients (B, T, H, D), any strides with D innermost; lse (B, H, T) fp32,
-natural logarithm, scale included. A causal mask aligns the first query with the first key. The kernel is
+Shapes: q, out and their gradients (B, T, H, D), k, v and theirs (B, T, Hkv, D), any strides with D innermost;
+lse (B, H, T) fp32, natural logarithm, scale included. Query head h reads head h Hkv // H of keys and values,
+which no kernel copies. A causal mask aligns the first query with the first key. The kernel is
 chosen once, see memo/backends.py. Heads are independent of each other: attend() and attend_backward() go
 through groups of heads, so that the kernels' temporary tensors stay small.
 """
@@ -30,19 +31,22 @@ def heads_first(*tensors):
 
 # --- group by group of heads ---
 
-def head_groups(attention, q):
-    """Slices of the heads of q (B, T, H, D), as many at a time as layer.heads_at_once gives."""
+def head_groups(attention, q, k):
+    """[(slice of the heads of q, slice of those of k that they read)], as many at a time as
+    layer.heads_at_once gives."""
     B, T, H, D = q.shape
-    heads = heads_at_once(B * T, D, H, attention.heads)
-    return [slice(i, i + heads) for i in range(0, H, heads)]
+    sharing = H // k.shape[2]
+    heads = heads_at_once(B * T, D, H, attention.heads, sharing)
+    queries = [slice(i, min(i + heads, H)) for i in range(0, H, heads)]
+    return [(h, slice(h.start // sharing, -(-h.stop // sharing))) for h in queries]
 
 
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
            scale: float, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T)."""
-    for h in head_groups(attention, q):
+    for h, kv in head_groups(attention, q, k):
         where = dict(out=out[:, :, h]) if attention.takes_out else {}
-        got, lse[:, h] = attention.forward(*(t[:, :, h] for t in (q, k, v)), causal, scale, **where)
+        got, lse[:, h] = attention.forward(q[:, :, h], k[:, :, kv], v[:, :, kv], causal, scale, **where)
         if not where:
             out[:, :, h] = got
         del got  # before the next group's
@@ -50,33 +54,48 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float):
-    """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once."""
-    groups = head_groups(attention, q)
-    for h in groups:
-        dout_, *qkv, out_ = (t[:, :, h] for t in (dout, q, k, v, out))
-        gradients = attention.backward(dout_, *qkv, out_, lse[:, h].contiguous(), causal, scale)
+    """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once. Groups that
+    share a head of keys and values come one after the other: their gradients of it are summed in fp32."""
+    groups = head_groups(attention, q, k)
+    sums, last = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
+    for (h, kv), following in zip(groups, last, strict=True):
+        q_, k_, v_ = q[:, :, h], k[:, :, kv], v[:, :, kv]
+        dq, *dkv = attention.backward(dout[:, :, h], q_, k_, v_, out[:, :, h], lse[:, h].contiguous(), causal,
+                                      scale)
         if len(groups) == 1:
-            return gradients
-        for t, g in zip(qkv, gradients, strict=True):
-            t.copy_(g)
-        del gradients, g  # before the next group's
+            return dq, *dkv
+        q_.copy_(dq)
+        del dq  # before the next group's
+        if sums is not None:
+            dkv = [s.add_(g) for s, g in zip(sums, dkv, strict=True)]
+        sums = [g.float() for g in dkv] if kv == following else None
+        if sums is None:
+            k_.copy_(dkv[0])
+            v_.copy_(dkv[1])
+        del dkv
     return q, k, v
 
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
 
 def math_scores(q, k, causal, scale):
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), repeated(k, q).float()) * scale
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         scores.masked_fill_(later, -torch.inf)
     return scores
 
 
+def repeated(k, q):
+    """k (B, T, Hkv, D) with a head for each one of q."""
+    return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+
+
 def math_forward(q, k, v, causal, scale):
     scores = math_scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.sub_(lse[..., None]).exp_(), v.float()).to(q.dtype), lse
+    p = scores.sub_(lse[..., None]).exp_()
+    return torch.einsum("bhqk,bkhd->bqhd", p, repeated(v, q).float()).to(q.dtype), lse
 
 
 def math_backward(dout, q, k, v, out, lse, causal, scale):
@@ -84,11 +103,12 @@ def math_backward(dout, q, k, v, out, lse, causal, scale):
     p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()
     dout = dout.float()
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
-    dp = torch.einsum("bqhd,bkhd->bhqk", dout, v.float())
+    dp = torch.einsum("bqhd,bkhd->bhqk", dout, repeated(v, q).float())
     delta = (dout * out.float()).sum(-1).transpose(1, 2)[..., None]
     ds = p.mul_(dp.sub_(delta)).mul_(scale)
-    dq = torch.einsum("bhqk,bkhd->bqhd", ds, k.float())
+    dq = torch.einsum("bhqk,bkhd->bqhd", ds, repeated(k, q).float())
     dk = torch.einsum("bhqk,bqhd->bkhd", ds, q.float())
+    dk, dv = (g.unflatten(2, (k.shape[2], -1)).sum(3) for g in (dk, dv))  # over the heads that share one
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

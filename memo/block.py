@@ -1,7 +1,9 @@
-"""One layer, forward and backward written out by hand: x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid).
+"""One layer, forward and backward written out by hand: x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid),
+where ln is LayerNorm or RMSNorm, and the MLP that of GPT-2 (Block) or of Llama (GatedBlock).
 
     s         the skeletal activations of the layer: named views of one buffer, see memo/layer.py
     n, tp     a rank's own rows, and the ranks that share a layer; (n, tp, width) is all their rows, in order
+    Q, KV, F  widths of q, of k and v, of the MLP: H*D, Hkv*D, n_inner
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
 
 Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward
@@ -13,7 +15,10 @@ buffer. What is token-wise goes piece by piece of rows (parallel/tp.py), attenti
 from functools import partial
 from itertools import pairwise
 
+import torch
+
 from memo.attention import attend, attend_backward
+from memo.head_norm import over_normed_heads
 from memo.layer import layer_of
 from memo.ops import gelu_backward, gelu_forward
 from memo.parallel.tp import (
@@ -48,10 +53,12 @@ class Block:
 
     def __init__(self, cfg, w, dw, attention, ops, tp):
         self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, tp
+        layer, self.eps = layer_of(cfg), cfg.norm_eps
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         # the product of a query and a key has a variance of D; the softmax wants 1
-        self.scale = (cfg.n_embd // cfg.n_head) ** -0.5
-        names = [t.name for t in layer_of(cfg).skeletal]
+        self.head_dim, self.scale = layer.head_dim, layer.head_dim ** -0.5
+        names = [t.name for t in layer.skeletal]
+        self.widest = layer.skeletal[-1].name  # of the MLP half
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
 
     # --- forward ---
@@ -70,8 +77,8 @@ class Block:
         rows = self.no_rows | rows
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
-            *qkv, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)  # (B, T, H/tp, D) each
-            attend(self.attention, *qkv, True, self.scale, out, s.lse)
+            *qkv, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)  # (B, T, H/tp or Hkv/tp, D)
+            attend(self.attention_at(turn), *qkv, True, self.scale, out, s.lse)
         self.projection(s, rows)
         self.mlp(s, rows)
 
@@ -81,8 +88,11 @@ class Block:
         queries than keys."""
         tensors = dict.fromkeys(self.every_row, rows)
         self.queries_keys_values(s, turn, tensors)
-        H = s.lse.shape[1]
-        q, k, v = (t.view(1, len(t), H, -1) for t in (s.q[rows], s.k[:rows.stop], s.v[:rows.stop]))
+        before = slice(rows.stop)
+        q, k, v = (t.view(1, len(t), -1, self.head_dim) for t in (s.q[rows], s.k[before], s.v[before]))
+        if self.w.q_norm_w is not None:
+            turns = (None, None) if turn is None else (turn[rows], turn[before])
+            attention = over_normed_heads(attention, self.ops, self.w, self.dw, self.eps, *turns)
         s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, self.scale)[0])
         self.projection(s, tensors)
         self.mlp(s, tensors)
@@ -90,20 +100,46 @@ class Block:
 
     def queries_keys_values(self, s, turn, rows):
         """ln1_out, q, k, v from x."""
-        w, r = self.w, rows["ln1_out"]
-        self.ops.layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
-        linears = dict(zip("qkv", zip((s.q, s.k, s.v), *self.qkv(w), strict=True), strict=True))
-        # q, k and v may lack different rows: rows that several lack are gathered once for all of them
-        for first, end, names in stretches(len(s.x), {name: rows[name] for name in "qkv"}):
-            def project(r, names=names):
-                x = self.tp.start_gather(s.ln1_out[r])
-                yield  # the message travels, the other piece computes
-                x = x.wait()  # (tp, n, C): the rows of all tp ranks
-                for y, w_, b in (linears[name] for name in names):
-                    column_linear_forward(x, w_, b, out=y[r])  # (n, tp, C/tp)
-            in_turns(self.tp, s.x.device, first, end, project)
-        for name in "qk" if turn is not None else "":
+        w = self.w
+        self.norm_forward("ln1", s.x, s, rows["ln1_out"])
+        self.columns(s, dict(zip("qkv", zip(*self.qkv(w), strict=True), strict=True)), s.ln1_out, rows)
+        for name in "qk" if turn is not None and w.q_norm_w is None else "":
             self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
+
+    def columns(self, s, linears, x, rows):
+        """The skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
+        # they may lack different rows: rows that several lack are gathered once for all of them
+        for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
+            def project(r, names=names):
+                message = self.tp.start_gather(x[r])
+                yield  # the message travels, the other piece computes
+                gathered = message.wait()  # (tp, n, C): the rows of all tp ranks
+                for name in names:
+                    column_linear_forward(gathered, *linears[name], out=getattr(s, name)[r])
+            in_turns(self.tp, x.device, first, end, project)
+
+    def norm_forward(self, name, x, s, r):
+        """Rows r of ln1_out or ln2_out."""
+        w, b, out, mean, rstd = self.norm(name, s, r)
+        self.ops.norm_forward(x[r], w, b, out, mean, rstd, self.eps)
+
+    def norm_backward(self, name, residual, dy, x, s, r, out):
+        """residual + the gradient of x, over `out`; rows r of x."""
+        w, b, _, mean, rstd = self.norm(name, s, r)
+        dw, db = (getattr(self.dw, f"{name}_{kind}") for kind in "wb")
+        self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
+
+    def norm(self, name, s, r):
+        """(weight, bias or None, rows r of output, mean and rstd); RMSNorm has no mean."""
+        w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
+        kept = (getattr(s, f"{name}_{what}", None) for what in ("out", "mean", "rstd"))
+        return w, b, *(t if t is None else t[r] for t in kept)
+
+    def attention_at(self, turn):
+        """The Attention of q and k as the layer keeps them."""
+        if self.w.q_norm_w is None:
+            return self.attention
+        return over_normed_heads(self.attention, self.ops, self.w, self.dw, self.eps, turn)
 
     def projection(self, s, rows):
         """mid from x and attn_out: the end of the attention half."""
@@ -112,15 +148,9 @@ class Block:
 
     def mlp(self, s, rows):
         """ln2_out, fc1_out, gelu_out from mid: the MLP half but for its output."""
-        w, r = self.w, rows["ln2_out"]
-        self.ops.layernorm_forward(s.mid[r], w.ln2_w, w.ln2_b, s.ln2_out[r], s.ln2_mean[r], s.ln2_rstd[r])
-
-        def widen(r):
-            x = self.tp.start_gather(s.ln2_out[r])
-            yield
-            column_linear_forward(x.wait(), w.fc1_w, w.fc1_b, out=s.fc1_out[r])  # (n, tp, 4C/tp)
-        first, end, _ = rows["fc1_out"].indices(len(s.x))
-        in_turns(self.tp, s.x.device, first, end, widen)
+        w = self.w
+        self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
+        self.columns(s, {"fc1_out": (w.fc1_w, w.fc1_b)}, s.ln2_out, rows)  # (n, tp, F/tp)
         r = rows["gelu_out"]
         gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
 
@@ -134,16 +164,25 @@ class Block:
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of
         `s`."""
         # The MLP half and the projection first, for they go piece by piece.
-        dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
+        dout = self.place_of_dout(s)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         # attention needs all rows: between the two halves every piece has to be done
         by_heads = self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse)
-        dqkv = attend_backward(self.attention, *by_heads, s.lse, True, self.scale)
-        dqkv = [g.reshape(s.q.shape) for g in dqkv]  # (n, tp, C/tp) each
-        for g in dqkv[:2] if turn is not None else ():
+        dqkv = attend_backward(self.attention_at(turn), *by_heads, s.lse, True, self.scale)
+        dqkv = [g.reshape(t.shape) for g, t in zip(dqkv, (s.q, s.k, s.v), strict=True)]  # (n, tp, width/tp)
+        for g in dqkv[:2] if turn is not None and self.w.q_norm_w is None else ():
             self.ops.rotary(g, turn, back=True)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
+
+    def place_of_dout(self, s):
+        """Memory for the gradient of attn_out, (n, tp, Q/tp): that of a tensor whose rows the MLP half has used
+        up, piece by piece, when those of the gradient are written. Rows of the gradient are no longer than its
+        rows, so that they never reach into a later piece."""
+        for used_up in (s.ln2_out, getattr(s, self.widest)):
+            if used_up.numel() >= s.attn_out.numel():
+                return used_up.flatten()[:s.attn_out.numel()].view(s.attn_out.shape)
+        return torch.empty_like(s.attn_out)
 
     # Generators: each yields where a message is on its way, as tp.in_turns wants, and another piece computes
     # meanwhile.
@@ -166,8 +205,7 @@ class Block:
         message = column_linear_backward(tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
         yield
         # the residual's gradient, dy, is added inside
-        self.ops.layernorm_backward(dy, message.wait(), s.mid[r], s.ln2_mean[r], s.ln2_rstd[r],
-                                    w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
+        self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
 
     def projection_backward(self, dy, s, dout, r):
         """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way
@@ -187,16 +225,58 @@ class Block:
         dys, (matrices, _) = [g[r] for g in dqkv], self.qkv(w)
         message = column_linear_backward(tp, dys, message.wait(), matrices, *self.qkv(dw))  # one sum of three
         yield
-        self.ops.layernorm_backward(dy[r], message.wait(), s.x[r], s.ln1_mean[r], s.ln1_rstd[r],
-                                    w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x[r])
+        self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
 
     @staticmethod
     def qkv(w):
         """The matrices of q, k and v, and their biases."""
         return [w.q_w, w.k_w, w.v_w], [w.q_b, w.k_b, w.v_b]
 
-    @staticmethod
-    def heads(*rows, like):
-        """(n, tp, C/tp) -> (B, T, H/tp, D), as views; `like` is the (B, H/tp, T) logsumexp."""
-        B, H, T = like.shape
-        return [x.view(B, T, H, -1) for x in rows]
+    def heads(self, *rows, like):
+        """(n, tp, width/tp) -> (B, T, heads, D), as views; `like` is the (B, H/tp, T) logsumexp."""
+        B, _, T = like.shape
+        return [x.view(B, T, -1, self.head_dim) for x in rows]
+
+
+class GatedBlock(Block):
+    """A layer of Llama's: out = mid + down (silu(gate ln2(mid)) * (up ln2(mid))). The product of the two is
+    not kept: each piece of rows makes it again from gate_out and up_out, without a matrix product."""
+
+    def mlp(self, s, rows):
+        """ln2_out, gate_out, up_out from mid."""
+        w = self.w
+        self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
+        self.columns(s, {"gate_out": (w.gate_w, None), "up_out": (w.up_w, None)}, s.ln2_out, rows)
+
+    def output(self, s, out, r=EVERY_ROW):
+        product = Gated(self.ops, s.gate_out[r], s.up_out[r])
+        return row_linear_forward(self.tp, s.mid[r], product, self.w.down_w, None, out=out[r])
+
+    def mlp_backward(self, dy, s, r):
+        w, dw, tp, dy, gate, up = self.w, self.dw, self.tp, dy[r], s.gate_out[r], s.up_out[r]
+        message = tp.start_gather(dy)
+        product = Gated(self.ops, gate, up)[EVERY_ROW]
+        yield
+        d = row_linear_backward(message.wait(), product, w.down_w, dw.down_w, out=product)
+        message = tp.start_gather(s.ln2_out[r])
+        self.ops.swiglu_backward(d, gate, up)  # their gradients take their places
+        del product, d
+        yield
+        message = column_linear_backward(tp, [gate, up], message.wait(), [w.gate_w, w.up_w],
+                                         [dw.gate_w, dw.up_w], [None, None])
+        yield
+        self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
+
+
+class Gated:
+    """silu(gate) * up, (n, tp, F/tp), made where rows of it are asked for."""
+
+    def __init__(self, ops, gate, up):
+        self.ops, self.gate, self.up = ops, gate, up
+
+    def __getitem__(self, r):
+        gate = self.gate[r]
+        return self.ops.swiglu_forward(gate, self.up[r], out=torch.empty_like(gate))
+
+
+BLOCKS = {"gelu": Block, "swiglu": GatedBlock}  # by cfg.mlp

@@ -12,6 +12,7 @@ from memo.gpt2 import gpt2_model_keys
 from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
+from memo.rope import parse_scaling
 
 # Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
 STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 31 years")
@@ -37,11 +38,25 @@ class Config:
                           why="rows are counted in 32 bits")
     vocab_size: int = key(0, "V, vocabulary; 0 takes the dataset's", least=0, most=2**32,
                           why="a dataset's tokens have at most 32 bits")
+    n_kv_head: int = key(0, "Hkv, heads of keys and values; 0 means n_head", **LAYER_WIDTH | dict(least=0))
+    head_dim: int = key(0, "D, elements of a head; 0 means n_embd/n_head", **LAYER_WIDTH | dict(least=0))
+    n_inner: int = key(0, "F, width of the MLP; 0 means 4*n_embd, for swiglu 8/3*n_embd rounded up to a multiple "
+                       "of 256", **LAYER_WIDTH | dict(least=0))
+    norm: str = key("layernorm", "norm before each half of a layer and before the head",
+                    choices=("layernorm", "rmsnorm"))
+    norm_eps: float = key(1e-5, "added to the mean square before its root is taken", least=0.0, most=1.0,
+                          why="it would drown the values")
+    mlp: str = key("gelu", "fc2 gelu(fc1 x), or down (silu(gate x) * up x)", choices=("gelu", "swiglu"))
     bias: bool = key(False, "biases in the linears and norms")
+    qkv_bias: bool = key(False, "biases of q, k and v")
+    qk_norm: bool = key(False, "an RMSNorm of each head's q and k before positions are rotated in")
+    tie_embeddings: bool = key(True, "the head's matrix is the embedding's")
     gelu: str = key("exact", "form of the GELU; GPT-2 has tanh", choices=("exact", "tanh"))
     position: str = key("rope", "rotary, or learned as in GPT-2", choices=("rope", "learned"))
     rope_theta: float = key(10000.0, "base of the rotary frequencies", least=1.0, most=1e30,
                             why="the frequencies are its inverse powers, which float32 must hold")
+    rope_scaling: str = key("", "beyond the length that a model was trained at: JSON as in a config.json of "
+                            "Hugging Face, with rope_type llama3, yarn or linear")
 
     dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json",
                        section="data", least=1)
@@ -118,17 +133,15 @@ class Config:
     def __post_init__(self):
         for f in fields(self):
             check_value(f, getattr(self, f.name))
-        C, H = self.n_embd, self.n_head
-        if H > C:
-            raise ConfigError(f"n_head={H} must be at most n_embd={C} (each head has columns of its own); "
-                              "lower n_head")
-        if C % H:
-            nearest = next(h for k in range(C) for h in (H - k, H + k) if h > 0 and C % h == 0)
-            raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try "
-                              f"n_head={nearest}")
-        if self.position == "rope" and (C // H) % 2:
-            raise ConfigError(f"n_embd/n_head={C // H} must be even for position=rope (it rotates pairs); "
-                              "try another n_head or position=learned")
+        self.check_heads()
+        if self.bias and (self.norm, self.mlp) != ("layernorm", "gelu"):
+            raise ConfigError(f"bias=True goes with norm=layernorm and mlp=gelu only, not norm={self.norm} and "
+                              f"mlp={self.mlp}; leave it out, or give qkv_bias=True")
+        if self.gelu != "exact" and self.mlp != "gelu":
+            raise ConfigError(f"gelu={self.gelu} goes with mlp=gelu only; leave one of them out")
+        if parse_scaling(self.rope_scaling) and self.position != "rope":
+            raise ConfigError(f"rope_scaling goes with position=rope only, not position={self.position}; leave "
+                              "one of them out")
         self.check_sizes()
         self.check_layout()
         if self.min_lr > self.learning_rate:
@@ -148,6 +161,25 @@ class Config:
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 
+    def check_heads(self):
+        """Heads share the hidden size, or have a width of their own; query heads share those of keys."""
+        C, H, Hkv = self.n_embd, self.n_head, self.kv_heads
+        if not self.head_dim and H > C:
+            raise ConfigError(f"n_head={H} must be at most n_embd={C} (each head has columns of its own); "
+                              "lower n_head")
+        if not self.head_dim and C % H:
+            nearest = next(h for k in range(C) for h in (H - k, H + k) if h > 0 and C % h == 0)
+            raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try "
+                              f"n_head={nearest}, or give head_dim")
+        if H % Hkv:
+            nearest = next(h for k in range(H) for h in (Hkv - k, Hkv + k) if h > 0 and H % h == 0)
+            raise ConfigError(f"n_head={H} % n_kv_head={Hkv} != 0 (each head of keys and values serves equally "
+                              f"many of queries); try n_kv_head={nearest}")
+        if self.position == "rope" and self.head_width % 2:
+            name = "head_dim" if self.head_dim else "n_embd/n_head"
+            raise ConfigError(f"{name}={self.head_width} must be even for position=rope (it rotates pairs); "
+                              f"try another {'head_dim' if self.head_dim else 'n_head'} or position=learned")
+
     def check_sizes(self):
         """What nothing could hold is refused here, before anything of that size is planned."""
         B, S = self.batch_size, self.block_size
@@ -163,6 +195,12 @@ class Config:
         if H % tp:
             raise ConfigError(f"n_head={H} % tp={tp} != 0 (the heads are shared out); try "
                               f"tp={math.gcd(H, tp)}")
+        if self.kv_heads % tp:
+            raise ConfigError(f"n_kv_head={self.kv_heads} % tp={tp} != 0 (the heads of keys and values are "
+                              f"shared out); try tp={math.gcd(H, self.kv_heads, tp)} with more cp")
+        if self.inner_width % tp:
+            raise ConfigError(f"n_inner={self.inner_width} % tp={tp} != 0 (the MLP's columns are shared out); "
+                              f"try tp={math.gcd(H, self.inner_width, tp)}")
         if self.context_parallel == "ulysses" and H // tp % cp:
             raise ConfigError(f"n_head/tp={H // tp} % cp={cp} != 0 (context_parallel=ulysses shares out a tp "
                               f"rank's heads again); try cp={math.gcd(H // tp, cp)} or context_parallel=ring")
@@ -176,6 +214,23 @@ class Config:
             raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
                               "padded to a multiple of 128, is shared out); try "
                               f"tp={math.gcd(self.padded_vocab_size, tp)}")
+
+    @property
+    def kv_heads(self) -> int:
+        """Hkv, heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_width(self) -> int:
+        """D, elements of a head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def inner_width(self) -> int:
+        """F, width of the MLP."""
+        if self.n_inner or self.mlp == "gelu":
+            return self.n_inner or 4 * self.n_embd
+        return -(-8 * self.n_embd // (3 * 256)) * 256
 
     @property
     def zigzag(self) -> bool:
@@ -203,8 +258,9 @@ class Config:
 
 
 # that the weights of a checkpoint depend on
-MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position",
-              "rope_theta")
+MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
+              "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
+              "rope_theta", "rope_scaling")
 KEYS = {f.name: f for f in fields(Config)}
 
 
@@ -259,7 +315,7 @@ def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
             base = {k: v for k, v in base.items() if k in MODEL_KEYS}
         fixed = {k: base[k] for k in MODEL_KEYS if k in base}
         if base.get("position") == "rope":  # no weight depends on the positions: the context may grow
-            fixed = {k: v for k, v in fixed.items() if k not in ("block_size", "rope_theta")}
+            fixed = {k: v for k, v in fixed.items() if k not in ("block_size", "rope_theta", "rope_scaling")}
     elif init_from.startswith("hf:"):
         base = fixed = gpt2_model_keys(init_from.removeprefix("hf:"))
         if given.get("block_size", 0) < base["block_size"]:  # a shorter context only crops the positions

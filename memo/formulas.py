@@ -10,13 +10,13 @@ def parameters(cfg) -> int:
 
 
 def flops_per_sample(cfg) -> int:
-    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L C S^2.
+    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L H D S^2.
 
     The second term is attention under the causal mask; without the mask it would be twice as large.
     Source: MEMO 5.1.
     """
     S = cfg.block_size
-    return 6 * S * parameters(cfg) + 6 * cfg.n_layer * cfg.n_embd * S**2
+    return 6 * S * parameters(cfg) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
 
 
 def tgs(tokens: int, gpus: int, seconds: float) -> float:

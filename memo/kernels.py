@@ -10,29 +10,34 @@ import triton
 import triton.language as tl
 
 MERGED_ROWS = 32  # of a head, by one program
+ELEMENTS = 4096  # of a SwiGLU, by one program
 
 
 @triton.jit
-def norm_forward_kernel(x, w, b, out, mean, rstd, C, eps, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
+def norm_forward_kernel(x, w, b, out, mean, rstd, C, eps,
+                        HAS_MEAN: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = c < C
     v = tl.load(x + row * C + c, mask=inside, other=0.0).to(tl.float32)
-    m = tl.sum(v, 0) / C
-    centred = tl.where(inside, v - m, 0.0)
+    centred = v
+    if HAS_MEAN:
+        m = tl.sum(v, 0) / C
+        centred = tl.where(inside, v - m, 0.0)
+        tl.store(mean + row, m)
     r = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / C + eps)
     y = centred * r * tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
     if HAS_B:
         y += tl.load(b + c, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * C + c, y, mask=inside)
-    tl.store(mean + row, m)
     tl.store(rstd + row, r)
 
 
 @triton.jit
 def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
-                         HAS_RESIDUAL: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
+                         HAS_RESIDUAL: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_B: tl.constexpr,
+                         BLOCK: tl.constexpr):
     """dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w and xhat = (x - mean) rstd; means over the
-    row."""
+    row. Of RMSNorm both means but the last are left out."""
     p, c = tl.program_id(0), tl.arange(0, BLOCK)
     inside = c < C
     gain = tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
@@ -41,10 +46,15 @@ def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, progra
         row = p.to(tl.int64) + k * programs
         at = row * C + c
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        m, r = tl.load(mean + row), tl.load(rstd + row)
-        xhat = tl.where(inside, (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m) * r, 0.0)
+        r, xhat = tl.load(rstd + row), tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_MEAN:
+            xhat = tl.where(inside, xhat - tl.load(mean + row), 0.0)
+        xhat *= r
         g = d * gain
-        dx = r * (g - tl.sum(g, 0) / C - xhat * (tl.sum(g * xhat, 0) / C))
+        dx = g - xhat * (tl.sum(g * xhat, 0) / C)
+        if HAS_MEAN:
+            dx -= tl.sum(g, 0) / C
+        dx *= r
         if HAS_RESIDUAL:
             dx += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, dx, mask=inside)
@@ -90,28 +100,50 @@ def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_
     tl.store(lse + b * lse_b + h * lse_h + t, both, mask=rows)
 
 
+@triton.jit
+def swiglu_forward_kernel(gate, up, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    g = tl.load(gate + i, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + i, g / (1.0 + tl.exp(-g)) * u, mask=inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(dy, gate, up, n, BLOCK: tl.constexpr):
+    """silu(g) = g s, where s = 1 / (1 + e^-g); its derivative is s (1 + g (1 - s))."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    d = tl.load(dy + i, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + i, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + i, mask=inside, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-g))
+    tl.store(gate + i, d * u * s * (1.0 + g * (1.0 - s)), mask=inside)
+    tl.store(up + i, d * g * s, mask=inside)
+
+
 def warps(block):
     """Of a program: about 16 elements a thread."""
     return min(32, max(1, block // 512))
 
 
-def launch_layernorm_forward(x, w, b, out, mean, rstd, eps):
+def launch_norm_forward(x, w, b, out, mean, rstd, eps):
     assert x.is_contiguous() and out.is_contiguous()
     N, C = x.shape
     block = triton.next_power_of_2(C)
-    norm_forward_kernel[(N,)](x, w, w if b is None else b, out, mean, rstd, C, eps, b is not None, block,
-                              num_warps=warps(block))
+    norm_forward_kernel[(N,)](x, w, w if b is None else b, out, rstd if mean is None else mean, rstd, C, eps,
+                              mean is not None, b is not None, block, num_warps=warps(block))
 
 
-def launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
+def launch_norm_backward(residual, dy, x, mean, rstd, w, sums, out):
     """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
     too."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
     N, C = x.shape
     programs, block = sums.shape[1], triton.next_power_of_2(C)
     norm_backward_kernel[(programs,)](
-        x if residual is None else residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
-        residual is not None, len(sums) == 2, block, num_warps=warps(block))
+        x if residual is None else residual, dy, x, rstd if mean is None else mean, rstd, w, sums, out, N, C,
+        programs, residual is not None, mean is not None, len(sums) == 2, block, num_warps=warps(block))
 
 
 def launch_rotary(x, turn, back):
@@ -132,3 +164,17 @@ def launch_merge(out, lse, out_, lse_):
     merge_kernel[(triton.cdiv(T, MERGED_ROWS), B * H)](  # of the second there may be 65,535
         out, lse, out_, lse_, H, T, D, *out.stride()[:3], *lse.stride()[:2], *out_.stride()[:3],
         *lse_.stride()[:2], MERGED_ROWS, triton.next_power_of_2(D))
+
+
+def launch_swiglu_forward(gate, up, out):
+    """Tensors of one shape, each contiguous; `out` may be either."""
+    assert all(t.is_contiguous() for t in (gate, up, out))
+    n = gate.numel()
+    swiglu_forward_kernel[(triton.cdiv(n, ELEMENTS),)](gate, up, out, n, ELEMENTS, num_warps=warps(ELEMENTS))
+
+
+def launch_swiglu_backward(dy, gate, up):
+    """Of one shape, each contiguous. Writes over gate and up."""
+    assert all(t.is_contiguous() for t in (dy, gate, up))
+    n = gate.numel()
+    swiglu_backward_kernel[(triton.cdiv(n, ELEMENTS),)](dy, gate, up, n, ELEMENTS, num_warps=warps(ELEMENTS))

@@ -87,13 +87,16 @@ class Tensor:
 class Layer:
     """`parameters`: {name: Parameter}; `absent`: names of parameters that the family has and this model
     lacks. `skeletal`: in the order in which the forward makes the tensors. `output`: the operation that makes
-    the next layer's input. `heads`: query heads."""
+    the next layer's input. `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of
+    each."""
 
     parameters: dict[str, Parameter]
     absent: tuple[str, ...]
     skeletal: tuple[Skeletal, ...]
     output: Operation
     heads: int
+    kv_heads: int
+    head_dim: int
 
     @property
     def groups(self) -> dict[str, Operation]:
@@ -118,55 +121,94 @@ class Layer:
 
 # --- the families ---
 
-@cache  # a search asks for the same one thousands of times
-def gpt_layer(C: int, H: int, bias: bool = False, rope: bool = False) -> Layer:
-    """A layer of GPT-2: x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid), the MLP four times as wide."""
-    F = 4 * C
-    square, bias_of_columns = Parameter((C, C), 0), Parameter((C,), 0, "zeros")
-    whole_bias = Parameter((C,), None, "zeros")
-    matrices = {"q_w": square, "k_w": square, "v_w": square, "proj_w": Parameter((C, C), 1, "residual"),
-                "fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
-    biases = {"q_b": bias_of_columns, "k_b": bias_of_columns, "v_b": bias_of_columns,
-              "fc1_b": Parameter((F,), 0, "zeros"),
-              "proj_b": whole_bias, "fc2_b": whole_bias, "ln1_b": whole_bias, "ln2_b": whole_bias}
-    norms = dict.fromkeys(("ln1_w", "ln2_w"), Parameter((C,), None, "ones"))
-    parameters = matrices | (biases if bias else {}) | norms  # what all tp ranks hold stands last
+NAMES_OF_BIASES = "q_b k_b v_b proj_b fc1_b fc2_b ln1_b ln2_b"  # that a model may lack
+NAMES_OF_HEAD_NORMS = "q_norm_w k_norm_w"
 
-    def norm(number: int, reads: str) -> tuple[Skeletal, ...]:
+
+@cache  # a search asks for the same one thousands of times
+def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
+                  bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False,
+                  rope: bool = False) -> Layer:
+    """x -> mid = x + attention(norm x) -> mid + mlp(norm mid), H heads of D elements, Hkv of keys and values.
+
+    mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
+    again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
+    """
+    Q, KV = H * D, Hkv * D
+
+    def whole(n: int, init: str) -> Parameter:
+        return Parameter((n,), None, init)
+
+    # --- parameters: what all tp ranks hold stands last
+    parameters = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
+                  "proj_w": Parameter((C, Q), 1, "residual")}
+    if mlp == "gelu":
+        parameters |= {"fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
+    else:
+        parameters |= {"gate_w": Parameter((F, C), 0), "up_w": Parameter((F, C), 0),
+                       "down_w": Parameter((C, F), 1, "residual")}
+    if bias or qkv_bias:
+        parameters |= {"q_b": Parameter((Q,), 0, "zeros"), "k_b": Parameter((KV,), 0, "zeros"),
+                       "v_b": Parameter((KV,), 0, "zeros")}
+    if bias:
+        parameters |= {"fc1_b": Parameter((F,), 0, "zeros")}
+        parameters |= {name: whole(C, "zeros") for name in ("proj_b", "fc2_b", "ln1_b", "ln2_b")}
+    parameters |= {"ln1_w": whole(C, "ones"), "ln2_w": whole(C, "ones")}
+    if qk_norm:  # over the D elements of each head, the same for all heads
+        parameters |= {"q_norm_w": whole(D, "ones"), "k_norm_w": whole(D, "ones")}
+    optional = f"{NAMES_OF_BIASES} {NAMES_OF_HEAD_NORMS}".split()
+
+    # --- skeletal activations
+    statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
+
+    def normed(number: int, reads: str) -> tuple[Skeletal, ...]:
         name = f"ln{number}_out"
         return (Skeletal(name, C, group=name, made_by=Operation("norm", reads, C, C)),
-                Skeletal(f"ln{number}_mean", group=name), Skeletal(f"ln{number}_rstd", group=name))
+                *(Skeletal(f"ln{number}_{statistic}", group=name) for statistic in statistics))
 
     def columns(name: str, reads: str, gives: int, rotary: bool = False) -> Skeletal:
         made_by = Operation("column", reads, C, gives, rotary)
         return Skeletal(name, gives, split=True, group=name, made_by=made_by)
+    turned = rope and not qk_norm  # with norms per head q and k are kept as they were before these
+    hidden: tuple[Skeletal, ...]
+    if mlp == "gelu":
+        hidden = (columns("fc1_out", "ln2_out", F),
+                  Skeletal("gelu_out", F, split=True, group="gelu_out",
+                           made_by=Operation("activation", "fc1_out", F, F)))
+        output = Operation("row", "gelu_out", F, C)
+    else:
+        hidden = columns("gate_out", "ln2_out", F), columns("up_out", "ln2_out", F)
+        output = Operation("row", "gate_out up_out", F, C)
     skeletal = (
         Skeletal(INPUT, C),
-        Skeletal(ATTENTION, C, split=True),  # attention is what costs to compute again
+        Skeletal(ATTENTION, Q, split=True),  # attention is what costs to compute again
         Skeletal("lse", per_head=True),
-        *norm(1, INPUT),
-        columns("q", "ln1_out", C, rope), columns("k", "ln1_out", C, rope), columns("v", "ln1_out", C),
-        Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, C, C)),  # x + attention's branch
-        *norm(2, "mid"),
-        columns("fc1_out", "ln2_out", F),
-        Skeletal("gelu_out", F, split=True, group="gelu_out",
-                 made_by=Operation("activation", "fc1_out", F, F)))
-    return Layer(parameters, () if bias else tuple(biases), skeletal, Operation("row", "gelu_out", F, C), H)
+        *normed(1, INPUT),
+        columns("q", "ln1_out", Q, turned), columns("k", "ln1_out", KV, turned), columns("v", "ln1_out", KV),
+        Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, Q, C)),  # x + attention's branch
+        *normed(2, "mid"),
+        *hidden)
+    absent = tuple(name for name in optional if name not in parameters)
+    return Layer(parameters, absent, skeletal, output, H, Hkv, D)
 
 
 def layer_of(cfg) -> Layer:
     """The Layer of a config."""
-    return gpt_layer(cfg.n_embd, cfg.n_head, cfg.bias, cfg.position == "rope")
+    return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
+                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope")
 
 
 def model_parameters(cfg) -> dict[str, Parameter]:
-    """{name: Parameter} of the whole model: the embeddings, layer by layer "h.<i>.<name>", the final norm."""
+    """{name: Parameter} of the whole model: the embeddings, layer by layer "h.<i>.<name>", the final norm and
+    the head, where it is not the embedding's matrix."""
     C, layer = cfg.n_embd, layer_of(cfg)
     made = {"wte": Parameter((cfg.padded_vocab_size, C), 0)}
     if cfg.position == "learned":
         made["wpe"] = Parameter((cfg.block_size, C))
     for i in range(cfg.n_layer):
         made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
+    if not cfg.tie_embeddings:
+        made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
     made["lnf_w"] = Parameter((C,), None, "ones")
     return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.bias else {})
 
@@ -199,13 +241,18 @@ def head_rows(V: float, cpu: bool) -> int:
     return HEAD_ROWS * min(MORE_HEAD_ROWS, max(1, int(HEAD_ELEMENTS // (V * HEAD_ROWS))))
 
 
-def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1) -> int:
-    """How many of the heads attention takes at a time, a multiple: GROUP_ELEMENTS bounds (rows, heads, D)."""
-    return min(heads, max(1, GROUP_ELEMENTS // (rows * D * multiple)) * multiple)
+def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int = 1) -> int:
+    """How many of the query heads attention takes at a time, a multiple: GROUP_ELEMENTS bounds (rows, heads,
+    D). So many heads share one of keys and values: a group has all that share some, or an equal part of those
+    that share one."""
+    if rows * D * heads <= GROUP_ELEMENTS:
+        return heads
+    fitting = [n for n in range(multiple, heads + 1, multiple) if n % sharing == 0 or sharing % n == 0]
+    return max((n for n in fitting if rows * D * n <= GROUP_ELEMENTS), default=fitting[0])
 
 
 def group_heads(cfg) -> int:
-    """Heads of a rank of a config that attention takes at a time."""
+    """Query heads of a rank of a config that attention takes at a time."""
     rows = cfg.batch_size * cfg.block_size // cfg.cp
     multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
-    return heads_at_once(rows, cfg.n_embd // cfg.n_head, cfg.n_head // cfg.tp, multiple)
+    return heads_at_once(rows, cfg.head_width, cfg.n_head // cfg.tp, multiple, cfg.n_head // cfg.kv_heads)

@@ -1,16 +1,17 @@
-"""The operations of a layer that are no matrix products: norm, GELU, rotary positions, each a pair x_forward
-/ x_backward; and the merge of two parts of attention.
+"""The operations of a layer that are no matrix products: norms, GELU, SwiGLU, rotary positions, each a pair
+x_forward / x_backward; and the merge of two parts of attention.
 
 Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has
-none that does, or that turns pairs of bf16 in one pass: an Ops is the choice between torch's own (any device)
-and fused kernels in Triton (memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of
-x's shape:
+none that does, or that goes over memory once: an Ops is the choice between torch's own kernels (any device)
+and fused ones in Triton (memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of x's
+shape:
 
     torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
-             (through fp32), merge 9
-    triton   norm forward 2, backward 4, rotary 2, merge 5
+             (through fp32), merge 9, SwiGLU forward 5, backward 14
+    triton   norm forward 2, backward 4, rotary 2, merge 5, SwiGLU forward 3, backward 5
 
-Every row is computed alone, so that a range of rows gets the same bits as all of them.
+A norm is LayerNorm where a mean is kept, y = (x - mean) rstd w + b, and RMSNorm where there is none, y = x
+rstd w. Every row is computed alone, so that a range of rows gets the same bits as all of them.
 """
 
 import importlib.util
@@ -21,14 +22,13 @@ import torch
 from memo.errors import ConfigError
 from memo.parallel.tp import chunks
 
-LAYERNORM_EPS = 1e-5
+CACHED_ELEMENTS = 2**16  # of a chunk on a CPU: with its temporary tensors 1 MiB in fp32
+Ops = namedtuple("Ops", "name norm_forward norm_backward rotary merge swiglu_forward swiglu_backward")
+Ops.__doc__ = """How norms, rotary positions, merges and SwiGLU are computed:
 
-Ops = namedtuple("Ops", "name layernorm_forward layernorm_backward rotary merge")
-Ops.__doc__ = """How norms, rotary positions and merges are computed:
-
-    layernorm_forward(x, w, b, out, mean, rstd)
-        y = (x - mean) rstd w + b; (N, C), (C,), (C,) or None -> (N, C) and (N,)
-    layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)
+    norm_forward(x, w, b, out, mean, rstd, eps)
+        (N, C), (C,), (C,) or None -> out (N, C), mean (N,) and rstd (N,); without `mean` RMSNorm
+    norm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out)
         residual (or None) + dx; adds to dw and db; `out` may be any of residual, dy, x
     rotary(x, turn, back)
         in place: the pairs of x (n, tp, heads * D), read as complex numbers, times turn (n, tp, D/2), or with
@@ -36,30 +36,38 @@ Ops.__doc__ = """How norms, rotary positions and merges are computed:
     merge(out, lse, out_, lse_)
         adds the attention of the same queries to other keys, out_ (B, T, H, D) and lse_ (B, H, T), to out,
         fp32, and lse
+    swiglu_forward(gate, up, out)
+        silu(gate) * up, of any shape
+    swiglu_backward(dy, gate, up)
+        writes the gradients of gate and up over them, and uses dy up
 """
 
 
 # --- with torch's kernels ---
 
-def layernorm_operands(*tensors):
+def norm_operands(*tensors):
     """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000
     rows)."""
     return [t if t is None or not t.is_cpu else t.float() for t in tensors]
 
 
-def layernorm_forward(x, w, b, out, mean, rstd):
+def norm_forward(x, w, b, out, mean, rstd, eps):
+    if mean is None:
+        return rms_norm_forward(x, w, out, rstd, eps)
     for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd):
-        x_, w, b = layernorm_operands(x_, w, b)
-        y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, LAYERNORM_EPS)
+        x_, w, b = norm_operands(x_, w, b)
+        y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, eps)
         out_.copy_(y)
         mean_.copy_(m.view(-1))
         rstd_.copy_(r.view(-1))
 
 
-def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+def norm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+    if mean is None:
+        return rms_norm_backward(residual, dy, x, rstd, w, dw, out)
     rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
     for out_, dy_, x_, mean_, rstd_, *residual_ in chunks(*rows):
-        dy_, x_, w, b = layernorm_operands(dy_, x_, w, b)
+        dy_, x_, w, b = norm_operands(dy_, x_, w, b)
         dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(
             dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b, [True, True, b is not None])
         dw += dw_
@@ -67,6 +75,54 @@ def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
             db += db_
         out_.copy_(dx) if residual is None else torch.add(*residual_, dx, out=out_)
     return out
+
+
+def rms_norm_forward(x, w, out, rstd, eps):
+    for x_, out_, rstd_ in small_chunks(x, out, rstd):
+        x_ = x_.float()
+        torch.rsqrt((x_ * x_).mean(1).add_(eps), out=rstd_)
+        out_.copy_(torch.mul(x_, rstd_[:, None]).mul_(w))
+
+
+def rms_norm_backward(residual, dy, x, rstd, w, dw, out):
+    """dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd; the mean over the row."""
+    rows = (out, dy, x, rstd) if residual is None else (out, dy, x, rstd, residual)
+    for out_, dy_, x_, rstd_, *residual_ in small_chunks(*rows):
+        r, dy_ = rstd_[:, None], dy_.float()
+        xhat = x_.float() * r
+        both = dy_ * xhat
+        dw += both.sum(0)
+        g = dy_ * w
+        along = torch.mul(g, xhat, out=both).mean(1, keepdim=True)
+        dx = g.sub_(xhat.mul_(along)).mul_(r)
+        out_.copy_(dx) if residual is None else torch.add(*residual_, dx, out=out_)
+    return out
+
+
+def small_chunks(*tensors):
+    """chunks() of so few rows that several passes over them stay in a CPU's cache; on other devices as
+    chunks()."""
+    if not tensors[0].is_cpu:
+        yield from chunks(*tensors)
+        return
+    rows = max(1, CACHED_ELEMENTS // tensors[0][0].numel())
+    yield from zip(*(t.split(rows) for t in tensors), strict=True)
+
+
+def swiglu_forward(gate, up, out):
+    for gate_, up_, out_ in small_chunks(gate, up, out):
+        torch.ops.aten.silu.out(gate_, out=out_)
+        out_.mul_(up_)
+    return out
+
+
+def swiglu_backward(dy, gate, up):
+    for dy_, gate_, up_ in small_chunks(dy, gate, up):
+        dup = torch.nn.functional.silu(gate_).mul_(dy_)
+        torch.ops.aten.silu_backward.grad_input(dy_.mul_(up_), gate_, grad_input=gate_)
+        up_.copy_(dup)
+        del dup  # before the next chunk's
+    return gate, up
 
 
 def rotary(x, turn, back):
@@ -88,7 +144,7 @@ def merge(out, lse, out_, lse_):
     lse.copy_(both)
 
 
-TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary, merge)
+TORCH = Ops("torch", norm_forward, norm_backward, rotary, merge, swiglu_forward, swiglu_backward)
 
 
 # --- with fused kernels; on "meta" only what they request is done ---
@@ -96,17 +152,17 @@ TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary, merge)
 PROGRAMS = 512  # share the rows of a norm's backward, each with own sums for dw and db: enough for any GPU
 
 
-def fused_layernorm_forward(x, w, b, out, mean, rstd):
+def fused_norm_forward(x, w, b, out, mean, rstd, eps):
     if not x.is_meta:
         from memo import kernels
-        kernels.launch_layernorm_forward(x, w, b, out, mean, rstd, LAYERNORM_EPS)
+        kernels.launch_norm_forward(x, w, b, out, mean, rstd, eps)
 
 
-def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+def fused_norm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
     if not x.is_meta:
         from memo import kernels
-        kernels.launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out)
+        kernels.launch_norm_backward(residual, dy, x, mean, rstd, w, sums, out)
     dw += sums[0].sum(0)
     if b is not None:
         db += sums[1].sum(0)
@@ -126,7 +182,22 @@ def fused_merge(out, lse, out_, lse_):
         kernels.launch_merge(out, lse, out_, lse_)
 
 
-TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_rotary, fused_merge)
+def fused_swiglu_forward(gate, up, out):
+    if not gate.is_meta:
+        from memo import kernels
+        kernels.launch_swiglu_forward(gate, up, out)
+    return out
+
+
+def fused_swiglu_backward(dy, gate, up):
+    if not gate.is_meta:
+        from memo import kernels
+        kernels.launch_swiglu_backward(dy, gate, up)
+    return gate, up
+
+
+TRITON = Ops("triton", fused_norm_forward, fused_norm_backward, fused_rotary, fused_merge,
+             fused_swiglu_forward, fused_swiglu_backward)
 
 
 def lacking(device):
@@ -147,8 +218,11 @@ def failing(device):
     heads = zeros(1, 1, 1, 16)
     try:
         with torch.cuda.device(device):  # the one that Triton launches on
-            fused_layernorm_forward(x, w, None, x, mean[:1], rstd[:1])
-            fused_layernorm_backward(x, x, x, mean[:1], rstd[:1], w, None, dw, None, x)
+            for kept in (mean[:1], None):  # LayerNorm, RMSNorm
+                fused_norm_forward(x, w, None, x, kept, rstd[:1], 1e-5)
+                fused_norm_backward(x, x, x, kept, rstd[:1], w, None, dw, None, x)
+            fused_swiglu_forward(x, x, x)
+            fused_swiglu_backward(zeros(1, 16), zeros(1, 16), zeros(1, 16))
             fused_rotary(x[:, None], zeros(1, 1, 8, dtype=torch.complex64), back=True)
             fused_merge(heads.float(), lse[None, None, :1], heads, lse[None, None, 1:2])
         return ""
@@ -179,14 +253,16 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tenso
     return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
 
 
-# --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t theta_j) ---
+# --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t f_j) ---
 
-def rotations(positions: torch.Tensor, D: int, theta: float) -> torch.Tensor:
-    """(N,) int64 -> e^(i t theta^(-2j/D)) as (N, D/2) complex64, angles in fp64: exact at millions of
-    tokens."""
+def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float],
+              factor: float = 1.0) -> torch.Tensor:
+    """(N,) int64 -> factor e^(i t f_j) as (N, D/2) complex64, where f_j = theta^(-2j/D) multipliers[j]
+    (memo/rope.py). Angles in fp64: exact at millions of tokens."""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
+    frequencies *= torch.tensor(multipliers, dtype=torch.float64, device=positions.device)
     table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
     for rows, t in chunks(table, positions):
         angles = t[:, None] * frequencies
-        rows.copy_(torch.polar(torch.ones_like(angles), angles))
+        rows.copy_(torch.polar(torch.full_like(angles, factor), angles))
     return table

@@ -7,25 +7,43 @@ from torch import nn
 from memo.flat import views
 
 
+def normed(cfg, width):
+    return (nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.bias) if cfg.norm == "layernorm"
+            else nn.RMSNorm(width, eps=cfg.norm_eps))
+
+
 class TwinBlock(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        C = cfg.n_embd
-        self.cfg = cfg
-        self.ln1, self.ln2 = (nn.LayerNorm(C, bias=cfg.bias) for _ in range(2))
-        self.qkv, self.proj = nn.Linear(C, 3 * C, bias=cfg.bias), nn.Linear(C, C, bias=cfg.bias)
-        self.fc1, self.fc2 = nn.Linear(C, 4 * C, bias=cfg.bias), nn.Linear(4 * C, C, bias=cfg.bias)
+        C, D, F_ = cfg.n_embd, cfg.head_width, cfg.inner_width
+        self.cfg, self.widths = cfg, [cfg.n_head * D, cfg.kv_heads * D, cfg.kv_heads * D]
+        self.ln1, self.ln2 = normed(cfg, C), normed(cfg, C)
+        self.qkv = nn.Linear(C, sum(self.widths), bias=cfg.bias or cfg.qkv_bias)
+        self.proj = nn.Linear(cfg.n_head * D, C, bias=cfg.bias)
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=cfg.norm_eps) for _ in range(2))
+        if cfg.mlp == "gelu":
+            self.fc1, self.fc2 = nn.Linear(C, F_, bias=cfg.bias), nn.Linear(F_, C, bias=cfg.bias)
+        else:
+            self.gate, self.up = nn.Linear(C, F_, bias=False), nn.Linear(C, F_, bias=False)
+            self.down = nn.Linear(F_, C, bias=False)
 
     def forward(self, x, cos, sin):
-        B, T, C = x.shape
-        qkv = self.qkv(self.ln1(x)).chunk(3, -1)
-        q, k, v = (t.view(B, T, self.cfg.n_head, -1).transpose(1, 2) for t in qkv)
+        B, T, _ = x.shape
+        qkv = self.qkv(self.ln1(x)).split(self.widths, -1)
+        q, k, v = (t.view(B, T, -1, self.cfg.head_width).transpose(1, 2) for t in qkv)
+        if self.cfg.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
-        approximate = "tanh" if self.cfg.gelu == "tanh" else "none"
-        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate=approximate))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape != k.shape)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, -1))
+        return x + self.mlp(self.ln2(x))
+
+    def mlp(self, x):
+        if self.cfg.mlp == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh" if self.cfg.gelu == "tanh" else "none"))
 
 
 def rotate(x, cos, sin):  # (B, H, T, D): pairs (2j, 2j+1) turned by an angle
@@ -40,7 +58,8 @@ class Twin(nn.Module):
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
         self.blocks = nn.ModuleList(TwinBlock(cfg) for _ in range(cfg.n_layer))
-        self.lnf = nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
+        self.lnf = normed(cfg, cfg.n_embd)
+        self.head = None if cfg.tie_embeddings else nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
 
     def embed(self, tokens):
         T = tokens.shape[1]
@@ -50,7 +69,7 @@ class Twin(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(positions)
         else:
-            D = self.cfg.n_embd // self.cfg.n_head
+            D = self.cfg.head_width
             frequencies = self.cfg.rope_theta ** (-torch.arange(0, D, 2, device=x.device).double() / D)
             angles = torch.outer(positions.double(), frequencies)
             cos, sin = angles.cos().float(), angles.sin().float()
@@ -63,19 +82,27 @@ class Twin(nn.Module):
             x.retain_grad()
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = F.linear(self.lnf(x), self.wte.weight)
+        logits = F.linear(self.lnf(x), (self.head or self.wte).weight)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
     def memo_names(self):
         """{memo's parameter names: parameter}, where memo's q, k and v are one below the other."""
-        names = {("wte",): self.wte.weight, ("lnf_w",): self.lnf.weight, ("lnf_b",): self.lnf.bias}
+        names = {("wte",): self.wte.weight, ("lnf_w",): self.lnf.weight}
+        names["lnf_b",] = getattr(self.lnf, "bias", None)
         if self.wpe is not None:
             names["wpe",] = self.wpe.weight
+        if self.head is not None:
+            names["head_w",] = self.head.weight
         for i, b in enumerate(self.blocks):
-            for part in ("ln1", "qkv", "proj", "ln2", "fc1", "fc2"):
-                for kind, p in (("w", getattr(b, part).weight), ("b", getattr(b, part).bias)):
-                    names[tuple(f"h.{i}.{memo}_{kind}" for memo in (part if part == "qkv" else [part]))] = p
+            for part, module in b.named_children():
+                for kind in ("weight", "bias"):
+                    mine = "qkv" if part == "qkv" else [part]
+                    names[tuple(f"h.{i}.{n}_{kind[0]}" for n in mine)] = getattr(module, kind, None)
         return {k: v for k, v in names.items() if v is not None}
+
+    def parts(self, names, p):
+        """`p`, cut as memo's parameters `names` are."""
+        return p.split(self.blocks[0].widths) if len(names) > 1 else [p]
 
     def worst_gradient(self, model):
         """(largest relative error of a gradient of memo's `model` against the twin's, its names)."""
@@ -88,7 +115,7 @@ class Twin(nn.Module):
         """Copies memo's (name, tensor) pairs; memo's vocabulary padding is cut off."""
         with torch.no_grad():
             mine = {n: part for names, p in self.memo_names().items()
-                    for n, part in zip(names, p.chunk(len(names)), strict=True)}
+                    for n, part in zip(names, self.parts(names, p), strict=True)}
             for name, tensor in named_tensors:
                 mine[name].copy_(tensor[:len(mine[name])])
         return self

@@ -4,12 +4,14 @@ Ring: in a zigzag rank r holds the chunks r and 2cp-1-r of 2cp, so that every ra
 While a rank attends to one block of keys and values the next one travels; partial results are merged through
 the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block and are home
 after one round. Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its
-logsumexp stays (B, H/cp, S). Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here
+logsumexp stays (B, H/cp, S). Of keys and values only their own heads travel; where they are fewer than ranks,
+each goes to all the ranks that read it. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here
 makes the host wait for a GPU.
 """
 
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 
 from memo.attention import Attention
 
@@ -73,6 +75,11 @@ def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
 
 # --- Ulysses ---
 
+def dealt_out(axis, x):  # (B, T, Hkv, D) -> (B, T, a multiple of cp, D)
+    """Each head as often as it takes for the ranks to have equally many."""
+    return x.repeat_interleave(axis.size // gcd(x.shape[2], axis.size), 2)
+
+
 def to_heads(axis, x):  # (B, T, H, D) -> (B, S, H/cp, D)
     B, T, H, D = x.shape
     pieces = axis.exchange(x.view(B, T, axis.size, H // axis.size, D).permute(2, 0, 1, 3, 4).contiguous())
@@ -87,15 +94,21 @@ def to_tokens(axis, x):  # (B, S, H/cp, D) -> (B, T, H, D)
 
 def ulysses_forward(attention, axis, q, k, v, causal, scale):
     B, T, H, _ = q.shape
-    out, lse = attention.forward(*(to_heads(axis, t) for t in (q, k, v)), causal, scale)
+    q, k, v = to_heads(axis, q), *(to_heads(axis, dealt_out(axis, t)) for t in (k, v))
+    out, lse = attention.forward(q, k, v, causal, scale)
     return to_tokens(axis, out), lse.reshape(B, H, T)  # of the rank's heads: for the backward only
 
 
 def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     B, T, H, _ = q.shape
-    gradients = attention.backward(*(to_heads(axis, t) for t in (dout, q, k, v, out)),
-                                   lse.view(B, H // axis.size, axis.size * T), causal, scale)
-    return [to_tokens(axis, g) for g in gradients]
+    Hkv = k.shape[2]
+    dout, q, out = (to_heads(axis, t) for t in (dout, q, out))
+    k, v = (to_heads(axis, dealt_out(axis, t)) for t in (k, v))
+    lse = lse.view(B, H // axis.size, axis.size * T)
+    dq, dk, dv = (to_tokens(axis, g) for g in attention.backward(dout, q, k, v, out, lse, causal, scale))
+    if dk.shape[2] > Hkv:  # the sum over the ranks that had the same head
+        dk, dv = (g.unflatten(2, (Hkv, -1)).float().sum(3).to(g.dtype) for g in (dk, dv))
+    return dq, dk, dv
 
 
 def attention_over_ranks(attention: Attention, axis, kind: str, merge: Callable) -> Attention:

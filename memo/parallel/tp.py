@@ -127,16 +127,18 @@ def column_linear_backward(axis, dys, x, ws, dws, dbs):
 # --- row-parallel: y = residual + x w^T + b, where each rank has some of x's columns ---
 
 def row_linear_forward(axis, residual, x, w, b, out):  # (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C)
+    """`x`: a tensor, or whatever makes rows r of one as x[r]."""
     def piece(r):
+        x_ = x[r]
         if axis.size == 1:
-            torch.addmm(residual[r], x[r, 0], w.t(), out=out[r])
+            torch.addmm(residual[r], x_[:, 0], w.t(), out=out[r])
         else:
-            partial_sums = x.new_empty(axis.size, len(x[r]), len(w))
-            total = axis.start_scatter_sum(product(x[r].transpose(0, 1), w.t(), out=partial_sums))
-            del partial_sums  # the message has it, until it is through
+            partial_sums = x_.new_empty(axis.size, len(x_), len(w))
+            total = axis.start_scatter_sum(product(x_.transpose(0, 1), w.t(), out=partial_sums))
+            del x_, partial_sums  # the message has the sums, until it is through
             yield
             torch.add(residual[r], total.wait(), out=out[r])
-    in_turns(axis, x.device, 0, len(x), piece)
+    in_turns(axis, out.device, 0, len(out), piece)
     return out if b is None else out.add_(b)
 
 

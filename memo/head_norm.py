@@ -1,0 +1,58 @@
+"""Norms of q and k, head by head, in front of attention (Qwen 3). The layer keeps q and k as they were before.
+
+A group of heads is normed and rotated right before attention takes it, and again before its backward: no
+normed tensor is longer there than that, and none is copied to the host. Shapes: q (B, T, H, D), k (B, T, Hkv,
+D); positions in `turn` as in memo/ops.py.
+"""
+
+import torch
+
+from memo.attention import Attention
+
+
+def normed_heads(ops, x, w, eps, turn):
+    """(RMSNorm over D of each head, rotated; x and rstd for the backward). (B, T, h, D) -> the same, new."""
+    rows = x.reshape(-1, x.shape[-1])  # a copy where the heads are some of several
+    out, rstd = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
+    ops.norm_forward(rows, w, None, out, None, rstd, eps)
+    out = out.view(x.shape)
+    if turn is not None:
+        rotate(ops, out, turn, back=False)
+    return out, (rows, rstd)
+
+
+def normed_heads_backward(ops, dy, kept, w, dw, turn):
+    """The gradient of x, from that of normed_heads, which is used up; adds to dw."""
+    rows, rstd = kept
+    dy = dy.contiguous()
+    if turn is not None:
+        rotate(ops, dy, turn, back=True)
+    flat = dy.view(rows.shape)
+    ops.norm_backward(None, flat, rows, None, rstd, w, None, dw, None, out=flat)
+    return dy
+
+
+def rotate(ops, x, turn, back):
+    """In place, (B, T, h, D) by (n, tp, D/2), where B T = n tp."""
+    ops.rotary(x.view(*turn.shape[:2], -1), turn, back)
+
+
+def over_normed_heads(attention: Attention, ops, w, dw, eps: float, turn, turn_k=None) -> Attention:
+    """`attention` of normed and rotated q and k: an Attention of the same shape. `w`, `dw`: of a layer, by
+    name; `turn_k`: of the keys, where they are others than the queries."""
+    turn_k = turn if turn_k is None else turn_k
+
+    def forward(q, k, v, causal, scale, **out):
+        q, _ = normed_heads(ops, q, w.q_norm_w, eps, turn)
+        k, _ = normed_heads(ops, k, w.k_norm_w, eps, turn_k)
+        return attention.forward(q, k, v, causal, scale, **out)
+
+    def backward(dout, q, k, v, out, lse, causal, scale):
+        q, q_kept = normed_heads(ops, q, w.q_norm_w, eps, turn)
+        k, k_kept = normed_heads(ops, k, w.k_norm_w, eps, turn_k)
+        dq, dk, dv = attention.backward(dout, q, k, v, out, lse, causal, scale)
+        del q, k
+        dq = normed_heads_backward(ops, dq, q_kept, w.q_norm_w, dw.q_norm_w, turn)
+        dk = normed_heads_backward(ops, dk, k_kept, w.k_norm_w, dw.k_norm_w, turn_k)
+        return dq, dk, dv
+    return attention._replace(forward=forward, backward=backward)

@@ -1,0 +1,117 @@
+"""Rotary positions beyond the length that a model was trained at: `rope_scaling`, as a config.json of Hugging
+Face writes it. Without torch.
+
+Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by one
+more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv 2407.21783,
+and the reference code of its release).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from memo.errors import ConfigError
+
+# {rope_type: {what it needs and may have: default, or None where it must be given}}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": dict(factor=None),
+    "llama3": dict(factor=None, low_freq_factor=None, high_freq_factor=None,
+                   original_max_position_embeddings=None),
+    "yarn": dict(factor=None, original_max_position_embeddings=None, attention_factor=0.0, beta_fast=32.0,
+                 beta_slow=1.0, mscale=0.0, mscale_all_dim=0.0, truncate=True),
+}
+REMEDY = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
+          '"original_max_position_embeddings": 8192}\'')
+
+
+def parse_scaling(text: str) -> dict[str, Any]:
+    """The value of the key rope_scaling, JSON, with every default filled in; {} where it is empty. Errors:
+    ConfigError."""
+    if not text:
+        return {}
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise ConfigError(f"rope_scaling={text!r:.100} must be a JSON object, {REMEDY}")
+    return checked_scaling(given, "rope_scaling")
+
+
+def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`given` with every default filled in; {} where it scales nothing. Errors: ConfigError."""
+    given = {k: v for k, v in given.items() if v is not None}
+    kind = given.pop("rope_type", None) or given.pop("type", "default")
+    given.pop("type", None)  # the older name of rope_type
+    if kind == "default" and not given:
+        return {}
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise ConfigError(f"{where}: rope_type={kind!r:.100} must be one of {', '.join(SCALINGS)}")
+    known = SCALINGS[kind]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"{where}: rope_type={kind} has no {unknown[0]!r:.100}; leave it out")
+    if lacking := [name for name, default in known.items() if default is None and name not in given]:
+        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {REMEDY}")
+    for name, value in given.items():
+        least = 1 if name in ("factor", "original_max_position_embeddings") else 0
+        right = type(value) is bool if name == "truncate" else (
+            type(value) in (int, float) and least <= value < 2**31)
+        if not right:
+            rule = "true or false" if name == "truncate" else f"a number, at least {least} and below 2**31"
+            raise ConfigError(f"{where}: {name}={value!r:.100} must be {rule}")
+    made = dict(rope_type=kind, **known | given)
+    if kind == "llama3" and not made["low_freq_factor"] < made["high_freq_factor"]:
+        raise ConfigError(f"{where}: low_freq_factor={made['low_freq_factor']} must be below "
+                          f"high_freq_factor={made['high_freq_factor']}")
+    if kind == "yarn" and not made["beta_slow"] < made["beta_fast"]:
+        raise ConfigError(f"{where}: beta_slow={made['beta_slow']} must be below "
+                          f"beta_fast={made['beta_fast']}")
+    return made
+
+
+def scaled(D: int, theta: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
+    """([what multiplies the frequency theta^(-2j/D) of pair j], what multiplies the rotated vectors)."""
+    pairs = range(D // 2)
+    match scaling.get("rope_type"):
+        case None:
+            return [1.0 for _ in pairs], 1.0
+        case "linear":
+            return [1 / scaling["factor"] for _ in pairs], 1.0
+        case "llama3":
+            return [llama3_multiplier(theta ** (-2 * j / D), scaling) for j in pairs], 1.0
+    return yarn_multipliers(D, theta, scaling), attention_factor(scaling)
+
+
+def llama3_multiplier(frequency: float, scaling: Mapping[str, Any]) -> float:
+    """Slow pairs are slowed by `factor`, fast ones stay, those between get a part of each."""
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return kept + (1 - kept) / scaling["factor"]
+
+
+def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
+    """Pairs that turn more than beta_fast times in the original length stay, those that turn less than
+    beta_slow times are slowed by `factor`, those between get a part of each, by their number j."""
+    def pair_of(turns):  # the pair, not whole, that turns so often in the original length
+        return D * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (
+            2 * math.log(theta))
+    first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, D - 1)
+    width = last - first or 0.001
+    slowed = [min(1.0, max(0.0, (j - first) / width)) for j in range(D // 2)]
+    return [1 - part + part / scaling["factor"] for part in slowed]
+
+
+def attention_factor(scaling: Mapping[str, Any]) -> float:
+    """What multiplies rotated queries and keys: attention over more tokens wants a sharper softmax."""
+    def sharper(weight):
+        return 0.1 * weight * math.log(scaling["factor"]) + 1.0
+    if scaling["attention_factor"]:
+        return scaling["attention_factor"]
+    if scaling["mscale"] and scaling["mscale_all_dim"]:
+        return sharper(scaling["mscale"]) / sharper(scaling["mscale_all_dim"])
+    return sharper(1.0)
