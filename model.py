@@ -105,10 +105,10 @@ class GPT:
                          if name.startswith(prefix) and name.count(".") == depth}
 
     def load(self, named_tensors):
-        """Copies this rank's parts of (name, whole tensor) pairs into the parameters."""
+        """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
         mine = views(self.layout, self.params)
         for name, tensor in named_tensors:
-            mine[name].copy_(local(tensor, self.layout[name].whole.split_dim, self.mesh.weights))
+            mine[name].copy_(local(tensor, self.layout[name].whole, self.mesh.weights))
 
     def reserve(self, B, T, placement=None, **kw):
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,

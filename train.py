@@ -44,7 +44,7 @@ import time
 
 import torch
 
-from memo import checkpoint, convert, memory
+from memo import checkpoint, memory
 from memo.batch import to_device
 from memo.device import device_peak_bytes
 from memo.ending import complete, not_finite, save
@@ -58,6 +58,7 @@ from memo.report import report_step
 from memo.run import Run, open_run, prepare_run
 from memo.signals import Interrupted, StopSignal, handling, interrupt
 from memo.swap.streams import stall_s
+from memo.weights import hf_tensors
 from model import GPT, initial_weights
 from trace_step import trace_step
 
@@ -81,7 +82,9 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
             together(host, checkpoint.restore, found.ckpt, model, optimizer)
             optimizer.publish()
         elif found.hf:
-            together(host, lambda: optimizer.load(convert.hf_tensors(found.hf, cfg)))
+            # each rank reads its own part of the files
+            mine = mesh.weights.rank, mesh.weights.size
+            together(host, lambda: optimizer.load(hf_tensors(found.hf, cfg, *mine)))
         else:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 

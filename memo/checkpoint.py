@@ -1,7 +1,7 @@
 """Checkpoints: written by all ranks at once while training goes on, whole at any moment, readable in any
 layout.
 
-    out_dir/ckpt/<iter>/__<rank>_0.distcp, .metadata    torch.distributed.checkpoint's files, fp32:
+    out_dir/ckpt/<iter>/__<rank>_<n>.distcp, .metadata  torch.distributed.checkpoint's files, fp32:
         params.<name>, exp_avg.<name>, exp_avg_sq.<name>    master weights and AdamW's moments
     out_dir/ckpt/<iter>/checkpoint.json     format, iter to go on with, config, size and crc32 of each file
     out_dir/ckpt/<iter>.tmp/                a checkpoint that is not finished, or no longer needed
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.config import MODEL_KEYS, Config
+from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
 from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
 from memo.flat import Piece, whole
@@ -73,14 +73,17 @@ class Saver:
 
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
     one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
-    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None.
+    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None. `read`:
+    gives the tensor of a piece when it is to be written; then pieces have shapes only, and are not copied.
     """
 
-    def __init__(self, out_dir, group=None, pin: bool = True, keep: int = 1, whole: int | None = None):
+    def __init__(self, out_dir, group=None, pin: bool = True, keep: int = 1, whole: int | None = None,
+                 read: Callable[[Piece], torch.Tensor] | None = None):
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | None = None
+        self.read = read
         self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
 
@@ -130,7 +133,7 @@ class Saver:
 
     def take(self, pieces, reached):
         try:
-            self.pieces = self.copier.copy(pieces, reached)
+            self.pieces = pieces if self.read else self.copier.copy(pieces, reached)
         finally:
             self.taken.set()
 
@@ -195,7 +198,7 @@ class Saver:
     def write_files(self, folder, pieces):
         """-> {name of a file that this rank wrote: [bytes, crc32]}."""
         from memo import dcp  # takes a second: a run starts without it
-        dcp.write(folder, pieces, self.group)
+        dcp.write(folder, pieces, self.group, self.read)
         mine = sorted(folder.glob(f"__{self.rank}_*")) + [folder / METADATA] * (self.rank == 0)
         return {file.name: [file.stat().st_size, crc32(file)] for file in mine}
 
@@ -312,8 +315,9 @@ def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
     """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
     shape; or the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
-    other = {k for k in MODEL_KEYS if ckpt.config.get(k) != cfg[k]}
-    keys = ", ".join(f"{k}={ckpt.config.get(k)}, not {cfg[k]}" for k in sorted(other))
+    theirs = {k: ckpt.config.get(k, KEYS[k].default) for k in MODEL_KEYS}  # keys may be younger than it
+    other = {k for k in MODEL_KEYS if theirs[k] != cfg[k]}
+    keys = ", ".join(f"{k}={theirs[k]}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
         stored = ckpt.shapes(prefix)
@@ -322,7 +326,7 @@ def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the "
                                       f"checkpoint and {wanted.get(name, 'missing')} in the model{remedy}")
-    if other - {"block_size", "rope_theta"}:  # rotary positions may change under the weights
+    if other - set(POSITION_KEYS):
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from memo.errors import ConfigError
 from memo.formulas import parameters
-from memo.gpt2 import gpt2_model_keys
+from memo.huggingface import model_keys
 from memo.keys import check_value, columns, key, typed
 from memo.literals import assignments
 from memo.manifest import newest
@@ -108,7 +108,7 @@ class Config:
                                 choices=("auto", "cpu"))
 
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
-    init_from: str = key("scratch", "scratch | resume | hf:<folder of a GPT-2 in safetensors>")
+    init_from: str = key("scratch", "scratch | resume | hf:<folder of a model of Hugging Face in safetensors>")
     eval_interval: int = key(100, "steps between evaluations; 0 never evaluates", least=0, **STEPS)
     eval_iters: int = key(8, "batches in an evaluation", least=1, **STEPS)
     log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1, **STEPS)
@@ -261,6 +261,7 @@ class Config:
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
               "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
               "rope_theta", "rope_scaling")
+POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where positions are rotary
 KEYS = {f.name: f for f in fields(Config)}
 
 
@@ -314,14 +315,14 @@ def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
         if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
             base = {k: v for k, v in base.items() if k in MODEL_KEYS}
         fixed = {k: base[k] for k in MODEL_KEYS if k in base}
-        if base.get("position") == "rope":  # no weight depends on the positions: the context may grow
-            fixed = {k: v for k, v in fixed.items() if k not in ("block_size", "rope_theta", "rope_scaling")}
     elif init_from.startswith("hf:"):
-        base = fixed = gpt2_model_keys(init_from.removeprefix("hf:"))
+        base = fixed = model_keys(init_from.removeprefix("hf:"))
         if given.get("block_size", 0) < base["block_size"]:  # a shorter context only crops the positions
             fixed = {k: v for k, v in fixed.items() if k != "block_size"}
     else:
         return {}
+    if base.get("position") == "rope":  # no weight depends on the positions: the context may grow
+        fixed = {k: v for k, v in fixed.items() if k not in POSITION_KEYS}
     for name, value in fixed.items():
         if given.get(name, value) != value:
             raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that "

@@ -5,7 +5,7 @@ import io
 import pickle
 import pickletools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -54,9 +54,10 @@ def box(piece: Piece) -> ChunkStorageMetadata:
 # --- writing ---
 
 class Boxes(SavePlanner):
-    """Saves pieces; all ranks' pieces together must tile every tensor."""
+    """Saves pieces; all ranks' pieces together must tile every tensor. `read`: see write()."""
 
-    def __init__(self, pieces):
+    def __init__(self, pieces, read):
+        self.read = read or (lambda piece: piece.tensor)
         self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
@@ -80,7 +81,7 @@ class Boxes(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item):
-        return self.pieces[write_item.index].tensor
+        return self.read(self.pieces[write_item.index])
 
 
 class Writer(dcp.FileSystemWriter):
@@ -96,12 +97,15 @@ class Writer(dcp.FileSystemWriter):
             raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
 
 
-def write(folder: Path, pieces: list[Piece], group) -> None:
-    """Writes the pieces of all ranks of `group`, a gloo process group, into the folder. None: one process."""
-    # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread
-    writer = Writer(folder, per_thread_copy_ahead=0)
+def write(folder: Path, pieces: list[Piece], group, read: Callable[[Piece], torch.Tensor] | None = None) -> None:
+    """Writes the pieces of all ranks of `group`, a gloo process group, into the folder. None: one process.
+    `read`: gives the tensor of a piece that has only its shape, when it is to be written."""
+    # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread. torch keeps
+    # the tensors of a file until it is complete: what is read late gets a file for each
+    writer = Writer(folder, per_thread_copy_ahead=0, single_file_per_rank=read is None)
     with first_failure():
-        dcp.save({}, storage_writer=writer, planner=Boxes(pieces), process_group=group, no_dist=group is None)
+        dcp.save({}, storage_writer=writer, planner=Boxes(pieces, read), process_group=group,
+                 no_dist=group is None)
 
 
 # --- reading ---

@@ -109,13 +109,13 @@ class Optimizer:
         return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
 
     def load(self, named_tensors):
-        """Copies this rank's part of (name, whole fp32 tensor) pairs into the master weights and the model's
-        parameters."""
+        """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights and
+        the model's parameters."""
         model = self.model
         mine = views(model.layout, model.params)
         for name, tensor in named_tensors:
             p = model.layout[name]
-            part = local(tensor, p.whole.split_dim, model.mesh.weights)
+            part = local(tensor, p.whole, model.mesh.weights)
             mine[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]

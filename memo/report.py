@@ -21,7 +21,7 @@ from memo.loggers import StepStats, read_metrics, say
 from memo.out_dir import is_locked, lock
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.swap.streams import Span
-from memo.tokens import load_tokenizer
+from memo.tokens import carry_files, load_tokenizer
 
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
 FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
@@ -83,8 +83,9 @@ def keep_folder(run) -> None:
 
 
 def furnish(run, folder: Path) -> None:
-    """Writes config.json, plan.json and the data's tokenizer.json into `folder`."""
+    """Writes config.json, plan.json, the data's tokenizer.json and what came with the model into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    carry_files(Path(run.hf or run.out), folder)
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")

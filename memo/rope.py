@@ -21,6 +21,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": dict(factor=None, original_max_position_embeddings=None, attention_factor=0.0, beta_fast=32.0,
                  beta_slow=1.0, mscale=0.0, mscale_all_dim=0.0, truncate=True),
 }
+LEAST = dict(factor=1, original_max_position_embeddings=1)
+MAY_BE_0 = ("mscale", "mscale_all_dim")  # which then count for nothing
 REMEDY = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
           '"original_max_position_embeddings": 8192}\'')
 
@@ -54,11 +56,13 @@ def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if lacking := [name for name, default in known.items() if default is None and name not in given]:
         raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {REMEDY}")
     for name, value in given.items():
-        least = 1 if name in ("factor", "original_max_position_embeddings") else 0
-        right = type(value) is bool if name == "truncate" else (
-            type(value) in (int, float) and least <= value < 2**31)
+        if name == "truncate":
+            right, rule = type(value) is bool, "true or false"
+        else:
+            least = LEAST.get(name, 0)
+            right = type(value) in (int, float) and least <= value < 2**31 and (value or name in MAY_BE_0)
+            rule = f"a number, {f'at least {least}' if least or name in MAY_BE_0 else 'above 0'} and below 2**31"
         if not right:
-            rule = "true or false" if name == "truncate" else f"a number, at least {least} and below 2**31"
             raise ConfigError(f"{where}: {name}={value!r:.100} must be {rule}")
     made = dict(rope_type=kind, **known | given)
     if kind == "llama3" and not made["low_freq_factor"] < made["high_freq_factor"]:

@@ -15,6 +15,7 @@ from memo.attention import resolve_attention
 from memo.batch import Data, open_dataset
 from memo.config import Config, degrees
 from memo.console import Attempts
+from memo.convert import check_folder
 from memo.decide import Decision
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
@@ -42,7 +43,7 @@ class Checked:
     data: Data
     out: Path  # cfg.out_dir
     ckpt: checkpoint.Checkpoint | None  # to resume from
-    hf: str | None  # the folder of a GPT-2 to start from
+    hf: str | None  # the folder of a model of Hugging Face to start from
     device: torch.device
     dtype: torch.dtype
     host_limit_bytes: int  # this rank's share of the host, for swapped activations
@@ -122,11 +123,13 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
         raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would "
                           "overwrite; go on with --init_from=resume or choose another --out_dir")
     hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
+    if hf:
+        check_folder(hf, cfg)
     if ckpt is not None or hf:
         check_same_tokenizer(data, hf or out, f"the weights of init_from={cfg.init_from}")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
-    attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+    attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
     limit = memory.host_limit(cfg, launch)
     memory.check_memory(cfg, device, dtype, limit)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)

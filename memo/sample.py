@@ -34,7 +34,7 @@ from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
-from memo.tokens import load_tokenizer, tokenizer_vocab_size
+from memo.tokens import check_vocab_size, load_tokenizer
 from model import GPT
 
 
@@ -103,10 +103,7 @@ def main(argv):
                           "copy one there")
     tokenizer, prompt = load_tokenizer(path), read_prompt(args.prompt)
     model = load_model(args.out_dir, args.device, args.dtype)
-    if (V := tokenizer_vocab_size(tokenizer)) > model.cfg.vocab_size:
-        raise ConfigError(f"{path} has {V} tokens, which must be at most the model's "
-                          f"vocab_size={model.cfg.vocab_size}; copy the tokenizer.json of the model's "
-                          "dataset there")
+    check_vocab_size(tokenizer, path, model.cfg.vocab_size)
     ids = tokenizer.encode(prompt).ids
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):

@@ -24,13 +24,16 @@ from tqdm import tqdm
 
 from memo.command import progress
 from memo.errors import ConfigError, reason
-from memo.files import parse_json, read_text
+from memo.files import open_file, parse_json, read_text, save_bytes
 from memo.keys import check_value, option
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # of a document: the first of these that a vocabulary has
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
+TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+CARRIED = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json",
+           "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json")
 VAL_EVERY = 20          # every 20th document goes to val.bin
 PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to twice it, in parallel
 # the time to train a tokenizer grows with the square of a word's length
@@ -109,7 +112,7 @@ def bar_or_progress(text):
 
 def load_tokenizer(path) -> Tokenizer:
     """The tokenizer of a tokenizer.json, or of a folder with a tokenizer.json or with GPT-2's vocab.json and
-    merges.txt. Errors: ConfigError: there is none, or it cannot encode."""
+    merges.txt; it neither cuts nor pads. Errors: ConfigError: there is none, or it cannot encode."""
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     vocab, merges = path / "vocab.json", path / "merges.txt"
@@ -123,6 +126,8 @@ def load_tokenizer(path) -> Tokenizer:
             else:
                 tokenizer = None
             if tokenizer:
+                tokenizer.no_truncation()
+                tokenizer.no_padding()
                 tokenizer.decode(tokenizer.encode("a b\n").ids)
     except BaseException as e:  # tokenizers raises bare Exceptions, and panics of a class of their own
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # a signal, say
@@ -140,6 +145,13 @@ def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
+def check_vocab_size(tokenizer: Tokenizer, where, vocab_size: int) -> None:
+    """Errors: ConfigError: the tokenizer of `where` has more tokens than its model. Fewer are usual."""
+    if (n := tokenizer_vocab_size(tokenizer)) > vocab_size:
+        raise ConfigError(f"{where}: the tokenizer has {n} tokens, must have at most the model's "
+                          f"vocab_size={vocab_size}; put the model's own tokenizer.json there")
+
+
 def end_of_document(tokenizer: Tokenizer) -> str:
     """The token that ends every document. Errors: ConfigError: the vocabulary has none of the known ones."""
     for token in ENDS:
@@ -147,6 +159,14 @@ def end_of_document(tokenizer: Tokenizer) -> str:
             return token
     raise ConfigError(f"tokenizer's vocabulary must hold a token that ends a document ({', '.join(ENDS)}); "
                       f"add {ENDS[0]} to it")
+
+
+def carry_files(source: Path, target: Path) -> None:
+    """Copies what belongs to a model's tokenizer and generation, as Hugging Face has it, to folder `target`."""
+    for name in CARRIED:
+        if (source / name).exists():
+            with open(open_file(source / name), "rb") as file:
+                save_bytes(file.read(), target / name)
 
 
 # --- documents to ids ---
@@ -256,8 +276,6 @@ def write_dataset(out_dir, documents: Iterable, tokenizer: Tokenizer, total_byte
     out_dir, partial = Path(out_dir), Path(out_dir) / ".partial"
     vocab_size = tokenizer_vocab_size(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     end = end_of_document(tokenizer)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """A dataset from your own text (.txt: one document a file, .jsonl, .parquet) or from a Hugging Face dataset.
 
     python data/text/prepare.py --source=notes/ --tokenizer=train:4096
-    python data/text/prepare.py --source=Salesforce/wikitext --config=wikitext-2-raw-v1 --tokenizer=gpt2/tokenizer.json
+    python data/text/prepare.py --source=Salesforce/wikitext --config=wikitext-2-raw-v1 --tokenizer=hf:qwen3/
 """
 
 import glob
@@ -18,8 +18,9 @@ from urllib.parse import urlparse
 sys.path.insert(0, str(Path(__file__).parents[2]))  # memo, where it is not installed
 from memo.command import Arguments, progress, run
 from memo.errors import ConfigError
+from memo.huggingface import model_keys
 from memo.keys import check_value, option, typed
-from memo.tokens import DATA, VOCAB_SIZE, load_tokenizer, train_tokenizer, write_dataset
+from memo.tokens import DATA, VOCAB_SIZE, check_vocab_size, load_tokenizer, train_tokenizer, write_dataset
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 PART_CHARS = 2**20  # of a text file, read at once
@@ -31,7 +32,8 @@ def read_argv(argv):
     parser = Arguments(description=__doc__)
     parser.option("--source", required=True, help="a file, a folder of files, or a Hugging Face dataset's name", least=1)
     parser.option("--tokenizer", required=True, least=1,
-                  help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, or train:<vocab>")
+                  help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, hf:<folder> of a "
+                       "model, or train:<vocab>")
     parser.option("--out_dir", help="where to write; by default data/<name of the source>", least=1)
     parser.option("--text_key", default="text", help="the column of the text in .jsonl, .parquet and Hugging Face", least=1)
     parser.option("--config", help="which configuration of the Hugging Face dataset, where it has several", least=1)
@@ -163,12 +165,21 @@ def open_source(args):
     return lambda: (text_of(row, args.text_key, args.source) for row in rows), rows.data.nbytes
 
 
+def given_tokenizer(given):
+    """The tokenizer of a file or folder, or of a model that can be trained: hf:<folder>. Errors: ConfigError."""
+    folder = given.removeprefix("hf:")
+    tokenizer = load_tokenizer(folder)
+    if folder != given:
+        check_vocab_size(tokenizer, folder, model_keys(folder)["vocab_size"])
+    return tokenizer
+
+
 def main(argv):
     args = read_argv(argv)
     out_dir = args.out_dir or DATA / Path(args.source).resolve().stem
     if not args.out_dir and (out_dir / "meta.json").exists():
         raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, the same one to replace it")
-    tokenizer = None if args.vocab_size else load_tokenizer(args.tokenizer)
+    tokenizer = None if args.vocab_size else given_tokenizer(args.tokenizer)
     documents, total_bytes = open_source(args)
     tokenizer = tokenizer or train_tokenizer(documents(), args.vocab_size)
     write_dataset(out_dir, documents(), tokenizer, total_bytes)

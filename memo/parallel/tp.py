@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import torch
 
-from memo.layer import CHUNK_ROWS, SPLIT_ROWS
+from memo.layer import CHUNK_ROWS, SPLIT_ROWS, Parameter
 
 # --- what is done row by row is done piece by piece ---
 
@@ -67,9 +67,11 @@ def in_turns(axis, device: torch.device, first: int, end: int, work: Callable) -
 
 # --- parameters ---
 
-def local(whole: torch.Tensor, split_dim: int | None, axis) -> torch.Tensor:
-    """This rank's part of a parameter that the ranks share along `split_dim`, a view."""
-    return whole if split_dim is None else whole.chunk(axis.size, split_dim)[axis.rank]
+def local(tensor: torch.Tensor, p: Parameter, axis) -> torch.Tensor:
+    """This rank's part of a parameter, a view. `tensor`: all of it, or this part."""
+    if p.split_dim is None or tensor.shape == p.local_shape(axis.size):
+        return tensor
+    return tensor.chunk(axis.size, p.split_dim)[axis.rank]
 
 
 # --- products, of the rows of all tp ranks at once ---

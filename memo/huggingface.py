@@ -1,0 +1,283 @@
+"""Families of models in Hugging Face's format: config.json <-> memo's keys, and the names, shapes and places of
+their weights. Without torch.
+
+What a config.json holds and memo does not do is an error. A field is translated, or has one value that memo
+has, or is known to leave the model as it is; any other field is an error. A field that a config.json leaves out
+has the value of transformers 5.23.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from memo.errors import ConfigError
+from memo.files import load_json
+from memo.layer import model_parameters
+from memo.rope import checked_scaling, parse_scaling
+
+CONFIG = "config.json"
+REMEDY = "give a local folder of a model in safetensors"
+# Fields that leave the model as it is. Dropout is of training, and memo has none; pretraining_tp is the order of
+# sums; the summary_ fields are of another head.
+HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id eos_token_id
+    pad_token_id initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop pretraining_tp n_ctx
+    reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout task_specific_params gradient_checkpointing output_past output_attentions
+    output_hidden_states return_dict tokenizer_class problem_type id2label label2id _name_or_path
+    _attn_implementation attn_implementation _attn_implementation_autoset unsloth_fixed unsloth_version""".split())
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture`: transformers' class. `prefix`: in front of all names of weights but the head's; `layers`:
+    in front of a layer's number. `names`: {memo's name without _w or _b: transformers'}. `sizes`: {memo's key:
+    field}. `only`: {field: (what it is where it is left out, more values that memo has)}. `keys`: memo's keys of
+    every model. `defaults`: of fields whose default is not that of Llama."""
+
+    architecture: str
+    prefix: str
+    layers: str
+    names: dict[str, str]
+    sizes: dict[str, str]
+    only: dict[str, tuple]
+    keys: dict[str, Any]
+    norm_eps: tuple[str, float]
+    tied: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+GPT2 = Family(
+    "GPT2LMHeadModel", "transformer.", "h",
+    names=dict(wte="wte", wpe="wpe", head="lm_head", lnf="ln_f", ln1="ln_1", q="attn.c_attn", k="attn.c_attn",
+               v="attn.c_attn", proj="attn.c_proj", ln2="ln_2", fc1="mlp.c_fc", fc2="mlp.c_proj"),
+    sizes=dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", block_size="n_positions",
+               vocab_size="vocab_size"),
+    only=dict(activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), scale_attn_weights=(True,),
+              scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
+    keys=dict(norm="layernorm", mlp="gelu", bias=True, position="learned"),
+    norm_eps=("layer_norm_epsilon", 1e-5), tied=True)
+
+LLAMA = Family(
+    "LlamaForCausalLM", "model.", "layers",
+    names=dict(wte="embed_tokens", head="lm_head", lnf="norm", ln1="input_layernorm", q="self_attn.q_proj",
+               k="self_attn.k_proj", v="self_attn.v_proj", proj="self_attn.o_proj", q_norm="self_attn.q_norm",
+               k_norm="self_attn.k_norm", ln2="post_attention_layernorm", gate="mlp.gate_proj",
+               up="mlp.up_proj", down="mlp.down_proj"),
+    sizes=dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
+               n_inner="intermediate_size", block_size="max_position_embeddings", vocab_size="vocab_size"),
+    only=dict(hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
+              partial_rotary_factor=(1.0,), use_mrope=(False,)),
+    keys=dict(norm="rmsnorm", mlp="swiglu", bias=False, position="rope", qkv_bias=False, qk_norm=False),
+    norm_eps=("rms_norm_eps", 1e-6))
+
+FAMILIES = {
+    "gpt2": GPT2, "llama": LLAMA,
+    "mistral": replace(LLAMA, architecture="MistralForCausalLM",
+                       defaults=dict(num_key_value_heads=8, sliding_window=4096)),
+    "qwen2": replace(LLAMA, architecture="Qwen2ForCausalLM", keys=LLAMA.keys | dict(qkv_bias=True),
+                     defaults=dict(num_key_value_heads=32)),
+    "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", keys=LLAMA.keys | dict(qk_norm=True),
+                     defaults=dict(num_key_value_heads=32, head_dim=128))}
+
+
+# --- config.json -> memo's keys ---
+
+def model_keys(folder: Path | str) -> dict[str, Any]:
+    """memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
+    path = Path(folder) / CONFIG
+    hf = load_json(path, REMEDY)
+    kind = hf.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}, which memo "
+                          "has; give the folder of another model")
+    family = FAMILIES[kind]
+    check_fields(path, hf, family)
+    name, eps = family.norm_eps
+    keys = {key: whole_number(path, name, hf.get(name)) for key, name in family.sizes.items()}
+    keys |= family.keys | dict(norm_eps=number(path, name, hf.get(name, eps)))
+    keys["tie_embeddings"] = hf.get("tie_word_embeddings", family.tied)
+    if type(keys["tie_embeddings"]) is not bool:
+        raise ConfigError(f"{path}: tie_word_embeddings={keys['tie_embeddings']!r:.100} must be true or false")
+    if family is GPT2:
+        F, C = hf.get("n_inner"), keys["n_embd"]
+        return keys | dict(gelu="exact" if hf.get("activation_function") == "gelu" else "tanh",
+                           n_inner=0 if F in (None, 4 * C) else whole_number(path, "n_inner", F))
+    H, S = keys["n_head"], keys["block_size"]
+    Hkv = whole_number(path, "num_key_value_heads", given(hf, family, "num_key_value_heads") or H)
+    if H % Hkv:
+        raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of keys "
+                          f"and values serves equally many of queries); {REMEDY}")
+    D = given(hf, family, "head_dim")
+    keys |= dict(n_kv_head=Hkv, head_dim=whole_number(path, "head_dim", D or keys["n_embd"] // H))
+    check_window(path, hf, given(hf, family, "sliding_window"), S, keys["n_layer"], kind)
+    return keys | rope_keys(path, hf, S)
+
+
+def given(hf: Mapping[str, Any], family: Family, name: str) -> Any:
+    return hf.get(name, family.defaults.get(name))
+
+
+def check_fields(path: Path, hf: Mapping[str, Any], family: Family) -> None:
+    """Errors: ConfigError: a field that memo does not know, or has a value that memo does not have."""
+    known = HARMLESS | {*family.sizes.values(), *family.only, family.norm_eps[0], "tie_word_embeddings"}
+    known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *WINDOW}
+    for name, value in hf.items():
+        if name not in known and value is not None:
+            raise ConfigError(f"{path}: memo does not know {name}={value!r:.100}, which may change the model; give "
+                              "another folder, or take the field out if the model is the same without it")
+    for name, allowed in family.only.items():
+        value = hf.get(name)
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{path}: {name}={value!r:.100} must be {' or '.join(map(repr, allowed))}, memo has "
+                              "nothing else; give the folder of another model")
+
+
+def whole_number(path: Path, name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value < 2**31:
+        what = "is missing" if value is None else f"is {value!r:.100}"
+        raise ConfigError(f"{path}: {name} {what}, must be a whole number, at least 1 and below 2**31; {REMEDY}")
+    return value
+
+
+def number(path: Path, name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 2**63:
+        raise ConfigError(f"{path}: {name}={value!r:.100} must be a number, at least 0; {REMEDY}")
+    return float(value)
+
+
+def check_window(path: Path, hf: Mapping[str, Any], window: Any, S: int, L: int, kind: str) -> None:
+    """Errors: ConfigError: some layer attends to fewer tokens than max_position_embeddings."""
+    reach = "memo attends to all tokens before; to train it so, {} there"
+    layer_types = hf.get("layer_types")
+    if layer_types is not None and layer_types != L * ["full_attention"]:
+        raise ConfigError(f"{path}: layer_types={layer_types!r:.100} must be {L} times full_attention; "
+                          + reach.format("make it so"))
+    if kind != "mistral":
+        used = hf.get("use_sliding_window") or False
+        if used is False or (used is True and hf.get("max_window_layers", 28) in range(L, 2**31)):
+            return
+        window = hf.get("sliding_window", 4096)
+    if window is not None and not (type(window) is int and window >= S):
+        raise ConfigError(f"{path}: sliding_window={window!r:.100} must be null, or at least "
+                          f"max_position_embeddings={S}; " + reach.format("set it to null"))
+
+
+def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
+    """rope_theta and rope_scaling, of rope_parameters (transformers 5) or rope_scaling (4)."""
+    found = [rope_of(path, name, hf, S) for name in ("rope_scaling", "rope_parameters") if hf.get(name)]
+    if len(found) == 2 and found[0] != found[1]:
+        raise ConfigError(f"{path}: rope_scaling={hf['rope_scaling']!r:.100} differs from "
+                          f"rope_parameters={hf['rope_parameters']!r:.100}; take the wrong one out")
+    theta, scaling = found[0] if found else (hf.get("rope_theta"), {})
+    theta = number(path, "rope_theta", 10000.0 if theta is None else theta)
+    return dict(rope_theta=theta, rope_scaling=json.dumps(scaling) if scaling else "")
+
+
+def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, dict[str, Any]]:
+    """(rope_theta, scaling) of one of the two fields."""
+    if not isinstance(hf[name], dict):
+        raise ConfigError(f"{path}: {name}={hf[name]!r:.100} must be an object; {REMEDY}")
+    scaling = {k: v for k, v in hf[name].items() if v is not None}
+    theta = scaling.pop("rope_theta", hf.get("rope_theta"))
+    part = scaling.pop("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        raise ConfigError(f"{path}: partial_rotary_factor={part!r:.100} must be 1.0, memo has nothing else")
+    kind = scaling.pop("type", None)
+    kind = scaling.setdefault("rope_type", kind or "default")
+    if kind in ("llama3", "yarn"):  # the length that the model was trained at, which may stand in three places
+        outside = hf.get("original_max_position_embeddings")
+        original = scaling.setdefault("original_max_position_embeddings", outside or S)
+        if outside not in (None, original):
+            raise ConfigError(f"{path}: original_max_position_embeddings={outside!r:.100} differs from "
+                              f"{original!r:.100} in {name}; take the wrong one out")
+    return theta, scaling if checked_scaling(scaling, f"{path}: {name}") else {}
+
+
+# --- memo's keys -> config.json ---
+
+def family_of(cfg: Any) -> str:
+    """The model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has no such model."""
+    if cfg.mlp == "gelu":
+        kind, like = "gpt2", "GPT-2"
+        wanted = dict(position="learned", norm="layernorm", qk_norm=False, kv_heads=cfg.n_head,
+                      head_width=cfg.n_embd // cfg.n_head)
+    else:
+        # LlamaConfig wants hidden_size % num_attention_heads == 0 whatever head_dim is, MistralConfig does not
+        kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
+                else "llama" if cfg.n_embd % cfg.n_head == 0 else "mistral")
+        like = FAMILIES[kind].architecture
+        wanted = FAMILIES[kind].keys
+    for name, value in wanted.items():
+        if getattr(cfg, name) != value:
+            key = dict(kv_heads="n_kv_head", head_width="head_dim").get(name, name)
+            raise ConfigError(f"{key}={getattr(cfg, name)} must be {value} for to-hf ({like} of transformers has "
+                              f"nothing else); train with --{key}={value}")
+    return kind
+
+
+def hf_config(cfg: Any, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model with memo's keys `cfg` and weights of `dtype`. `token_ids`: bos_token_id and
+    eos_token_id."""
+    kind = family_of(cfg)
+    family = FAMILIES[kind]
+    made = dict(architectures=[family.architecture], model_type=kind, torch_dtype=dtype,
+                tie_word_embeddings=cfg.tie_embeddings) | {family.norm_eps[0]: cfg.norm_eps}
+    made |= token_ids
+    made |= {name: getattr(cfg, key) for key, name in family.sizes.items()}
+    if family is GPT2:
+        return made | dict(activation_function="gelu" if cfg.gelu == "exact" else "gelu_new",
+                           n_inner=cfg.inner_width, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    # transformers 4 reads rope_scaling and rope_theta, transformers 5 rope_parameters
+    scaling = {k: v for k, v in parse_scaling(cfg.rope_scaling).items()
+               if v or k not in ("attention_factor", "mscale", "mscale_all_dim")}
+    made |= dict(intermediate_size=cfg.inner_width, num_key_value_heads=cfg.kv_heads, head_dim=cfg.head_width,
+                 hidden_act="silu", attention_dropout=0.0, rope_theta=cfg.rope_theta, rope_scaling=scaling or None,
+                 rope_parameters=dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling)
+    if kind in ("llama", "qwen3"):
+        made["attention_bias"] = False
+    return made | (dict(mlp_bias=False) if kind == "llama" else
+                   dict(sliding_window=None) if kind == "mistral" else dict(use_sliding_window=False))
+
+
+# --- weights ---
+
+@dataclass(frozen=True)
+class Weight:
+    """Where memo's parameter `name` stands in transformers' tensor `there` of `shape`: its rows begin at row
+    `first`, at column `first` where `transposed`, as (in, out). `D`: elements of the heads whose pairs rotate in
+    its rows, or 0."""
+
+    name: str
+    there: str
+    shape: tuple[int, ...]
+    first: int = 0
+    transposed: bool = False
+    D: int = 0
+
+
+ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pairs that rotate
+
+
+def weights_of(cfg: Any) -> list[Weight]:
+    """The Weights of a model with memo's keys `cfg`. GPT-2 has all biases, keeps q, k and v side by side in one
+    matrix, and a linear as (in, out)."""
+    family, C, made = FAMILIES[family_of(cfg)], cfg.n_embd, []
+    for name, p in model_parameters(replace(cfg, bias=family is GPT2)).items():
+        layer, _, last = name.rpartition(".")
+        base = last.removesuffix("_w").removesuffix("_b")
+        within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""
+        there = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
+        shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
+        if family is not GPT2:
+            made.append(Weight(name, there, shape, D=cfg.head_width if base in ROTATED else 0))
+        elif not layer:
+            made.append(Weight(name, there, shape))
+        else:
+            first = {"q": 0, "k": C, "v": 2 * C}.get(base)
+            whole = shape if first is None else (3 * C, *shape[1:])
+            made.append(Weight(name, there, whole[::-1], first or 0, len(shape) == 2))
+    return made

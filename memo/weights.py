@@ -1,0 +1,262 @@
+"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters: tensor by tensor, so that
+no more than one of them is in memory.
+
+Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotates its neighbours 2j and 2j + 1:
+alike() is the one home of that order.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from memo.errors import ConfigError, reason, warn
+from memo.files import load_json, plain_name, regular, save_json
+from memo.huggingface import CONFIG, FAMILIES, REMEDY, Weight, family_of, weights_of
+from memo.layer import model_parameters
+
+HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+AGAIN = "download the folder again"
+SHARD_BYTES = 5 * 10**9
+COMPARED_ROWS = 2**12  # at once
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
+
+
+def alike(w: Weight, mine: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the same shape, element for element the same weights: `mine` rows of memo's parameter, `stored`
+    these rows of transformers' tensor. Rows that rotate are whole heads."""
+    if w.transposed:
+        return mine, stored.t()
+    if w.D:
+        return mine.unflatten(0, (-1, w.D // 2, 2)), stored.unflatten(0, (-1, 2, w.D // 2)).transpose(1, 2)
+    return mine, stored
+
+
+# --- from Hugging Face ---
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file of safetensors, which is read part by part."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        with read_errors(self.path), safe_open(self.path, "pt") as file:
+            return file.get_slice(self.name)[part]
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Errors: ConfigError where a file of weights is damaged."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as e:
+        raise ConfigError(f"{path} cannot be read ({reason(e)}); {AGAIN}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in `folder`: one, or those that an index names, all of them there. Errors:
+    ConfigError."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).exists():
+        files = load_json(folder / INDEX, AGAIN).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
+            raise ConfigError(f"{folder / INDEX}: weight_map must give each tensor the name of a file in its "
+                              f"folder; {AGAIN}")
+        return [folder / name for name in sorted(set(files.values()))]
+    pickled = any(folder.glob("pytorch_model*.bin"))
+    raise ConfigError(f"{folder} holds no {WEIGHTS}; " + (
+        "pytorch_model.bin could run code, so save the model again with transformers: "
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else REMEDY))
+
+
+def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
+    """{transformers' name without its prefix: Stored} of a folder whose weights are all those of `cfg`, and no
+    others; the heads of its files are read. Errors: ConfigError: a weight is missing, has another shape or kind,
+    or is not the model's."""
+    folder, kind = Path(folder), family_of(cfg)
+    found: dict[str, Stored] = {}
+    for path in weight_files(folder):
+        with read_errors(path):
+            regular(os.stat(path))
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  it is no dict
+                    part = file.get_slice(name)
+                    found[name.removeprefix(FAMILIES[kind].prefix)] = Stored(
+                        path, name, tuple(part.get_shape()), str(part.get_dtype()))
+    wanted = {w.there: w for w in weights_of(cfg)}
+    for name in sorted(found):
+        if name not in wanted and not name.endswith(CONSTANTS) and (name, cfg.tie_embeddings) != (HEAD, True):
+            raise ConfigError(f"{folder}: {name} is not a tensor of a {kind} model with n_layer={cfg.n_layer} as in "
+                              f"its {CONFIG}; {REMEDY}")
+    for there, w in wanted.items():
+        s = found.get(there)
+        if s and w.name == "wpe" and s.shape[0] > w.shape[0]:  # a shorter context crops the positions
+            s = replace(s, shape=(w.shape[0], *s.shape[1:]))
+        if s is None or s.dtype not in FLOATS or s.shape != w.shape:
+            what = "missing" if s is None else f"{s.shape} {s.dtype}"
+            raise ConfigError(f"{folder}: {there} is {what}, must be {w.shape} in {', '.join(FLOATS)}; see its "
+                              f"{CONFIG}")
+    return found
+
+
+def check_tied_head(folder: Path | str, cfg: Any) -> None:
+    """Errors: ConfigError: a head that is tied to the embedding stands in the files too, with other elements."""
+    found = stored_weights(folder, cfg)
+    if not cfg.tie_embeddings or HEAD not in found:
+        return
+    head, wte = found[HEAD], found[weights_of(cfg)[0].there]
+    same = (head.shape, head.dtype) == (wte.shape, wte.dtype) and all(
+        torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
+        for k in range(0, head.shape[0], COMPARED_ROWS))
+    if not same:
+        raise ConfigError(f"{folder}: {HEAD} differs from {wte.name}, but tie_word_embeddings in its {CONFIG} says "
+                          "that they are one; set it to false")
+
+
+class HfWeights:
+    """The weights of the model in `folder`, in memo's order, as fp32. Of every parameter the part that a rank of
+    `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights()."""
+
+    def __init__(self, folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1):
+        self.folder, self.rank, self.ranks = folder, rank, ranks
+        self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
+        self.weights = {w.name: w for w in weights_of(cfg)}
+        self.damaged: list[str] = []
+
+    def read(self, name: str) -> torch.Tensor:
+        """memo's parameter `name`. Positions are cropped to block_size; rows of the vocabulary that memo adds are
+        zeros."""
+        w, p = self.weights[name], self.parameters[name]
+        stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
+        begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
+        rows = stored.shape[-1 if w.transposed else 0] - w.first  # that there are
+        n = max(0, min(len(part), rows - begins[0]))
+        if n:
+            at = [slice(b, b + size) for b, size in zip(begins, (n, *part.shape[1:]), strict=True)]
+            at[0] = slice(at[0].start + w.first, at[0].stop + w.first)
+            mine, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
+            mine.copy_(theirs)
+        if not all(map(torch.isfinite, torch.aminmax(part))) and w.there not in self.damaged:
+            self.damaged.append(w.there)
+        return part
+
+    def warn_of_damage(self) -> None:
+        """Warns where what was read is not finite."""
+        if self.damaged:
+            n = len(self.damaged) - 1
+            more = f" and in {n} more tensor{'s' if n > 1 else ''}" if n else ""
+            warn(f"{self.folder}: there are NaN or infinities in {self.damaged[0]}{more}; the model cannot train")
+
+
+def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
+               ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (memo's name, tensor) of HfWeights, one after the other."""
+    weights = HfWeights(folder, cfg, rank, ranks)
+    for name in weights.weights:
+        yield name, weights.read(name)
+    weights.warn_of_damage()
+
+
+# --- to Hugging Face ---
+
+def hf_shapes(cfg: Any) -> dict[str, tuple[int, ...]]:
+    """{transformers' whole name: shape} of all weights of a model."""
+    prefix = FAMILIES[family_of(cfg)].prefix
+    return {w.there if w.there == HEAD else prefix + w.there: w.shape for w in weights_of(cfg)}
+
+
+def export_tensors(cfg: Any, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
+                   ) -> Iterator[torch.Tensor]:
+    """Yields transformers' tensors in the order of hf_shapes(). read(memo's name) -> the whole fp32 parameter, or
+    None where the model has no such bias."""
+    for _, ws in groupby(weights_of(cfg), key=lambda w: w.there):
+        whole = None
+        for w in ws:
+            whole = torch.zeros(w.shape, dtype=dtype) if whole is None else whole
+            mine = read(w.name)
+            if mine is None:
+                continue
+            n = min(len(mine), w.shape[-1 if w.transposed else 0])  # without memo's padding
+            part = whole[:, w.first:w.first + n] if w.transposed else whole[w.first:w.first + n]
+            mine, theirs = alike(w, mine[:n], part)
+            theirs.copy_(mine)
+        assert whole is not None
+        yield whole
+        del whole
+
+
+def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
+    """{file: names of its tensors}, in order. A file has at most `most_bytes`, or a single tensor."""
+    files: list[list[str]] = [[]]
+    room = most_bytes
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = most_bytes
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor],
+                 dtype: torch.dtype, most_bytes: int = SHARD_BYTES) -> None:
+    """Writes `tensors` of `shapes` into `folder`, one after the other, with an index where there are several
+    files. Errors: ConfigError: they cannot be written; whatever stops the writing, no file is left."""
+    sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    files, rest = file_names(sizes, most_bytes), iter(tensors)
+    temporary = [folder / f"{name}.tmp" for name in files]
+    try:
+        for path, names in zip(temporary, files.values(), strict=True):
+            save_file(path, {name: shapes[name] for name in names}, rest, dtype)
+        for path in temporary:
+            os.replace(path, path.with_suffix(""))
+        if len(files) > 1:
+            place = {name: file for file, names in files.items() for name in names}
+            save_json(dict(metadata=dict(total_size=sum(sizes.values())), weight_map=place), folder / INDEX)
+    except BaseException as e:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+            path.with_suffix("").unlink(missing_ok=True)
+        if not isinstance(e, OSError):
+            raise
+        raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); free some space there or "
+                          "choose another folder") from None
+
+
+def save_file(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],
+              dtype: torch.dtype) -> None:
+    """Writes a file of safetensors: the bytes of a JSON object, that object, the tensors. The library's own
+    function wants all tensors of a file at once."""
+    kind = next(name for name, known in FLOATS.items() if known == dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + prod(shape) * dtype.itemsize
+        header[name] = dict(dtype=kind, shape=shape, data_offsets=[at, end])
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            tensor = next(tensors)
+            assert (tensor.shape, tensor.dtype) == (shape, dtype)
+            file.write(tensor.view(torch.uint8).numpy().data)
+            del tensor
