@@ -15,7 +15,7 @@ from typing import Any
 from memo.errors import ConfigError
 from memo.files import load_json
 from memo.layer import model_parameters
-from memo.rope import checked_scaling, parse_scaling
+from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
 CONFIG = "config.json"
 REMEDY = "give a local folder of a model in safetensors"
@@ -107,17 +107,18 @@ def model_keys(folder: Path | str) -> dict[str, Any]:
         return keys | dict(gelu="exact" if hf.get("activation_function") == "gelu" else "tanh",
                            n_inner=0 if F in (None, 4 * C) else whole_number(path, "n_inner", F))
     H, S = keys["n_head"], keys["block_size"]
-    Hkv = whole_number(path, "num_key_value_heads", given(hf, family, "num_key_value_heads") or H)
+    Hkv, D = (given(hf, family, name) for name in ("num_key_value_heads", "head_dim"))
+    Hkv = whole_number(path, "num_key_value_heads", H if Hkv is None else Hkv)
     if H % Hkv:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of keys "
                           f"and values serves equally many of queries); {REMEDY}")
-    D = given(hf, family, "head_dim")
-    keys |= dict(n_kv_head=Hkv, head_dim=whole_number(path, "head_dim", D or keys["n_embd"] // H))
+    D = whole_number(path, "head_dim", keys["n_embd"] // H if D is None else D)
     check_window(path, hf, given(hf, family, "sliding_window"), S, keys["n_layer"], kind)
-    return keys | rope_keys(path, hf, S)
+    return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
 
 
 def given(hf: Mapping[str, Any], family: Family, name: str) -> Any:
+    """A field of a config.json, or its default."""
     return hf.get(name, family.defaults.get(name))
 
 
@@ -178,7 +179,7 @@ def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
 
 
 def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, dict[str, Any]]:
-    """(rope_theta, scaling) of one of the two fields."""
+    """(rope_theta, scaling without what is as usual) of one of the two fields."""
     if not isinstance(hf[name], dict):
         raise ConfigError(f"{path}: {name}={hf[name]!r:.100} must be an object; {REMEDY}")
     scaling = {k: v for k, v in hf[name].items() if v is not None}
@@ -194,7 +195,8 @@ def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, 
         if outside not in (None, original):
             raise ConfigError(f"{path}: original_max_position_embeddings={outside!r:.100} differs from "
                               f"{original!r:.100} in {name}; take the wrong one out")
-    return theta, scaling if checked_scaling(scaling, f"{path}: {name}") else {}
+    filled = checked_scaling(scaling, f"{path}: {name}")
+    return theta, {k: v for k, v in filled.items() if k == "rope_type" or v != SCALINGS[kind][k]}
 
 
 # --- memo's keys -> config.json ---

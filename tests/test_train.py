@@ -270,7 +270,7 @@ def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path, cap
     capsys.readouterr()
     assert run(sample.main, [str(tmp_path), "--prompt=3", "--device=cpu"]) == 2
     told = capsys.readouterr()
-    says = f"tokenizer.json has {VOCAB + 1} tokens, which must be at most the model's vocab_size={VOCAB}; copy"
+    says = f"tokenizer.json: the tokenizer has {VOCAB + 1} tokens, must have at most the model's vocab_size={VOCAB}; put"
     assert not told.out and says in told.err and told.err.count("\n") == 1
     assert run(sample.main, [str(tmp_path), "--prompt=@nowhere.txt"]) == 2
     assert capsys.readouterr().err == "error: prompt=@nowhere.txt cannot be read (No such file or directory); give a text " \

@@ -1,0 +1,406 @@
+"""Llama, Mistral, Qwen 2 and Qwen 3 there and back: the same logits, the same training as in transformers, and one
+line for all that memo does not have."""
+
+import json
+import weakref
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from memo import checkpoint, convert, weights
+from memo.config import Config, load_config
+from memo.convert import check_folder
+from memo.errors import ConfigError
+from memo.huggingface import FAMILIES, GPT2, LLAMA, hf_config, model_keys
+from memo.layer import model_parameters
+from memo.optim import Optimizer
+from memo.sample import load_model
+from memo.tokens import load_tokenizer, train_tokenizer
+from memo.weights import hf_tensors
+from model import GPT
+from tests.helpers import VOCAB, argv, perturbed_weights
+from tests.test_convert import batches, fails, memo_logits, one_thread, rewrite, save  # noqa: F401  a fixture
+from train import main
+
+V, S = 300, 64
+SMALL = dict(vocab_size=V, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+             max_position_embeddings=S, bos_token_id=1, eos_token_id=0)
+YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+MODELS = {
+    "llama, one kv head, tied, llama3": (LlamaConfig, dict(
+        num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "llama, all kv heads, head_dim, linear": (LlamaConfig, dict(
+        num_key_value_heads=4, head_dim=20, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+    "mistral, C % H != 0, attention_factor": (MistralConfig, dict(
+        num_attention_heads=5, num_key_value_heads=1, head_dim=16, sliding_window=None,
+        rope_parameters=YARN | dict(attention_factor=1.3))),
+    "qwen2, biases, tied, yarn": (Qwen2Config, dict(
+        num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=YARN)),
+    "qwen3, norms of heads, mscale": (Qwen3Config, dict(
+        num_key_value_heads=2, head_dim=32, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7)))}
+
+
+def hf_model(kind, **more):
+    """A model of transformers with random weights in which no bias is zero and no gain is one."""
+    torch.manual_seed(5)
+    net = AutoModelForCausalLM.from_config(kind(**SMALL | more), attn_implementation="eager")
+    for p in net.parameters():
+        p.data += torch.randn_like(p) * 0.1
+    return net.eval()
+
+
+def saved(folder, kind, **more):
+    """A model in `folder`, in three files, with a tokenizer."""
+    net = hf_model(kind, **more)
+    nbytes = sum(p.numel() * 4 for p in net.parameters())
+    net.save_pretrained(folder, max_shard_size=int(nbytes * 0.45))
+    train_tokenizer(["some text"], V).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>", model_max_length=8)))
+    return net
+
+
+def reloaded(folder):
+    """The model in `folder`, read by transformers without a complaint."""
+    net, complaints = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager",
+                                                           output_loading_info=True)
+    assert not any(complaints.values())
+    return net.eval()
+
+
+def logits(net, tokens):
+    with torch.no_grad():
+        return net(tokens).logits.float()
+
+
+def all_tensors(folder):
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.fixture
+def hf(tmp_path):
+    saved(tmp_path / "hf", *[Qwen2Config], num_key_value_heads=2)
+    return tmp_path / "hf"
+
+
+# --- the same model ---
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_and_out_again(tmp_path, name):
+    kind, more = MODELS[name]
+    there, out, back = (tmp_path / folder for folder in ("hf", "out", "back"))
+    net = saved(there, kind, **more)
+    assert len(list(there.glob("*.safetensors"))) == 3
+    convert.from_hf(there, out)
+    model = load_model(out, "cpu", "float32")
+    [tokens] = batches(1, V, S - 1)  # four times as long as the original length
+    mine = memo_logits(model, tokens)
+    assert (mine - logits(net, tokens)).abs().max() < 1e-4
+    convert.to_hf(out, back)
+    assert (mine - logits(reloaded(back), tokens)).abs().max() < 1e-5
+    a, b = all_tensors(there), all_tensors(back)
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    assert model_keys(back) == model_keys(there)
+    assert AutoTokenizer.from_pretrained(back).model_max_length == S
+    assert (back / "generation_config.json").read_bytes() == (there / "generation_config.json").read_bytes()
+    assert [json.loads((back / "config.json").read_text())[f"{x}_token_id"] for x in ("bos", "eos")] == [1, 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_steps_train_as_transformers_do(tmp_path, name):
+    kind, more = MODELS[name]
+    net = saved(tmp_path / "hf", kind, **more)
+    cfg = Config(**model_keys(tmp_path / "hf"), device="cpu")
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(hf_tensors(tmp_path / "hf", cfg))
+    groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
+              dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
+    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
+    first = None
+    for batch in batches(2, V, S) * 10:
+        tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
+        wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
+        loss = model.forward(tokens, targets, scale=1.0)
+        assert abs(loss.item() - wanted.item()) < 1e-4
+        first = first or loss.item()
+        wanted.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        theirs.step()
+        theirs.zero_grad()
+        model.backward()
+        optimizer.clip(1.0)
+        optimizer.step(1e-3)
+    assert loss.item() < first - 0.5
+    save(tmp_path, optimizer, cfg, 20)
+    convert.to_hf(tmp_path, tmp_path / "back")
+    assert (memo_logits(model, tokens) - logits(reloaded(tmp_path / "back"), tokens)).abs().max() < 1e-5
+
+
+def test_bf16_goes_there_and_back(tmp_path, monkeypatch, hf):
+    for file in hf.glob("*.safetensors"):
+        save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file, {"format": "pt"})
+    convert.from_hf(hf, tmp_path / "out")
+    monkeypatch.setattr(weights, "SHARD_BYTES", 10**4)  # an embedding is more
+    monkeypatch.setattr(weights.save_weights, "__defaults__", (10**4,))
+    convert.main(["to-hf", str(tmp_path / "out"), str(tmp_path / "back"), "--dtype=bfloat16"])
+    a, b = all_tensors(hf), all_tensors(tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("model-0*-of-0*.safetensors"))) > 5
+    assert a.keys() == b.keys() and all(t.dtype == torch.bfloat16 and torch.equal(a[n], t) for n, t in b.items())
+    assert reloaded(tmp_path / "back").dtype == torch.bfloat16
+
+
+# --- a longer context ---
+
+def test_a_longer_context_is_trained_and_goes_out(tmp_path, dataset):
+    net = hf_model(LlamaConfig, vocab_size=VOCAB + 9, num_key_value_heads=2, max_position_embeddings=16)
+    net.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    scaling = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+    keys = {k: v for k, v in (arg[2:].split("=", 1) for arg in argv(dataset, tmp_path / "out", max_iters=2))
+            if not k.startswith("n_")}
+    given = [f"--{k}={v}" for k, v in keys.items()]
+    assert main([*given, f"--init_from=hf:{tmp_path / 'hf'}", f"--rope_scaling={json.dumps(scaling)}",
+                 "--rope_theta=20000", "--block_size=64"]) == 0
+    convert.to_hf(tmp_path / "out", tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["rope_theta"], config["vocab_size"]) == (64, 20000.0, VOCAB + 9)
+    assert config["rope_scaling"].items() >= scaling.items()
+    assert config["rope_parameters"] == config["rope_scaling"] | dict(rope_theta=20000.0)
+    assert (tmp_path / "back" / "chat_template.jinja").exists()
+    model = load_model(tmp_path / "out", "cpu", "float32")
+    [tokens] = batches(1, VOCAB, 63)
+    mine = memo_logits(model, tokens)
+    for field in ("rope_scaling", "rope_parameters"):  # transformers 4 reads the first, 5 either
+        left = {k: v for k, v in config.items() if k != field}
+        (tmp_path / "back" / "config.json").write_text(json.dumps(left))
+        assert (mine - logits(reloaded(tmp_path / "back"), tokens)).abs().max() < 1e-5
+    longer = load_config(["--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--block_size=128", "--rope_scaling="])
+    ckpt = checkpoint.load(tmp_path / "out")
+    checkpoint.restore(ckpt, GPT(longer, "cpu", torch.float32))  # and again another context
+
+
+def test_only_positions_may_change(hf):
+    assert load_config([f"--init_from=hf:{hf}", "--block_size=16"]).block_size == 16
+    with pytest.raises(ConfigError, match="n_kv_head=4 differs from 2"):
+        load_config([f"--init_from=hf:{hf}", "--n_kv_head=4"])
+
+
+def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
+    cfg = Config(**model_keys(hf) | dict(rope_scaling=json.dumps(YARN | dict(factor=2.0)).replace(
+        '"rope_theta": 1000000.0, ', "")))
+    optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
+    optimizer.load(perturbed_weights(model.cfg, "cpu"))
+    save(tmp_path, optimizer, cfg, 0)
+    convert.to_hf(tmp_path, tmp_path / "back")
+    assert "factor=2.0 is not block_size=64 / 16" in capsys.readouterr().err
+
+
+# --- tensor by tensor ---
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
+    keys = GPT2.keys if family == "gpt2" else FAMILIES["qwen3"].keys | dict(n_kv_head=2, tie_embeddings=False)
+    cfg = Config(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, **keys)
+    optimizer = Optimizer(GPT(cfg, "cpu", torch.float32), cfg)
+    optimizer.load(perturbed_weights(cfg, "cpu"))
+    save(tmp_path, optimizer, cfg, 0)
+    convert.to_hf(tmp_path, tmp_path / "hf")
+    read, whole = [], dict(hf_tensors(tmp_path / "hf", cfg))
+    get = weights.Stored.__getitem__
+    monkeypatch.setattr(weights.Stored, "__getitem__", lambda *args: (got := get(*args), read.append(got.numel()))[0])
+    parts = [dict(hf_tensors(tmp_path / "hf", cfg, rank, 2)) for rank in range(2)]
+    for name, p in model_parameters(cfg).items():
+        both = [part[name] for part in parts]
+        assert torch.equal(torch.cat(both, p.split_dim) if p.split_dim is not None else both[0], whole[name])
+        assert torch.equal(optimizer.model.layout and dict(perturbed_weights(cfg, "cpu"))[name], whole[name])
+    split = sum(t.numel() for n, t in whole.items() if model_parameters(cfg)[n].split_dim is not None)
+    padding = 56 * 32 * (2 if family == "qwen3" else 1)
+    assert sum(read) == split - padding + 2 * (sum(t.numel() for t in whole.values()) - split)
+
+
+def test_few_tensors_are_in_memory_at_once(tmp_path, monkeypatch, hf):
+    alive, most = set(), [0]
+
+    def counted(read):
+        def reading(*args):
+            tensor = read(*args)
+            alive.add(ref := weakref.ref(tensor.untyped_storage(), lambda ref: alive.discard(ref)))
+            most[0] = max(most[0], len(alive))
+            return tensor
+        return reading
+    monkeypatch.setattr(weights.HfWeights, "read", counted(weights.HfWeights.read))
+    convert.from_hf(hf, tmp_path / "out")
+    assert 1 <= most[0] <= 3
+
+
+# --- fields of config.json ---
+
+def test_defaults_are_those_of_transformers(tmp_path):
+    for kind, theirs in (("llama", LlamaConfig()), ("mistral", MistralConfig()), ("qwen2", Qwen2Config()),
+                         ("qwen3", Qwen3Config())):
+        needed = {name: getattr(theirs, name) for name in LLAMA.sizes.values()} | dict(hidden_size=512)
+        (tmp_path / "config.json").write_text(json.dumps(dict(model_type=kind, sliding_window=None) | needed))
+        keys = model_keys(tmp_path)
+        Hkv = LlamaConfig().num_attention_heads if kind == "llama" else theirs.num_key_value_heads
+        assert keys["n_kv_head"] == Hkv and keys["norm_eps"] == theirs.rms_norm_eps
+        assert keys["tie_embeddings"] is theirs.tie_word_embeddings
+        assert keys["head_dim"] == (theirs.head_dim if kind == "qwen3" else 512 // theirs.num_attention_heads)
+        assert keys["rope_theta"] == theirs.rope_parameters["rope_theta"]
+        assert all(getattr(theirs, name, allowed[0]) in allowed for name, allowed in LLAMA.only.items())
+    assert FAMILIES["mistral"].defaults["sliding_window"] == MistralConfig().sliding_window
+
+
+REAL = [  # as these models' files have them, but for sizes of weights; from memory of the public files
+    dict(model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
+         bos_token_id=128000, eos_token_id=[128001, 128008], hidden_act="silu", initializer_range=0.02, mlp_bias=False,
+         num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05, rope_theta=500000.0, tie_word_embeddings=False,
+         rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_type="llama3",
+                           original_max_position_embeddings=8192),
+         torch_dtype="bfloat16", transformers_version="4.43.0", use_cache=True),
+    dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, hidden_act="silu",
+         initializer_range=0.02, max_window_layers=70, num_key_value_heads=8, rms_norm_eps=1e-06, rope_theta=1000000.0,
+         sliding_window=131072, tie_word_embeddings=True, use_mrope=False, use_sliding_window=False, use_cache=True),
+    dict(model_type="qwen3", attention_bias=False, head_dim=128, hidden_act="silu", num_key_value_heads=8,
+         max_window_layers=36, rope_scaling=None, rope_theta=1000000, sliding_window=None, use_sliding_window=False),
+    dict(model_type="mistral", hidden_act="silu", num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=1000000.0,
+         sliding_window=None, head_dim=128)]
+SIZES = dict(num_hidden_layers=4, num_attention_heads=32, hidden_size=4096, intermediate_size=14336,
+             max_position_embeddings=131072, vocab_size=128256)
+
+
+@pytest.mark.parametrize("config", REAL, ids=lambda config: config["model_type"])
+def test_fields_of_public_models_are_known(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | config))
+    cfg = Config(**model_keys(tmp_path))
+    assert (cfg.kv_heads, cfg.head_width, cfg.qkv_bias) == (8, 128, config["model_type"] == "qwen2")
+    assert bool(cfg.rope_scaling) is (config["model_type"] == "llama")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(model_type="mixtral"), "model_type='mixtral' must be one of gpt2, llama, mistral, qwen2, qwen3"),
+    (dict(model_type=None), "model_type=None must be one of"),
+    (dict(num_local_experts=8), "memo does not know num_local_experts=8, which may change the model"),
+    (dict(num_experts=64), "memo does not know num_experts=64"),
+    (dict(quantization_config=dict(quant_method="fp8")), r"memo does not know quantization_config=\{'quant_method'"),
+    (dict(attn_logit_softcapping=50.0), "memo does not know attn_logit_softcapping=50.0"),
+    (dict(embedding_multiplier=12.0), "memo does not know embedding_multiplier=12.0"),
+    (dict(num_key_value_heads=3), "num_attention_heads=4 % num_key_value_heads=3 != 0"),
+    (dict(num_key_value_heads=[]), r"num_key_value_heads is \[\], must be a whole number"),
+    (dict(hidden_act="gelu"), "hidden_act='gelu' must be 'silu' or 'swish'"),
+    (dict(attention_bias=True), "attention_bias=True must be False, memo has nothing else"),
+    (dict(mlp_bias=True), "mlp_bias=True must be False"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 must be 1.0"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes' must be true or false"),
+    (dict(use_sliding_window=True, sliding_window=32, max_window_layers=1),
+     "sliding_window=32 must be null, or at least max_position_embeddings=64"),
+    (dict(model_type="mistral", sliding_window=32), "sliding_window=32 must be null"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types=.* must be 2 times full_attention"),
+    (dict(layer_types=5), "layer_types=5 must be 2 times full_attention"),
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "rope_type='dynamic' must be one of linear, llama3, yarn"),
+    (dict(rope_parameters=dict(rope_type="yarn")), "rope_parameters: rope_type=yarn needs factor"),
+    (dict(rope_parameters=dict(partial_rotary_factor=0.25)), "partial_rotary_factor=0.25 must be 1.0"),
+    (dict(rope_parameters=YARN, original_max_position_embeddings=8), "=8 differs from 16 in rope_parameters"),
+    (dict(rope_parameters=YARN | dict(beta_slow=0)), "beta_slow=0 must be a number, above 0"),
+    (dict(rope_parameters=YARN, rope_scaling=LLAMA3), "rope_scaling=.* differs from rope_parameters"),
+    (dict(rope_parameters=[1]), r"rope_parameters=\[1\] must be an object"),
+    (dict(rope_parameters=dict(rope_theta="x")), "rope_theta='x' must be a number"),
+    (dict(rms_norm_eps="x"), "rms_norm_eps='x' must be a number"),
+    (dict(max_position_embeddings=None), "max_position_embeddings is missing"),
+])
+def test_what_memo_does_not_have_is_refused(tmp_path, hf, capsys, change, message):
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | change))
+    fails(capsys, message, "from-hf", hf, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sliding_window_that_reaches_all_is_none(hf):
+    config = json.loads((hf / "config.json").read_text())
+    for change in (dict(model_type="mistral", sliding_window=S), dict(sliding_window=8, use_sliding_window=False),
+                   dict(sliding_window=8, use_sliding_window=True, max_window_layers=2, layer_types=None)):
+        (hf / "config.json").write_text(json.dumps(config | change))
+        model_keys(hf)
+
+
+# --- folders that do not fit ---
+
+def rewritten(change):
+    """A folder of which the file with the final norm goes through `change`."""
+    def work(hf):
+        for file in hf.glob("*.safetensors"):
+            tensors = load_file(file)
+            if "model.norm.weight" in tensors:
+                change(tensors)
+                save_file(tensors, file, {"format": "pt"})
+    return work
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda hf: (hf / "config.json").unlink(), "config.json cannot be read .No such file.*; give a local folder"),
+    (lambda hf: sorted(hf.glob("model-*"))[1].unlink(), r"model-00002-of-00003.safetensors cannot be read .No such file"),
+    (rewritten(lambda t: t.pop("model.norm.weight")), r"norm.weight is missing, must be \(48,\)"),
+    (rewritten(lambda t: t.update({"model.norm.weight": torch.zeros(47)})), r"norm.weight is \(47,\) F32, must be \(48,\)"),
+    (rewritten(lambda t: t.update({"model.norm.weight": torch.zeros(48, dtype=torch.float8_e4m3fn)})),
+     r"norm.weight is \(48,\) F8_E4M3, must be \(48,\) in F32, F16, BF16"),
+    (rewritten(lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(48)})),
+     "layers.0.self_attn.o_proj.bias is not a tensor of a qwen2 model with n_layer=2"),
+    (lambda hf: train_tokenizer(["some more text, with words"], V + 9).save(str(hf / "tokenizer.json")) or
+     load_tokenizer(hf).get_vocab_size() > 270 or None, None),
+])
+def test_folders_that_do_not_fit(tmp_path, hf, dataset, capsys, change, message):
+    change(hf)
+    if message is None:  # a tokenizer of another size
+        config = json.loads((hf / "config.json").read_text())
+        n = load_tokenizer(hf).get_vocab_size()
+        (hf / "config.json").write_text(json.dumps(config | dict(vocab_size=n - 1)))
+        for file in hf.glob("*.safetensors"):
+            tensors = load_file(file)
+            save_file({k: t[:n - 1] if t.shape[:1] == (V,) else t for k, t in tensors.items()}, file, {"format": "pt"})
+        message = f"the tokenizer has {n} tokens, must have at most the model's vocab_size={n - 1}"
+    fails(capsys, message, "from-hf", hf, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=message):
+        cfg = load_config([f"--init_from=hf:{hf}"])
+        check_folder(hf, cfg)
+
+
+# --- what transformers does not have ---
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (dict(qkv_bias=True, qk_norm=True), "qkv_bias=True must be False for to-hf .Qwen3ForCausalLM"),
+    (dict(norm="layernorm"), "norm=layernorm must be rmsnorm for to-hf"),
+    (dict(position="learned"), "position=learned must be rope for to-hf"),
+    (dict(mlp="gelu"), "position=rope must be learned for to-hf .GPT-2"),
+    (dict(mlp="gelu", norm="layernorm", position="learned", n_kv_head=1), "n_kv_head=1 must be 2 for to-hf"),
+    (dict(mlp="gelu", norm="layernorm", position="learned", head_dim=8), "head_dim=8 must be 16 for to-hf"),
+])
+def test_models_of_no_family_stay(keys, message):
+    cfg = Config(**dict(n_layer=1, n_head=2, n_embd=32, block_size=S, vocab_size=V, norm="rmsnorm", mlp="swiglu") | keys)
+    with pytest.raises(ConfigError, match=message):
+        hf_config(cfg, "float32", {})
+
+
+def test_untied_gpt2_and_another_mlp(tmp_path):
+    cfg = Config(**GPT2.keys, n_layer=1, n_head=2, n_embd=32, n_inner=40, block_size=S, vocab_size=V, norm_eps=1e-3,
+                 tie_embeddings=False, gelu="tanh")
+    optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
+    optimizer.load(perturbed_weights(cfg, "cpu"))
+    save(tmp_path, optimizer, cfg, 0)
+    convert.to_hf(tmp_path, tmp_path / "hf")
+    [tokens] = batches(1, V, S - 1)
+    assert (memo_logits(model, tokens) - logits(reloaded(tmp_path / "hf"), tokens)).abs().max() < 1e-5
+    assert replace(cfg, **model_keys(tmp_path / "hf")) == cfg and len(fields(cfg)) > 50
+
+
+def test_a_dataset_may_have_a_smaller_vocabulary(tmp_path, dataset):
+    hf_model(Qwen3Config, vocab_size=VOCAB + 30, head_dim=16, num_key_value_heads=1).save_pretrained(tmp_path / "hf")
+    keys = dict(arg[2:].split("=", 1) for arg in argv(dataset, tmp_path / "out", max_iters=2, eval_interval=0))
+    assert main([f"--{k}={v}" for k, v in keys.items() if not k.startswith("n_")]
+                + [f"--init_from=hf:{tmp_path / 'hf'}"]) == 0
+    assert load_model(tmp_path / "out").cfg.vocab_size == VOCAB + 30
