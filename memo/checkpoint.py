@@ -73,8 +73,9 @@ class Saver:
 
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
     one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
-    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None. `read`:
-    gives the tensor of a piece when it is to be written; then pieces have shapes only, and are not copied.
+    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None.
+    `read`: gives the tensor of a piece when it is to be written; then pieces have shapes only, and are not
+    copied.
     """
 
     def __init__(self, out_dir, group=None, pin: bool = True, keep: int = 1, whole: int | None = None,

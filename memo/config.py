@@ -108,7 +108,7 @@ class Config:
                                 choices=("auto", "cpu"))
 
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
-    init_from: str = key("scratch", "scratch | resume | hf:<folder of a model of Hugging Face in safetensors>")
+    init_from: str = key("scratch", "scratch | resume | hf:<folder of a Hugging Face model>")
     eval_interval: int = key(100, "steps between evaluations; 0 never evaluates", least=0, **STEPS)
     eval_iters: int = key(8, "batches in an evaluation", least=1, **STEPS)
     log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1, **STEPS)

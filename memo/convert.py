@@ -59,8 +59,8 @@ from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, 
 
 
 def tokenizer_in(folder: Path, cfg: Config) -> Any:
-    """The tokenizer beside the weights, None where there is none. Errors: ConfigError: it cannot be used, or has
-    more tokens than the model."""
+    """The tokenizer beside the weights, None where there is none. Errors: ConfigError: it cannot be used, or
+    has more tokens than the model."""
     if not (folder / TOKENIZER).exists():
         return None
     tokenizer = load_tokenizer(folder / TOKENIZER)
@@ -129,8 +129,8 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
     if scaling.get("rope_type") == "yarn" and (
             cfg.block_size != scaling["factor"] * scaling["original_max_position_embeddings"]):
         warn(f"rope_scaling's factor={scaling['factor']} is not block_size={cfg.block_size} / "
-             f"{scaling['original_max_position_embeddings']}, which transformers 4.49 to 4.57 take in its place; use "
-             "transformers 5")
+             f"{scaling['original_max_position_embeddings']}, which some versions of transformers 4 take "
+             "instead; use transformers 5")
     print(f"{hf_folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
 
 
@@ -149,8 +149,8 @@ def token_ids(out_dir: Path, tokenizer: Any) -> dict[str, Any]:
 
 
 def tokenizer_config(out_dir: Path, cfg: Config, tokenizer: Any) -> dict[str, Any]:
-    """What transformers.AutoTokenizer needs beside a tokenizer.json: as the model came, with the length of its
-    context now."""
+    """What transformers.AutoTokenizer needs beside a tokenizer.json: as the model came, with the length of
+    its context now."""
     if (out_dir / TOKENIZER_CONFIG).exists():
         stored = load_json(out_dir / TOKENIZER_CONFIG, "remove it")
     else:

@@ -97,11 +97,12 @@ class Writer(dcp.FileSystemWriter):
             raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
 
 
-def write(folder: Path, pieces: list[Piece], group, read: Callable[[Piece], torch.Tensor] | None = None) -> None:
+def write(folder: Path, pieces: list[Piece], group,
+          read: Callable[[Piece], torch.Tensor] | None = None) -> None:
     """Writes the pieces of all ranks of `group`, a gloo process group, into the folder. None: one process.
     `read`: gives the tensor of a piece that has only its shape, when it is to be written."""
-    # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread. torch keeps
-    # the tensors of a file until it is complete: what is read late gets a file for each
+    # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread. torch
+    # keeps the tensors of a file until it is complete: what is read late gets a file each
     writer = Writer(folder, per_thread_copy_ahead=0, single_file_per_rank=read is None)
     with first_failure():
         dcp.save({}, storage_writer=writer, planner=Boxes(pieces, read), process_group=group,

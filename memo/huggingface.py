@@ -1,9 +1,9 @@
-"""Families of models in Hugging Face's format: config.json <-> memo's keys, and the names, shapes and places of
-their weights. Without torch.
+"""Families of models in Hugging Face's format: config.json <-> memo's keys, and the names, shapes and places
+of their weights. Without torch.
 
-What a config.json holds and memo does not do is an error. A field is translated, or has one value that memo
-has, or is known to leave the model as it is; any other field is an error. A field that a config.json leaves out
-has the value of transformers 5.23.
+What a config.json holds and memo does not do is an error. A field is translated, or has a value that memo
+has, or is known to leave the model as it is; any other field is an error. A field that a config.json leaves
+out has the value that transformers 5.23 gives it.
 """
 
 import json
@@ -19,24 +19,26 @@ from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
 CONFIG = "config.json"
 REMEDY = "give a local folder of a model in safetensors"
-# Fields that leave the model as it is. Dropout is of training, and memo has none; pretraining_tp is the order of
-# sums; the summary_ fields are of another head.
-HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id eos_token_id
-    pad_token_id initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop pretraining_tp n_ctx
-    reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
-    summary_first_dropout task_specific_params gradient_checkpointing output_past output_attentions
-    output_hidden_states return_dict tokenizer_class problem_type id2label label2id _name_or_path
-    _attn_implementation attn_implementation _attn_implementation_autoset unsloth_fixed unsloth_version""".split())
+# Fields that leave the model as it is. Dropout is a way to train, and memo has none; pretraining_tp is an
+# order of sums; the summary_ fields are another head's.
+HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id
+    eos_token_id pad_token_id initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop
+    pretraining_tp n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout task_specific_params gradient_checkpointing output_past
+    output_attentions output_hidden_states return_dict tokenizer_class problem_type id2label label2id
+    _num_labels _name_or_path _attn_implementation attn_implementation _attn_implementation_autoset
+    is_llama_config unsloth_fixed unsloth_version""".split())
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture`: transformers' class. `prefix`: in front of all names of weights but the head's; `layers`:
-    in front of a layer's number. `names`: {memo's name without _w or _b: transformers'}. `sizes`: {memo's key:
-    field}. `only`: {field: (what it is where it is left out, more values that memo has)}. `keys`: memo's keys of
-    every model. `defaults`: of fields whose default is not that of Llama."""
+    """`architecture`: transformers' class. `prefix`: in front of all names of weights but the head's.
+    `layers`: in front of a layer's number. `names`: {memo's name without _w or _b: transformers'}. `sizes`:
+    {memo's key: field}. `only`: {field: the values that memo has, first the default}. `keys`: memo's keys of
+    every such model. `norm_eps`: (field, default). `tied`: default of tie_word_embeddings. `defaults`: of
+    fields whose default is another one than Llama's."""
 
     architecture: str
     prefix: str
@@ -70,7 +72,7 @@ LLAMA = Family(
     sizes=dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
                n_inner="intermediate_size", block_size="max_position_embeddings", vocab_size="vocab_size"),
     only=dict(hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
-              partial_rotary_factor=(1.0,), use_mrope=(False,)),
+              partial_rotary_factor=(1.0,), rope_interleaved=(False,), use_mrope=(False,)),
     keys=dict(norm="rmsnorm", mlp="swiglu", bias=False, position="rope", qkv_bias=False, qk_norm=False),
     norm_eps=("rms_norm_eps", 1e-6))
 
@@ -92,16 +94,16 @@ def model_keys(folder: Path | str) -> dict[str, Any]:
     hf = load_json(path, REMEDY)
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}, which memo "
-                          "has; give the folder of another model")
+        raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}; give the "
+                          "folder of another model")
     family = FAMILIES[kind]
     check_fields(path, hf, family)
     name, eps = family.norm_eps
     keys = {key: whole_number(path, name, hf.get(name)) for key, name in family.sizes.items()}
     keys |= family.keys | dict(norm_eps=number(path, name, hf.get(name, eps)))
-    keys["tie_embeddings"] = hf.get("tie_word_embeddings", family.tied)
-    if type(keys["tie_embeddings"]) is not bool:
-        raise ConfigError(f"{path}: tie_word_embeddings={keys['tie_embeddings']!r:.100} must be true or false")
+    keys["tie_embeddings"] = tied = hf.get("tie_word_embeddings", family.tied)
+    if type(tied) is not bool:
+        raise ConfigError(f"{path}: tie_word_embeddings={tied!r:.100} must be true or false; {REMEDY}")
     if family is GPT2:
         F, C = hf.get("n_inner"), keys["n_embd"]
         return keys | dict(gelu="exact" if hf.get("activation_function") == "gelu" else "tanh",
@@ -110,8 +112,8 @@ def model_keys(folder: Path | str) -> dict[str, Any]:
     Hkv, D = (given(hf, family, name) for name in ("num_key_value_heads", "head_dim"))
     Hkv = whole_number(path, "num_key_value_heads", H if Hkv is None else Hkv)
     if H % Hkv:
-        raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of keys "
-                          f"and values serves equally many of queries); {REMEDY}")
+        raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
+                          f"keys and values serves equally many of queries); {REMEDY}")
     D = whole_number(path, "head_dim", keys["n_embd"] // H if D is None else D)
     check_window(path, hf, given(hf, family, "sliding_window"), S, keys["n_layer"], kind)
     return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
@@ -128,19 +130,21 @@ def check_fields(path: Path, hf: Mapping[str, Any], family: Family) -> None:
     known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *WINDOW}
     for name, value in hf.items():
         if name not in known and value is not None:
-            raise ConfigError(f"{path}: memo does not know {name}={value!r:.100}, which may change the model; give "
-                              "another folder, or take the field out if the model is the same without it")
+            raise ConfigError(f"{path}: memo does not know {name}={value!r:.100}, which may change the "
+                              "model; give another folder, or take the field out where it changes nothing")
     for name, allowed in family.only.items():
         value = hf.get(name)
         if value is not None and value not in allowed:
-            raise ConfigError(f"{path}: {name}={value!r:.100} must be {' or '.join(map(repr, allowed))}, memo has "
-                              "nothing else; give the folder of another model")
+            rule = " or ".join(map(repr, allowed))
+            raise ConfigError(f"{path}: {name}={value!r:.100} must be {rule}, memo has nothing else; give "
+                              "the folder of another model")
 
 
 def whole_number(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value < 2**31:
         what = "is missing" if value is None else f"is {value!r:.100}"
-        raise ConfigError(f"{path}: {name} {what}, must be a whole number, at least 1 and below 2**31; {REMEDY}")
+        raise ConfigError(f"{path}: {name} {what}, must be a whole number, at least 1 and below 2**31; "
+                          f"{REMEDY}")
     return value
 
 
@@ -153,9 +157,9 @@ def number(path: Path, name: str, value: Any) -> float:
 def check_window(path: Path, hf: Mapping[str, Any], window: Any, S: int, L: int, kind: str) -> None:
     """Errors: ConfigError: some layer attends to fewer tokens than max_position_embeddings."""
     reach = "memo attends to all tokens before; to train it so, {} there"
-    layer_types = hf.get("layer_types")
-    if layer_types is not None and layer_types != L * ["full_attention"]:
-        raise ConfigError(f"{path}: layer_types={layer_types!r:.100} must be {L} times full_attention; "
+    types = hf.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
+        raise ConfigError(f"{path}: layer_types={types!r:.100} must be full_attention in every layer; "
                           + reach.format("make it so"))
     if kind != "mistral":
         used = hf.get("use_sliding_window") or False
@@ -189,7 +193,7 @@ def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, 
         raise ConfigError(f"{path}: partial_rotary_factor={part!r:.100} must be 1.0, memo has nothing else")
     kind = scaling.pop("type", None)
     kind = scaling.setdefault("rope_type", kind or "default")
-    if kind in ("llama3", "yarn"):  # the length that the model was trained at, which may stand in three places
+    if kind in ("llama3", "yarn"):  # transformers looks for the length of before in three places
         outside = hf.get("original_max_position_embeddings")
         original = scaling.setdefault("original_max_position_embeddings", outside or S)
         if outside not in (None, original):
@@ -202,13 +206,13 @@ def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, 
 # --- memo's keys -> config.json ---
 
 def family_of(cfg: Any) -> str:
-    """The model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has no such model."""
+    """The model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has none."""
     if cfg.mlp == "gelu":
         kind, like = "gpt2", "GPT-2"
         wanted = dict(position="learned", norm="layernorm", qk_norm=False, kv_heads=cfg.n_head,
                       head_width=cfg.n_embd // cfg.n_head)
     else:
-        # LlamaConfig wants hidden_size % num_attention_heads == 0 whatever head_dim is, MistralConfig does not
+        # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
         kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
                 else "llama" if cfg.n_embd % cfg.n_head == 0 else "mistral")
         like = FAMILIES[kind].architecture
@@ -216,8 +220,8 @@ def family_of(cfg: Any) -> str:
     for name, value in wanted.items():
         if getattr(cfg, name) != value:
             key = dict(kv_heads="n_kv_head", head_width="head_dim").get(name, name)
-            raise ConfigError(f"{key}={getattr(cfg, name)} must be {value} for to-hf ({like} of transformers has "
-                              f"nothing else); train with --{key}={value}")
+            raise ConfigError(f"{key}={getattr(cfg, name)} must be {value} for to-hf ({like} of transformers "
+                              f"has nothing else); train with --{key}={value}")
     return kind
 
 
@@ -237,7 +241,8 @@ def hf_config(cfg: Any, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, A
     scaling = {k: v for k, v in parse_scaling(cfg.rope_scaling).items()
                if v or k not in ("attention_factor", "mscale", "mscale_all_dim")}
     made |= dict(intermediate_size=cfg.inner_width, num_key_value_heads=cfg.kv_heads, head_dim=cfg.head_width,
-                 hidden_act="silu", attention_dropout=0.0, rope_theta=cfg.rope_theta, rope_scaling=scaling or None,
+                 hidden_act="silu", attention_dropout=0.0, rope_theta=cfg.rope_theta,
+                 rope_scaling=scaling or None,
                  rope_parameters=dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling)
     if kind in ("llama", "qwen3"):
         made["attention_bias"] = False
@@ -250,8 +255,8 @@ def hf_config(cfg: Any, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, A
 @dataclass(frozen=True)
 class Weight:
     """Where memo's parameter `name` stands in transformers' tensor `there` of `shape`: its rows begin at row
-    `first`, at column `first` where `transposed`, as (in, out). `D`: elements of the heads whose pairs rotate in
-    its rows, or 0."""
+    `first`, or where `transposed` to (in, out) at column `first`. `D`: elements of its rows' heads, where
+    these rotate, or 0."""
 
     name: str
     there: str
@@ -265,8 +270,8 @@ ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pa
 
 
 def weights_of(cfg: Any) -> list[Weight]:
-    """The Weights of a model with memo's keys `cfg`. GPT-2 has all biases, keeps q, k and v side by side in one
-    matrix, and a linear as (in, out)."""
+    """The Weights of a model with memo's keys `cfg`. GPT-2 has all biases, keeps q, k and v side by side in
+    one matrix, and a linear as (in, out)."""
     family, C, made = FAMILIES[family_of(cfg)], cfg.n_embd, []
     for name, p in model_parameters(replace(cfg, bias=family is GPT2)).items():
         layer, _, last = name.rpartition(".")

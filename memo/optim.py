@@ -109,8 +109,8 @@ class Optimizer:
         return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
 
     def load(self, named_tensors):
-        """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights and
-        the model's parameters."""
+        """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights
+        and the model's parameters."""
         model = self.model
         mine = views(model.layout, model.params)
         for name, tensor in named_tensors:

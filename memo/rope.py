@@ -61,7 +61,8 @@ def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         else:
             least = LEAST.get(name, 0)
             right = type(value) in (int, float) and least <= value < 2**31 and (value or name in MAY_BE_0)
-            rule = f"a number, {f'at least {least}' if least or name in MAY_BE_0 else 'above 0'} and below 2**31"
+            bound = f"at least {least}" if least or name in MAY_BE_0 else "above 0"
+            rule = f"a number, {bound} and below 2**31"
         if not right:
             raise ConfigError(f"{where}: {name}={value!r:.100} must be {rule}")
     made = dict(rope_type=kind, **known | given)

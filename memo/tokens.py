@@ -162,7 +162,7 @@ def end_of_document(tokenizer: Tokenizer) -> str:
 
 
 def carry_files(source: Path, target: Path) -> None:
-    """Copies what belongs to a model's tokenizer and generation, as Hugging Face has it, to folder `target`."""
+    """Copies what belongs to a model's tokenizer and generation, as Hugging Face has it, to `target`."""
     for name in CARRIED:
         if (source / name).exists():
             with open(open_file(source / name), "rb") as file:

@@ -1,8 +1,8 @@
-"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters: tensor by tensor, so that
-no more than one of them is in memory.
+"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters: tensor by tensor, so
+that one or two of them are in memory at once.
 
-Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotates its neighbours 2j and 2j + 1:
-alike() is the one home of that order.
+Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotates its neighbours 2j and
+2j + 1: alike() is the one home of that order.
 """
 
 import json
@@ -33,8 +33,8 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of ol
 
 
 def alike(w: Weight, mine: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the same shape, element for element the same weights: `mine` rows of memo's parameter, `stored`
-    these rows of transformers' tensor. Rows that rotate are whole heads."""
+    """Views of the same shape, element for element the same weights: `mine`, rows of memo's parameter;
+    `stored`, these rows of transformers' tensor. Rows that rotate are whole heads."""
     if w.transposed:
         return mine, stored.t()
     if w.D:
@@ -85,8 +85,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
-    """{transformers' name without its prefix: Stored} of a folder whose weights are all those of `cfg`, and no
-    others; the heads of its files are read. Errors: ConfigError: a weight is missing, has another shape or kind,
+    """{transformers' name without its prefix: Stored} of a folder with all weights of `cfg` and no others. Of
+    the files only the headers are read. Errors: ConfigError: a weight is missing, has another shape or kind,
     or is not the model's."""
     folder, kind = Path(folder), family_of(cfg)
     found: dict[str, Stored] = {}
@@ -101,21 +101,21 @@ def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
     wanted = {w.there: w for w in weights_of(cfg)}
     for name in sorted(found):
         if name not in wanted and not name.endswith(CONSTANTS) and (name, cfg.tie_embeddings) != (HEAD, True):
-            raise ConfigError(f"{folder}: {name} is not a tensor of a {kind} model with n_layer={cfg.n_layer} as in "
-                              f"its {CONFIG}; {REMEDY}")
+            raise ConfigError(f"{folder}: {name} is not a tensor of a {kind} model with "
+                              f"n_layer={cfg.n_layer} as in its {CONFIG}; {REMEDY}")
     for there, w in wanted.items():
         s = found.get(there)
         if s and w.name == "wpe" and s.shape[0] > w.shape[0]:  # a shorter context crops the positions
             s = replace(s, shape=(w.shape[0], *s.shape[1:]))
         if s is None or s.dtype not in FLOATS or s.shape != w.shape:
             what = "missing" if s is None else f"{s.shape} {s.dtype}"
-            raise ConfigError(f"{folder}: {there} is {what}, must be {w.shape} in {', '.join(FLOATS)}; see its "
-                              f"{CONFIG}")
+            raise ConfigError(f"{folder}: {there} is {what}, must be {w.shape} in {', '.join(FLOATS)}; see "
+                              f"its {CONFIG}")
     return found
 
 
 def check_tied_head(folder: Path | str, cfg: Any) -> None:
-    """Errors: ConfigError: a head that is tied to the embedding stands in the files too, with other elements."""
+    """Errors: ConfigError: a head that is tied to the embedding is in the files too, with other elements."""
     found = stored_weights(folder, cfg)
     if not cfg.tie_embeddings or HEAD not in found:
         return
@@ -124,12 +124,12 @@ def check_tied_head(folder: Path | str, cfg: Any) -> None:
         torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
         for k in range(0, head.shape[0], COMPARED_ROWS))
     if not same:
-        raise ConfigError(f"{folder}: {HEAD} differs from {wte.name}, but tie_word_embeddings in its {CONFIG} says "
-                          "that they are one; set it to false")
+        raise ConfigError(f"{folder}: {HEAD} differs from {wte.name}, but tie_word_embeddings in its "
+                          f"{CONFIG} says that they are one; set it to false")
 
 
 class HfWeights:
-    """The weights of the model in `folder`, in memo's order, as fp32. Of every parameter the part that a rank of
+    """The weights of the model in `folder`, by memo's names, fp32. Of every parameter the part that a rank of
     `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights()."""
 
     def __init__(self, folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1):
@@ -139,8 +139,8 @@ class HfWeights:
         self.damaged: list[str] = []
 
     def read(self, name: str) -> torch.Tensor:
-        """memo's parameter `name`. Positions are cropped to block_size; rows of the vocabulary that memo adds are
-        zeros."""
+        """memo's parameter `name`. Positions are cropped to block_size; rows of the vocabulary that memo adds
+        are zeros."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
@@ -160,7 +160,8 @@ class HfWeights:
         if self.damaged:
             n = len(self.damaged) - 1
             more = f" and in {n} more tensor{'s' if n > 1 else ''}" if n else ""
-            warn(f"{self.folder}: there are NaN or infinities in {self.damaged[0]}{more}; the model cannot train")
+            warn(f"{self.folder}: there are NaN or infinities in {self.damaged[0]}{more}; the model cannot "
+                 "train")
 
 
 def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
@@ -182,8 +183,8 @@ def hf_shapes(cfg: Any) -> dict[str, tuple[int, ...]]:
 
 def export_tensors(cfg: Any, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
                    ) -> Iterator[torch.Tensor]:
-    """Yields transformers' tensors in the order of hf_shapes(). read(memo's name) -> the whole fp32 parameter, or
-    None where the model has no such bias."""
+    """Yields transformers' tensors in the order of hf_shapes(). read(memo's name) -> the whole fp32
+    parameter, or None where the model has no such bias."""
     for _, ws in groupby(weights_of(cfg), key=lambda w: w.there):
         whole = None
         for w in ws:
@@ -216,11 +217,11 @@ def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
 
 
 def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor],
-                 dtype: torch.dtype, most_bytes: int = SHARD_BYTES) -> None:
+                 dtype: torch.dtype) -> None:
     """Writes `tensors` of `shapes` into `folder`, one after the other, with an index where there are several
     files. Errors: ConfigError: they cannot be written; whatever stops the writing, no file is left."""
     sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    files, rest = file_names(sizes, most_bytes), iter(tensors)
+    files, rest = file_names(sizes, SHARD_BYTES), iter(tensors)
     temporary = [folder / f"{name}.tmp" for name in files]
     try:
         for path, names in zip(temporary, files.values(), strict=True):
@@ -236,8 +237,8 @@ def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
             path.with_suffix("").unlink(missing_ok=True)
         if not isinstance(e, OSError):
             raise
-        raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); free some space there or "
-                          "choose another folder") from None
+        raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); free some space "
+                          "there or choose another folder") from None
 
 
 def save_file(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],

@@ -32,8 +32,8 @@ def read_argv(argv):
     parser = Arguments(description=__doc__)
     parser.option("--source", required=True, help="a file, a folder of files, or a Hugging Face dataset's name", least=1)
     parser.option("--tokenizer", required=True, least=1,
-                  help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, hf:<folder> of a "
-                       "model, or train:<vocab>")
+                  help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, hf:<folder> of "
+                       "a model, or train:<vocab>")
     parser.option("--out_dir", help="where to write; by default data/<name of the source>", least=1)
     parser.option("--text_key", default="text", help="the column of the text in .jsonl, .parquet and Hugging Face", least=1)
     parser.option("--config", help="which configuration of the Hugging Face dataset, where it has several", least=1)
@@ -166,7 +166,7 @@ def open_source(args):
 
 
 def given_tokenizer(given):
-    """The tokenizer of a file or folder, or of a model that can be trained: hf:<folder>. Errors: ConfigError."""
+    """The tokenizer of a file or folder, or hf:<folder> of a model that memo has. Errors: ConfigError."""
     folder = given.removeprefix("hf:")
     tokenizer = load_tokenizer(folder)
     if folder != given:
