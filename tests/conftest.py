@@ -47,6 +47,15 @@ def hangup_is_heard():
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def one_thread():
+    """On matrices this small two threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from memo import checkpoint, convert
+from memo.command import run
 from memo.loggers import read_metrics
 from memo.parallel.mesh import open_mesh
 from model import initial_weights
@@ -46,9 +48,39 @@ def random_batch(cfg, B, T, device, seed=3):
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def batches(n, vocab_size, S):
+    """n batches (2, S + 1) of random tokens."""
+    g = torch.Generator().manual_seed(2)
+    return [torch.randint(vocab_size, (2, S + 1), generator=g) for _ in range(n)]
+
+
+def memo_logits(model, tokens):
+    """(B, T, V) of a batch of tokens."""
+    model.forward(tokens, tokens)
+    return model.logits(model.swap.x[-1])[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
+
+
+def save_states(out_dir, optimizer, cfg, iter):
+    """A checkpoint of the optimizer's states."""
+    saver = checkpoint.Saver(out_dir)
+    saver.save(optimizer.pieces(saved=True), cfg, iter)
+    saver.wait()
+
+
 def error(a, b):
     """Relative error of the tensor `a` against `b`."""
     return ((a - b).norm() / b.norm()).item()
+
+
+# --- conversion ---
+
+def fails(capsys, message, *argv):
+    """memo.convert with `argv` says one line on stderr, which matches, and ends with code 2."""
+    assert run(convert.main, [str(a) for a in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+    assert re.search(message, captured.err), captured.err
+    assert captured.out == ""
 
 
 # --- ranks ---

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 from dataclasses import replace
 
 import pytest
@@ -22,18 +21,11 @@ from memo.optim import Optimizer
 from memo.tokens import load_tokenizer, train_tokenizer
 from memo.weights import hf_tensors
 from model import GPT
+from tests.helpers import batches, fails, memo_logits, save_states
 
 V, S, C, L = 300, 31, 64, 3
+pytestmark = pytest.mark.usefixtures("one_thread")
 GELUS = {"gelu_new": "tanh", "gelu": "exact"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On matrices this small two threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gpt2(activation="gelu_new", vocab_size=V):
@@ -58,12 +50,6 @@ def config(folder):
     return Config(**model_keys(folder), weight_decay=0.1, device="cpu")
 
 
-def save(out_dir, optimizer, cfg, iter):
-    saver = checkpoint.Saver(out_dir)
-    saver.save(optimizer.pieces(saved=True), cfg, iter)
-    saver.wait()
-
-
 def memo_gpt(out_dir):
     ckpt = checkpoint.load(out_dir)
     model = GPT(Config(**ckpt.config), "cpu", torch.float32)
@@ -71,21 +57,11 @@ def memo_gpt(out_dir):
     return model
 
 
-def memo_logits(model, tokens):
-    model.forward(tokens, tokens)
-    return model.logits(model.swap.x[-1])[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
-
-
 def transformers_gpt2(folder):
     """The model in `folder`, read by transformers without a complaint."""
     net, complaints = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert not any(complaints.values())
     return net.eval()
-
-
-def batches(n, vocab_size=V, S=S):
-    g = torch.Generator().manual_seed(2)
-    return [torch.randint(vocab_size, (2, S + 1), generator=g) for _ in range(n)]
 
 
 def rewrite(folder, change):
@@ -130,7 +106,7 @@ def test_twenty_steps_train_as_transformers_do(tmp_path, activation):
               dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
     theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
     first = None
-    for batch in batches(2) * 10 + batches(1):
+    for batch in batches(2, V, S) * 10 + batches(1, V, S):
         tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
         wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
         loss = model.forward(tokens, targets, scale=1.0)
@@ -155,7 +131,7 @@ def test_round_trip_is_bitwise(tmp_path, hf):
     theirs = {n: t for n, t in load_file(hf / "model.safetensors").items() if n != "lm_head.weight"}
     assert_same_tensors(load_file(back / "model.safetensors"), theirs)
     assert (back / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
-    [tokens] = batches(1, S=S - 1)
+    [tokens] = batches(1, V, S - 1)
     with torch.no_grad():
         assert torch.equal(transformers_gpt2(back)(tokens).logits, transformers_gpt2(hf)(tokens).logits)
     assert model_keys(back) == model_keys(hf)
@@ -176,10 +152,10 @@ def test_a_trained_model_goes_to_transformers(tmp_path, bias):
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(memo_model.initial_weights(cfg, 1, "cpu"))
-    save(tmp_path, optimizer, cfg, 7)
+    save_states(tmp_path, optimizer, cfg, 7)
     convert.to_hf(tmp_path, tmp_path / "hf")
     net = transformers_gpt2(tmp_path / "hf")
-    [tokens] = batches(1, S=S - 1)
+    [tokens] = batches(1, V, S - 1)
     with torch.no_grad():
         assert (net(tokens).logits - memo_logits(model, tokens)).abs().max() < 1e-4
     assert (net.transformer.h[0].attn.c_attn.bias == 0).all()
@@ -207,7 +183,7 @@ def test_positions_are_cropped(hf):
     cfg = replace(config(hf), block_size=S - 6)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(hf_tensors(hf, cfg))
-    [tokens] = batches(1, S=S - 7)
+    [tokens] = batches(1, V, S - 7)
     with torch.no_grad():
         assert (memo_logits(model, tokens) - gpt2()(tokens).logits).abs().max() < 1e-4
 
@@ -273,15 +249,6 @@ def test_weights_that_do_not_fit(tmp_path, hf, capsys, change, message):
     rewrite(hf, change)
     fails(capsys, message, "from-hf", hf, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def fails(capsys, message, *argv):
-    """One line on stderr that matches, and exit code 2."""
-    assert run(convert.main, [str(a) for a in argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and captured.err.startswith("error: ")
-    assert re.search(message, captured.err), captured.err
-    assert captured.out == ""
 
 
 def test_folders_that_do_not_fit(tmp_path, hf, capsys):
@@ -374,7 +341,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_weights(tmp_path, hf, capsys, mon
 def test_rotary_positions_stay(tmp_path, capsys):
     cfg = Config(n_layer=1, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="rope")
     model = GPT(cfg, "cpu", torch.float32)
-    save(tmp_path, Optimizer(model, cfg), cfg, 0)
+    save_states(tmp_path, Optimizer(model, cfg), cfg, 0)
     fails(capsys, "position=rope must be learned for to-hf.*--position=learned", "to-hf", tmp_path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

@@ -28,10 +28,10 @@ from memo.sample import load_model
 from memo.tokens import train_tokenizer
 from memo.weights import hf_tensors
 from model import GPT
-from tests.helpers import VOCAB, argv, perturbed_weights
-from tests.test_convert import batches, fails, memo_logits, one_thread, rewrite, save  # noqa: F401  a fixture
+from tests.helpers import VOCAB, argv, batches, fails, memo_logits, perturbed_weights, save_states
 from train import main
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 V, S = 300, 64
 SMALL = dict(vocab_size=V, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
              max_position_embeddings=S, bos_token_id=1, eos_token_id=0)
@@ -146,7 +146,7 @@ def test_twenty_steps_train_as_transformers_do(tmp_path, name):
         optimizer.clip(1.0)
         optimizer.step(1e-3)
     assert loss.item() < first - 0.5
-    save(tmp_path, optimizer, cfg, 20)
+    save_states(tmp_path, optimizer, cfg, 20)
     convert.to_hf(tmp_path, tmp_path / "back")
     assert (memo_logits(model, tokens) - logits(reloaded(tmp_path / "back"), tokens)).abs().max() < 1e-5
 
@@ -207,7 +207,7 @@ def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
         '"rope_theta": 1000000.0, ', "")))
     optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
     optimizer.load(perturbed_weights(model.cfg, "cpu"))
-    save(tmp_path, optimizer, cfg, 0)
+    save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "back")
     assert "factor=2.0 is not block_size=64 / 16" in capsys.readouterr().err
 
@@ -220,7 +220,7 @@ def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
     cfg = Config(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, **keys)
     made, optimizer = dict(perturbed_weights(cfg, "cpu")), Optimizer(GPT(cfg, "cpu", torch.float32), cfg)
     optimizer.load(made.items())
-    save(tmp_path, optimizer, cfg, 0)
+    save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "hf")
     read, whole = [], dict(hf_tensors(tmp_path / "hf", cfg))
     get = weights.Stored.__getitem__
@@ -413,7 +413,7 @@ def test_untied_gpt2_and_another_mlp(tmp_path):
                  norm_eps=1e-3, tie_embeddings=False, gelu="tanh")
     optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
     optimizer.load(perturbed_weights(cfg, "cpu"))
-    save(tmp_path, optimizer, cfg, 0)
+    save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "hf")
     [tokens] = batches(1, V, S - 1)
     assert (memo_logits(model, tokens) - logits(reloaded(tmp_path / "hf"), tokens)).abs().max() < 1e-5
