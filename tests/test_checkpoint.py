@@ -655,6 +655,13 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path, change, message
     assert same(state(*other), before)
 
 
+def test_a_checkpoint_that_is_older_than_a_key_has_its_default(tmp_path):
+    saved(tmp_path)
+    ckpt, younger = checkpoint.load(tmp_path), ("n_kv_head", "norm", "mlp", "tie_embeddings", "rope_scaling")
+    ckpt = replace(ckpt, config={k: v for k, v in ckpt.config.items() if k not in younger})
+    checkpoint.restore(ckpt, *fresh(CFG, seed=1))
+
+
 def test_a_missing_moment_is_named(tmp_path):
     model, optimizer = fresh()
     write(tmp_path, [p for p in optimizer.pieces(saved=True) if p.name != "exp_avg.lnf_w"], 3)

@@ -29,6 +29,7 @@ def script(name):
 
 
 text, stdlib = script("text"), script("stdlib")
+HF = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=512)  # a config.json
 
 
 @pytest.fixture(scope="module")
@@ -258,17 +259,31 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
         text.main(argv)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "gpt2", "train"])
+@pytest.mark.parametrize("kind", ["file", "folder", "hf", "gpt2", "train"])
 def test_tokenizers(tmp_path, tokenizer, kind):
     if kind == "gpt2":
         tokenizer.model.save(str(tmp_path))
         assert {"vocab.json", "merges.txt"} <= {p.name for p in tmp_path.iterdir()}
-    file = save(tokenizer, tmp_path / "tokenizer.json") if kind in ("file", "folder") else None
-    given = dict(file=file, folder=tmp_path, gpt2=tmp_path, train="train:300")[kind]
+    file = save(tokenizer, tmp_path / "tokenizer.json") if kind in ("file", "folder", "hf") else None
+    if kind == "hf":
+        (tmp_path / "config.json").write_text(json.dumps(HF))
+    given = dict(file=file, folder=tmp_path, hf=f"hf:{tmp_path}", gpt2=tmp_path, train="train:300")[kind]
     source, out = write_source(tmp_path / "in", "jsonl"), tmp_path / "out"
     text.main([f"--source={source}", f"--tokenizer={given}", f"--out_dir={out}"])
     assert documents(out, "val") == TEXTS[19::20]
     assert Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab_size() == 300
+
+
+def test_the_tokenizer_of_a_model_has_no_more_tokens_than_the_model(tmp_path, tokenizer):
+    save(tokenizer, tmp_path / "tokenizer.json")
+    argv = [f"--source={write_source(tmp_path / 'in', 'jsonl')}", f"--tokenizer=hf:{tmp_path}"]
+    for change, message in (({}, "config.json cannot be read"),
+                            (HF | dict(vocab_size=299), "300 tokens, must have at most the model's vocab_size=299"),
+                            (HF | dict(model_type="mixtral"), "model_type='mixtral' must be one of gpt2, llama")):
+        if change:
+            (tmp_path / "config.json").write_text(json.dumps(change))
+        with pytest.raises(ConfigError, match=message):
+            text.main(argv)
 
 
 def test_truncation_and_padding_of_a_tokenizer_are_left_out(tmp_path, tokenizer):
