@@ -3,7 +3,7 @@
     python -m memo.convert from-hf <hf_folder> <out_dir>    a local model -> a checkpoint, config.json
     python -m memo.convert to-hf <out_dir> <hf_folder>      a run -> a folder that transformers loads
 
-Both ways go tensor by tensor: no more than one of them is in memory. The files of the tokenizer go along.
+Both ways go tensor by tensor: a few of them are in memory at once. The files of the tokenizer go along.
 """
 
 import sys

@@ -18,7 +18,7 @@ from memo.layer import model_parameters
 from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
 CONFIG = "config.json"
-REMEDY = "give a local folder of a model in safetensors"
+GIVE_FOLDER = "give a local folder of a model in safetensors"
 # Fields that leave the model as it is. Dropout is a way to train, and memo has none; pretraining_tp is an
 # order of sums; the summary_ fields are another head's.
 HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id
@@ -91,7 +91,7 @@ FAMILIES = {
 def model_keys(folder: Path | str) -> dict[str, Any]:
     """memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
     path = Path(folder) / CONFIG
-    hf = load_json(path, REMEDY)
+    hf = load_json(path, GIVE_FOLDER)
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}; give the "
@@ -99,22 +99,22 @@ def model_keys(folder: Path | str) -> dict[str, Any]:
     family = FAMILIES[kind]
     check_fields(path, hf, family)
     name, eps = family.norm_eps
-    keys = {key: whole_number(path, name, hf.get(name)) for key, name in family.sizes.items()}
-    keys |= family.keys | dict(norm_eps=number(path, name, hf.get(name, eps)))
+    keys = {key: size_field(path, name, hf.get(name)) for key, name in family.sizes.items()}
+    keys |= family.keys | dict(norm_eps=float_field(path, name, hf.get(name, eps)))
     keys["tie_embeddings"] = tied = hf.get("tie_word_embeddings", family.tied)
     if type(tied) is not bool:
-        raise ConfigError(f"{path}: tie_word_embeddings={tied!r:.100} must be true or false; {REMEDY}")
+        raise ConfigError(f"{path}: tie_word_embeddings={tied!r:.100} must be true or false; {GIVE_FOLDER}")
     if family is GPT2:
         F, C = hf.get("n_inner"), keys["n_embd"]
         return keys | dict(gelu="exact" if hf.get("activation_function") == "gelu" else "tanh",
-                           n_inner=0 if F in (None, 4 * C) else whole_number(path, "n_inner", F))
+                           n_inner=0 if F in (None, 4 * C) else size_field(path, "n_inner", F))
     H, S = keys["n_head"], keys["block_size"]
     Hkv, D = (given(hf, family, name) for name in ("num_key_value_heads", "head_dim"))
-    Hkv = whole_number(path, "num_key_value_heads", H if Hkv is None else Hkv)
+    Hkv = size_field(path, "num_key_value_heads", H if Hkv is None else Hkv)
     if H % Hkv:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
-                          f"keys and values serves equally many of queries); {REMEDY}")
-    D = whole_number(path, "head_dim", keys["n_embd"] // H if D is None else D)
+                          f"keys and values serves equally many of queries); {GIVE_FOLDER}")
+    D = size_field(path, "head_dim", keys["n_embd"] // H if D is None else D)
     check_window(path, hf, given(hf, family, "sliding_window"), S, keys["n_layer"], kind)
     return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
 
@@ -140,17 +140,17 @@ def check_fields(path: Path, hf: Mapping[str, Any], family: Family) -> None:
                               "the folder of another model")
 
 
-def whole_number(path: Path, name: str, value: Any) -> int:
+def size_field(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value < 2**31:
         what = "is missing" if value is None else f"is {value!r:.100}"
         raise ConfigError(f"{path}: {name} {what}, must be a whole number, at least 1 and below 2**31; "
-                          f"{REMEDY}")
+                          f"{GIVE_FOLDER}")
     return value
 
 
-def number(path: Path, name: str, value: Any) -> float:
+def float_field(path: Path, name: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < 2**63:
-        raise ConfigError(f"{path}: {name}={value!r:.100} must be a number, at least 0; {REMEDY}")
+        raise ConfigError(f"{path}: {name}={value!r:.100} must be a number, at least 0; {GIVE_FOLDER}")
     return float(value)
 
 
@@ -178,14 +178,14 @@ def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
         raise ConfigError(f"{path}: rope_scaling={hf['rope_scaling']!r:.100} differs from "
                           f"rope_parameters={hf['rope_parameters']!r:.100}; take the wrong one out")
     theta, scaling = found[0] if found else (hf.get("rope_theta"), {})
-    theta = number(path, "rope_theta", 10000.0 if theta is None else theta)
+    theta = float_field(path, "rope_theta", 10000.0 if theta is None else theta)
     return dict(rope_theta=theta, rope_scaling=json.dumps(scaling) if scaling else "")
 
 
 def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, dict[str, Any]]:
     """(rope_theta, scaling without what is as usual) of one of the two fields."""
     if not isinstance(hf[name], dict):
-        raise ConfigError(f"{path}: {name}={hf[name]!r:.100} must be an object; {REMEDY}")
+        raise ConfigError(f"{path}: {name}={hf[name]!r:.100} must be an object; {GIVE_FOLDER}")
     scaling = {k: v for k, v in hf[name].items() if v is not None}
     theta = scaling.pop("rope_theta", hf.get("rope_theta"))
     part = scaling.pop("partial_rotary_factor", 1.0)

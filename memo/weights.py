@@ -1,5 +1,5 @@
 """Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters: tensor by tensor, so
-that one or two of them are in memory at once.
+that a few of them are in memory at once.
 
 Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotates its neighbours 2j and
 2j + 1: alike() is the one home of that order.
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from memo.errors import ConfigError, reason, warn
 from memo.files import load_json, plain_name, regular, save_json
-from memo.huggingface import CONFIG, FAMILIES, REMEDY, Weight, family_of, weights_of
+from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 from memo.layer import model_parameters
 
 HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
@@ -81,7 +81,7 @@ def weight_files(folder: Path) -> list[Path]:
     pickled = any(folder.glob("pytorch_model*.bin"))
     raise ConfigError(f"{folder} holds no {WEIGHTS}; " + (
         "pytorch_model.bin could run code, so save the model again with transformers: "
-        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else REMEDY))
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else GIVE_FOLDER))
 
 
 def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
@@ -101,8 +101,8 @@ def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
     wanted = {w.there: w for w in weights_of(cfg)}
     for name in sorted(found):
         if name not in wanted and not name.endswith(CONSTANTS) and (name, cfg.tie_embeddings) != (HEAD, True):
-            raise ConfigError(f"{folder}: {name} is not a tensor of a {kind} model with "
-                              f"n_layer={cfg.n_layer} as in its {CONFIG}; {REMEDY}")
+            raise ConfigError(f"{folder}: {name:.200} is not a tensor of a {kind} model with "
+                              f"n_layer={cfg.n_layer} as in its {CONFIG}; {GIVE_FOLDER}")
     for there, w in wanted.items():
         s = found.get(there)
         if s and w.name == "wpe" and s.shape[0] > w.shape[0]:  # a shorter context crops the positions
