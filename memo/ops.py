@@ -255,12 +255,12 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tenso
 
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t f_j) ---
 
-def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float],
+def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float] | float = 1.0,
               factor: float = 1.0) -> torch.Tensor:
     """(N,) int64 -> factor e^(i t f_j) as (N, D/2) complex64, where f_j = theta^(-2j/D) multipliers[j]
     (memo/rope.py). Angles in fp64: exact at millions of tokens."""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
-    frequencies *= torch.tensor(multipliers, dtype=torch.float64, device=positions.device)
+    frequencies *= torch.as_tensor(multipliers, dtype=torch.float64, device=positions.device)
     table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
     for rows, t in chunks(table, positions):
         angles = t[:, None] * frequencies

@@ -15,7 +15,7 @@ from memo.planner.plan import bilevel
 from memo.planner.rehearsal import traced_requests
 from model import GPT, initial_weights
 from testing.twin import Twin
-from tests.helpers import error, perturbed_weights, random_batch
+from tests.helpers import LLAMA, error, perturbed_weights, random_batch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -56,6 +56,24 @@ def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keys", [
+    LLAMA, LLAMA | dict(n_kv_head=1, head_dim=0, tie_embeddings=True), LLAMA | dict(n_kv_head=4, qkv_bias=True),
+    LLAMA | dict(head_dim=32, qk_norm=True, rope_theta=1e6), LLAMA | dict(qk_norm=True, qkv_bias=True, head_dim=8),
+    dict(norm="rmsnorm", qk_norm=True), dict(mlp="swiglu", n_kv_head=2, position="learned")], ids=str)
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+def test_gradients_of_other_families_match_autograd(keys, dtype, limit, device):
+    cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129, **keys)
+    compare(cfg, 2, 129, device, dtype, limit)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_groups_that_share_keys_give_the_gradients_of_one_group(heads, monkeypatch):
+    cfg = Config(n_layer=1, n_head=8, n_embd=64, vocab_size=64, block_size=64, n_kv_head=2)
+    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", heads * 64 * 8)  # with 3: two, an equal part of four
+    compare(cfg, 1, 64, "cpu", torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_over_several_head_chunks(device, monkeypatch):
     monkeypatch.setattr("memo.layer.HEAD_ROWS", 50)
     cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=130, block_size=77)
@@ -89,9 +107,10 @@ def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
     assert torch.equal(model.grads, before)
 
 
-@pytest.mark.parametrize("position", ["learned", "rope"])
-def test_recompute_gives_the_same_bits(position):
-    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, position=position, bias=True)
+@pytest.mark.parametrize("keys", [dict(position="learned", bias=True), dict(bias=True), LLAMA,
+                                  LLAMA | dict(qk_norm=True)], ids=str)
+def test_recompute_gives_the_same_bits(keys):
+    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, **keys)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 2, 512, "cpu"))

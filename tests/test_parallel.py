@@ -18,12 +18,13 @@ from memo.swap.placement import Placement
 from memo.swap.streams import open_streams
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import COSTS, degrees_of, mesh_of, perturbed_weights, step
+from tests.helpers import LLAMA, costs_of, degrees_of, mesh_of, perturbed_weights, step
 
 CPU = torch.device("cpu")
 S = 2048
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S, gradient_accumulation_steps=2)
-POSITIONS = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh")}
+FAMILIES = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh"),
+            "llama": LLAMA | dict(n_kv_head=4, qkv_bias=True), "qwen": LLAMA | dict(n_kv_head=4, qk_norm=True)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
@@ -38,7 +39,7 @@ def build(cfg, mesh, dtype=torch.float32):
     tensors = tensors_of(cfg, dtype.itemsize)
     hidden = 0.6 if cfg.finds_alpha else 1.0
     p = AlphaProblem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
-    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place_rows(cfg, p, n_rows(cfg), COSTS)[0])
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place_rows(cfg, p, n_rows(cfg), costs_of(tensors))[0])
     return model, optimizer
 
 
@@ -108,18 +109,18 @@ def on_ranks(text, cfgs, *how, work=gradients):
 
 @pytest.fixture(scope="module")
 def alone():
-    """{position: (loss, norm, gradients)} of one process."""
+    """{family: (loss, norm, gradients)} of one process."""
     made = {}
-    for position, keys in POSITIONS.items():
+    for family, keys in FAMILIES.items():
         cfg = Config(**KEYS, **keys, activation="keep")
         model, optimizer = build(cfg, ALONE)
         loss = step(model, optimizer, cfg)
-        made[position] = loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
+        made[family] = loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
     return made
 
 
 def relative_error(mine, reference, name):
-    like = name.replace("k_b", "q_b")  # no loss depends on k's bias: its gradient is noise, small beside that of q's
+    like = name.replace("k_b", "q_b") if "h.0.q_norm_w" not in mine else name  # no loss depends on k's bias: its gradient is noise, small beside that of q's
     return ((mine[name] - reference[name]).norm() / reference[like].norm()).item()
 
 
@@ -127,25 +128,27 @@ def relative_error(mine, reference, name):
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("position", POSITIONS)
-def test_every_layout_gives_the_gradients_of_one_process(text, kind, position, alone):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_gives_the_gradients_of_one_process(text, kind, family, alone):
     size = degrees_of(text)
     if kind == "ulysses" and size["cp"] == 1:
         pytest.skip("nothing to exchange")
-    modes = MODES if position == "rope" else MODES[1:3]
-    agree(text, kind, position, modes, alone[position], gradients)
+    modes = MODES if family == "rope" else MODES[1:3]
+    agree(text, kind, family, modes, alone[family], gradients)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("text,kind", [("tp2", "ring"), ("tp2 cp2", "ring"), ("tp2 cp2", "ulysses")])
-def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, alone):
-    agree(text, kind, "rope", MODES + ENDS, alone["rope"], gradients_in_pieces)
+@pytest.mark.parametrize("text,kind,family", [
+    ("tp2", "ring", "rope"), ("tp2 cp2", "ring", "rope"), ("tp2 cp2", "ulysses", "rope"),
+    ("tp2 cp2", "ring", "qwen"), ("tp2 cp2", "ulysses", "llama")])
+def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, family, alone):
+    agree(text, kind, family, MODES + ENDS, alone[family], gradients_in_pieces)
 
 
-def agree(text, kind, position, modes, reference, work):
+def agree(text, kind, family, modes, reference, work):
     size = degrees_of(text)
-    keys = KEYS | POSITIONS[position] | dict(tp=size["tp"], cp=size["cp"], context_parallel=kind)
+    keys = KEYS | FAMILIES[family] | dict(tp=size["tp"], cp=size["cp"], context_parallel=kind)
     first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes], True, work=work)
     loss, norm, reference = reference
     assert abs(first[0] - loss) <= 1e-5 * loss
@@ -177,22 +180,30 @@ def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("tp,cp", [(2, 1), (1, 2), (2, 2), (8, 1), (4, 2)])
-def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, monkeypatch):
+@pytest.mark.parametrize("family,shared", [("rope", 1), ("grouped", 4)])
+def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, shared, monkeypatch):
+    """`shared`: query heads that read one head of keys and values, of which only its own travel."""
     if pieces:
         make_small(monkeypatch)
-    cfg = Config(**KEYS | dict(batch_size=2), tp=tp, cp=cp, context_parallel=kind)
+    if (KEYS["n_head"] // shared) % tp:
+        pytest.skip("the heads of keys and values are shared out")
+    cfg = Config(**KEYS | dict(batch_size=2, n_kv_head=KEYS["n_head"] // shared), tp=tp, cp=cp, context_parallel=kind)
     mesh = Mesh(weights=Axis("tp", tp, tp - 1), tokens=Axis("cp", cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(2, S // cp, streams=open_streams(CPU))
     model.blocks[0].forward(model.swap.layers[0], model.turn, model.swap.x[1])
     BTC = 2 * (S // cp) * cfg.n_embd * 2  # bytes, bf16
     assert mesh.weights.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
-    assert mesh.tokens.sent_bytes == (2 * BTC // tp * (cp - 1) if kind == "ring" else 4 * BTC // tp * (cp - 1) // cp)
+    KV = 2 * BTC // tp // shared  # bytes of a block's keys and values
+    if kind == "ulysses" and KEYS["n_head"] // tp // shared % cp:
+        KV = 2 * BTC // tp // shared * cp  # one head, to every rank
+    assert mesh.tokens.sent_bytes == (KV * (cp - 1) if kind == "ring" else (2 * BTC // tp + KV) * (cp - 1) // cp)
     mesh.take_sent_bytes()
     model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
     assert mesh.weights.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
-    home = 4 * BTC // tp * cp * (cp > 1)  # a ring's gradients of keys and values, fp32
-    assert mesh.tokens.sent_bytes == (2 * BTC // tp * (cp - 1) + home if kind == "ring" else 8 * BTC // tp * (cp - 1) // cp)
+    home = 2 * KV * cp * (cp > 1)  # a ring's gradients of keys and values, fp32
+    exchanged = (4 * BTC // tp + 2 * KV) * (cp - 1) // cp
+    assert mesh.tokens.sent_bytes == (KV * (cp - 1) + home if kind == "ring" else exchanged)
 
 
 def both_traces(host, cfg):

@@ -18,7 +18,7 @@ from memo.swap.placement import Placement
 from memo.swap.slab import HostSlab
 from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
 from model import GPT
-from tests.helpers import COSTS, error, perturbed_weights, random_batch, resident_bytes
+from tests.helpers import LLAMA, costs_of, error, perturbed_weights, random_batch, resident_bytes
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64)
@@ -31,8 +31,8 @@ def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
     tensors = layer_of(cfg).tensors(B, S, dtype.itemsize)
     whole = sum(t.nbytes for t in tensors.values())
     p = AlphaProblem(tensors, cfg.n_layer, hidden * whole, 1.0, int(host * max(0, cfg.n_layer - 2) * whole))
-    assert set(COSTS) == set(groups_of(tensors))
-    return place_rows(cfg, p, B * S, COSTS)[0]
+    assert set(costs_of(tensors)) == set(groups_of(tensors))
+    return place_rows(cfg, p, B * S, costs_of(tensors))[0]
 
 
 def build(B, S, dtype, device="cpu", streams=None, limits=None, **keys):
@@ -100,9 +100,10 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("position,bias", [("learned", True), ("learned", False), ("rope", True)])
-def test_with_biases_and_learned_positions_alike(position, bias):
-    keys = dict(position=position, bias=bias, gelu="tanh")
+@pytest.mark.parametrize("keys", [
+    dict(position="learned", bias=True, gelu="tanh"), dict(position="learned"), dict(bias=True),
+    LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True)], ids=str)
+def test_other_families_alike(keys):
     keep = trained(2, 1024, torch.float32, 2, activation="keep", **keys)
     for mode in (dict(activation="recompute"), dict(activation="memo", alpha=0.5),
                  dict(activation="memo", limits=dict(hidden=0.5))):
