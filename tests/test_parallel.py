@@ -196,7 +196,9 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
     assert mesh.weights.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
     KV = 2 * BTC // tp // shared  # bytes of a block's keys and values
     if kind == "ulysses" and KEYS["n_head"] // tp // shared % cp:
-        KV = 2 * BTC // tp // shared * cp  # one head, to every rank
+        KV *= cp  # one head, to every rank
+    if pieces:
+        KV = 2 * BTC // tp  # groups of so few heads that each of keys and values travels for every one of queries
     assert mesh.tokens.sent_bytes == (KV * (cp - 1) if kind == "ring" else (2 * BTC // tp + KV) * (cp - 1) // cp)
     mesh.take_sent_bytes()
     model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
