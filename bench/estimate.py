@@ -1,6 +1,6 @@
 """The dry run against what others and we measured.
 
-    python -m bench.estimate paper        fits the efficiencies to the paper's 7B rows, predicts all of Tables 3 to 5
+    python -m bench.estimate paper        fits efficiencies to the paper's 7B rows, predicts Tables 3 to 5
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
     python -m bench.estimate here [--device=cuda]     runs on this machine, after --calibrate: bytes and seconds
     python -m bench.estimate all

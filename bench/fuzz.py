@@ -4,8 +4,8 @@ trained?
     python -m bench.fuzz [--seed=0] [--cases=2000] [--kinds=argv,json] [--out=bench/results/fuzz.json]
     python -m bench.fuzz --seed=0 --only=17      one case again: its commands, files and output, which stay
 
-Seeded random cases of the kinds in bench/fuzz_cases.py. A black box: command lines and files, a copy of the sources
-in a scratch folder, nothing of memo is imported here. Each command must end
+Seeded random cases of the kinds in bench/fuzz_cases.py. A black box: command lines and files, a copy of the
+sources in a scratch folder, nothing of memo is imported here. Each command must end
   traceback   without a traceback, a backtrace or a crash,
   hang        within 20 s,
   exit        with 0, 1 (a run that failed), 2 (bad input), 3 (memo.dsa only), or by a signal that was sent,

@@ -1,5 +1,5 @@
-"""The flash-attn packages' functions with the signatures of their versions, computed by the mathematics on the CPU. Each
-is strict: what memo does not hand in must have the value that switches it off."""
+"""The flash-attn packages' functions with the signatures of their versions, computed by the mathematics on
+the CPU. Each is strict: what memo does not hand in must have the value that switches it off."""
 
 import inspect
 import sys

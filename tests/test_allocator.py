@@ -1,4 +1,4 @@
-"""Record and replay: every live block keeps its bytes whatever is requested; training with the plan is bitwise the same."""
+"""Record and replay: live blocks keep their bytes whatever is requested; a plan changes no bit of a run."""
 
 import gc
 import json
@@ -549,7 +549,7 @@ def test_a_stop_by_signal_and_a_resume_change_nothing(dataset, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_shapes_in_turns_evaluations_and_another_alpha_change_nothing(capsys):
-    """Two models of the same weights, one with the plan: a smaller last batch, lengths in turns, evaluations, alphas."""
+    """Two equal models, one of them planned: a smaller last batch, lengths in turns, evaluations, alphas."""
     model, arena = model_and_arena()
     twin, _ = model_and_arena()
     twin.params.copy_(model.params)

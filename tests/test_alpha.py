@@ -202,7 +202,7 @@ def test_the_largest_block_size_is_the_last_that_fits():
 # The paper's 7B on one node of 8 A800, bf16.
 
 def paper_problem(table, S, host_bytes=HOST_BYTES):
-    """Forward at 62% of the peak: a third of the layer's 6 S P_layer + 6 C S^2 FLOPs, divided among the GPUs."""
+    """Forward at 62% of the peak: a third of the layer's 6 S P_layer + 6 C S^2 FLOPs, over all GPUs."""
     m = PAPER["models"][table["model"]]
     C, tp, cp = m["n_embd"], table["tp"], table["cp"]
     flops = 2 * S * 12 * C**2 + 2 * C * S**2

@@ -1,4 +1,4 @@
-"""Attention: each kernel against the mathematics, the packages' interfaces of several versions, which kernel is taken."""
+"""Attention: each kernel against the mathematics, several versions' interfaces, which kernel is taken."""
 
 
 

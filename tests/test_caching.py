@@ -1,4 +1,4 @@
-"""torch's caching allocator, simulated: its rules one by one; against a plain model of memory; against torch on a GPU."""
+"""torch's caching allocator, simulated: its rules one by one; against a plain model and torch on a GPU."""
 
 import multiprocessing
 import random

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is what is restored, in any layout, and no kill, full disk or flipped bit goes unnoticed."""
+"""Checkpoints: what is saved is restored, in any layout, no kill, full disk or flipped bit is missed."""
 
 import errno
 import itertools
@@ -146,7 +146,7 @@ def full_tensors(seed):
 
 
 def ranges(rows, columns, start, end):
-    """[start, end) of a matrix's elements as boxes (row, column, rows, columns): a part of a row, whole rows, a part."""
+    """[start, end) of a matrix as boxes (row, column, rows, columns): a part of a row, whole rows, a part."""
     while start < end:
         row, column = divmod(start, columns)
         n = min(columns - column, end - start) if column or end - start < columns else (end - start) // columns * columns
@@ -155,7 +155,7 @@ def ranges(rows, columns, start, end):
 
 
 def cut(tensors, ways, seed):
-    """The tensors as pieces on `ways` ranks: each is cut in two along a dimension, each half into a range a rank."""
+    """The tensors as pieces on `ways` ranks: each is halved along a dimension, a half is a range a rank."""
     random_ = random.Random(seed)
     ranks = [[] for _ in range(ways)]
     for name, t in tensors.items():

@@ -346,8 +346,8 @@ def test_tests_and_benches_import_neither_each_other_nor_a_test():
 
 
 def test_imports_point_one_way():
-    """memo/ never imports model.py or train.py, but for the command memo/sample.py, which nobody imports; no module of it
-    imports itself, at any distance; the torch-free modules import nothing of torch, nor a module that does."""
+    """memo/ never imports model.py or train.py, but for the command memo/sample.py, which nobody imports; no
+    module imports itself, at any distance; torch-free ones import neither torch nor a module that does."""
     graph = {name: imports(path) for name, path in modules().items()}
     for name, found in graph.items():
         assert not {"train", "memo.sample"} & found

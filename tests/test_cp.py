@@ -15,13 +15,13 @@ def positions(S, axis, kind):
 
 
 def scores(queries, keys, causal, T):
-    """Scores that a block computes: all of a rectangle of queries and keys, or those on and under the diagonal."""
+    """Scores that a block computes: all of a rectangle of queries and keys, or those up to the diagonal."""
     a, b = len(range(T)[queries]), len(range(T)[keys])
     return a * (a + 1) / 2 if causal else a * b
 
 
 def attend(host, kind, dtype, limit):
-    """Every rank's part of attention and of its gradients is what one process finds; bytes as the formulas say."""
+    """Every rank's part of attention and its gradients is that of one process; bytes as the formulas say."""
     axis = Axis("cp", host.size, host.rank, host.group)
     B, S, H, D, scale = 2, 512, 4, 16, 0.25
     generator = torch.Generator().manual_seed(0)

@@ -37,7 +37,7 @@ def tokenizer():
 
 
 def documents(folder, split):
-    """The documents of a split, decoded with the folder's own tokenizer and cut at its end-of-document token."""
+    """The documents of a split, decoded with the folder's tokenizer and cut at its end-of-document token."""
     meta = json.loads((folder / "meta.json").read_text())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = np.fromfile(folder / f"{split}.bin", DTYPES[meta["dtype"]])

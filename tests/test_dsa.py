@@ -1,4 +1,4 @@
-"""Placements are the best there are (brute force), the validator catches every broken rule, and mistakes are one line."""
+"""Placements are the best (brute force), the validator finds every broken rule, mistakes are one line."""
 
 import random
 import subprocess
@@ -71,7 +71,7 @@ def towers(part, stop, deadline):
     return [sum(part.size[:i]) for i in range(len(part.size))]
 
 
-# Small problems whose least peak is above their load, 6, found at random: what the load cannot prove, a solver must.
+# Small problems whose least peak is above their load, 6, found at random: only a solver can prove it.
 GAPS = [
     [(0, 1, 2), (0, 2, 4), (1, 3, 1), (2, 4, 2), (3, 4, 1), (4, 5, 3), (1, 6, 1), (2, 6, 2), (5, 7, 3), (6, 7, 3)],
     [(0, 1, 4), (1, 2, 3), (0, 3, 1), (2, 3, 2), (0, 3, 1), (3, 4, 4), (1, 4, 1), (2, 5, 1), (4, 6, 5), (5, 6, 1)],

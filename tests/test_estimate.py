@@ -48,7 +48,7 @@ def paper(S, gpus=8, model="7B", **keys):
 @pytest.mark.parametrize("tp,cp,dp,made", [(1, 1, 1, 0), (8, 1, 1, 1), (1, 8, 1, 2), (1, 1, 8, 1), (4, 2, 1, 4),
                                            (2, 1, 4, 3), (1, 2, 4, 2), (2, 2, 2, 4)])
 def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, made):
-    """As tests/test_mesh.py counts them: `world` has one of its own only where no other axis has all ranks."""
+    """As tests/test_mesh.py counts them: `world` has its own only where no other axis has all ranks."""
     cfg = paper_config("7B", 65536, tp=tp, cp=cp, gradient_accumulation_steps=dp)
     *_, lines = budget.states(cfg, A800, tp * cp * dp, 2)
     [line] = [line for line in lines if line.region == "communication"] or [budget.Line("", "0 NCCL communicators", 0)]
@@ -80,7 +80,7 @@ def test_mfu_of_table_3(model):
 
 
 def test_where_the_dry_run_is_more_hopeful_than_the_paper():
-    """The known errors, as docs/estimate.md has them: cells where the paper ran out of memory, and short contexts."""
+    """The known errors of docs/estimate.md: cells where the paper ran out of memory, and short contexts."""
     failed = [r for r in PAPER["table3"] if r["system"] == "memo" and "fail" in r]
     assert [(r["model"], r["seq_tokens"] // 1024, r["fail"]) for r in failed] == [
         ("7B", 1152, "oom"), ("7B", 1280, "oom"), ("7B", 1408, "oom"), ("30B", 1408, "oohm")]

@@ -1,5 +1,5 @@
-"""Runs of several ranks from end to end: the losses of one process, checkpoints that change their layout, ranks that die,
-two nodes, and what ranks do not agree on."""
+"""Runs of several ranks from end to end: the losses of one process, checkpoints that change their layout,
+ranks that die, two nodes, and what ranks do not agree on."""
 
 import contextlib
 import io
@@ -56,7 +56,7 @@ def worst(mine, reference):
 
 
 def here(host, argv, console=os.devnull):
-    """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: everybody's, or a list of each rank's."""
+    """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: of all, or one of each."""
     mine = argv[host.rank] if isinstance(argv[0], list) else argv
     with open(f"{console}{host.rank}" if console != os.devnull else console, "w") as file, contextlib.redirect_stdout(file):
         try:
@@ -104,7 +104,7 @@ def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone,
 
 
 def here_stopped(host, argv):
-    """here(), where a signal comes to rank 0 alone, after all ranks have agreed to go on with the next step."""
+    """here(), where a signal comes to rank 0 alone, after all ranks agreed to go on with the next step."""
     with pytest.MonkeyPatch.context() as m:
         real = train.report_step
 
@@ -266,7 +266,7 @@ def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_pat
 
 
 def without_room(host, argv):
-    """here(), but rank 1's rehearsal runs out of memory in its first backward -> (exit code, lines on stderr)."""
+    """here(), but rank 1's rehearsal has no memory for its first backward -> (exit code, stderr's lines)."""
     run, said = Rehearsal.run, io.StringIO()
 
     def out_of_memory(self, label, *args):
@@ -291,7 +291,7 @@ def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path,
 
 
 def measured_without_room(host, argv, said):
-    """What rank 1 says whose layer does not fit while the rates are measured; rank 0 waits in a message of that layer."""
+    """What rank 1 says where its layer does not fit while rates are measured; rank 0 waits in its message."""
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     with pytest.MonkeyPatch.context() as m:

@@ -1,4 +1,4 @@
-"""The mesh: who is where, what they say to each other and what it costs, and what stops a run before it begins."""
+"""The mesh: who is where, what ranks say to each other, what that costs, what stops a run at its start."""
 
 import io
 import os
@@ -199,7 +199,7 @@ def test_a_rank_that_says_nothing_for_long_is_lost(tmp_path):
 
 
 def talk(host, dtype):
-    """Every call gives what it says; with nobody at the other ends, the same bytes are counted and shapes given."""
+    """Every call gives what it says; with nobody at the other ends bytes are counted and shapes given."""
     axis = Axis("tp", host.size, host.rank, host.group)
     silent = Axis("tp", host.size, host.rank)
     n, r = axis.size, axis.rank
@@ -293,7 +293,7 @@ def test_ranks_that_were_told_different_things_are_found_out():
 
 @pytest.mark.cuda
 def test_a_single_rank_over_nccl_inside_a_planned_segment(tmp_path):
-    """What size 1 leaves out, done all the same: every collective over NCCL, from the arena, in place where it may be."""
+    """What size 1 leaves out, done all the same: collectives over NCCL, in the arena, in place if allowed."""
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
     store = dist.FileStore(str(tmp_path / "store"), 1)

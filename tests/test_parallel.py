@@ -1,4 +1,4 @@
-"""Every layout gives the loss and the gradients of one process; in one layout every mode and alpha gives the same bits."""
+"""A layout gives the loss and gradients of one process; in a layout all modes and alphas give the same bits."""
 
 
 import pytest
@@ -29,8 +29,8 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation=
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"]
 def build(cfg, mesh, dtype=torch.float32):
-    """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the gradients of q
-    and k are so small that one process misses them by 2e-4 in fp32."""
+    """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
+    gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
     model = GPT(cfg, CPU, dtype, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
@@ -65,7 +65,7 @@ def assembled(ranks):
 
 
 def gradients(host, cfgs, plan, dtype=torch.float32):
-    """For each config (loss, gradient norm, gradients as whole() gives them, requests that missed the plan)."""
+    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
         model, optimizer = build(cfg, mesh, dtype)
@@ -82,8 +82,8 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
 
 
 def make_small(m):
-    """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU; so are groups of
-    heads."""
+    """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU;
+    groups of heads are small too."""
     m.setattr("memo.parallel.tp.CHUNK_ROWS", 256)
     m.setattr("memo.parallel.tp.pieces_at_once", lambda axis, device: 2)
     m.setattr("memo.layer.GROUP_ELEMENTS", 1)
@@ -96,7 +96,7 @@ def gradients_in_pieces(*args):
 
 
 def on_ranks(text, cfgs, *how, work=gradients):
-    """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; all ranks agree on the loss and the norm."""
+    """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; ranks agree on loss and norm."""
     size = degrees_of(text)
     ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(work, cfgs, *how)
     made = []
@@ -196,7 +196,7 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, monkeypatch):
 
 
 def both_traces(host, cfg):
-    """Requests of this rank's step, recorded and traced with nobody at the other ends, and bytes sent in each."""
+    """Requests of this rank's step, recorded and traced with nobody at the other ends, and the bytes sent."""
     mesh = mesh_of(host, cfg)
     model, _ = build(cfg, mesh)
     arena = Arena(CPU, "greedy")

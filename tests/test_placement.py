@@ -46,7 +46,7 @@ def fixed(alpha):
 # --- Placement ---
 
 def owners(p):
-    """{tensor: [(buffer's rows in memory as a range, layer)]} by the rule that buffer k starts k shifts on."""
+    """{tensor: [(buffer's rows as a range of memory, layer)]}: buffer k starts k shifts on."""
     return {t.name: [range(i % p.n_buffers * p.shift(t.name), i % p.n_buffers * p.shift(t.name) + p.n_rows)
                      for i in range(p.n_layer)] for t in layer_of(CFG).skeletal if t.name != "x"}
 
@@ -83,7 +83,7 @@ def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_
 
 
 def stalls(L, n, f, c):
-    """Seconds that a forward pass of L layers waits: layer i for the copy of layer i - n; copies run one by one."""
+    """Seconds that a forward pass of L layers waits: layer i for the copy of layer i - n, one at a time."""
     now, done, waited = 0.0, [], 0.0
     for i in range(L):
         if i >= n:

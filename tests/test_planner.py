@@ -1,4 +1,4 @@
-"""Traces, their text, and plans in one level and two: every plan is replayed request by request on a model of memory."""
+"""Traces, their text, and plans in one level and two: a model of memory replays every request."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
 
 
 def step(rng, layers, crossing=True):
-    """A random step: embedding, equal layers forward, head, equal layers backward; some tensors go from one to another."""
+    """A random step: embedding, equal layers forward, head, the same backward; some tensors live longer."""
     def piece(n):
         events, live = [], []
         for k in range(n):

@@ -1,4 +1,4 @@
-"""Every mode and every alpha gives the same bits, whatever the streams' timing; without any one of the waits, not."""
+"""Every mode and alpha gives the same bits, whatever the streams' timing; without any of the waits, not."""
 
 import gc
 import random
@@ -27,7 +27,7 @@ EIGHTHS = [i / 8 for i in range(9)]
 
 
 def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
-    """The Placement of `cfg` where the host, and the copy's time, are these parts of what swapping all of it needs."""
+    """The Placement of `cfg` where host and copy's time are these parts of what swapping all needs."""
     tensors = layer_of(cfg).tensors(B, S, dtype.itemsize)
     whole = sum(t.nbytes for t in tensors.values())
     p = AlphaProblem(tensors, cfg.n_layer, hidden * whole, 1.0, int(host * max(0, cfg.n_layer - 2) * whole))
@@ -200,8 +200,8 @@ def test_every_mode_on_a_gpu_within_the_kernels_noise(dtype, limit):
 # --- where the rows live ---
 
 class Poison(CpuStream):
-    """An offload stream that leaves nothing but NaN of what it copied: all rows of a buffer but those it shares with the
-    other one, in which the next layer is at work already."""
+    """An offload stream that leaves nothing but NaN of what it copied: all rows of a buffer but those it
+    shares with the other one, in which the next layer is at work already."""
 
     def __init__(self, timeline):
         super().__init__("offload", timeline)
@@ -328,8 +328,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
 # --- races ---
 
 class Delayed(CpuStream):
-    """A worker that sleeps up to `longest` seconds before everything, and knows nothing of the waits for events named
-    `removed`."""
+    """A worker that sleeps up to `longest` seconds before all it does, and waits for no event `removed`."""
 
     def __init__(self, name, timeline):
         super().__init__(name, timeline)
@@ -353,8 +352,9 @@ WAITS = {"computed": "compute", "offloaded": "offload", "done": "compute", "pref
 
 @pytest.fixture
 def racing():
-    """pass_(seed, removed) -> whether losses and gradients of two passes with other batches, and an evaluation in between,
-    over randomly delayed streams are those of `keep`. The host, too, runs ahead of the compute stream, through all three.
+    """pass_(seed, removed) -> whether losses and gradients of two passes with other batches, and an
+    evaluation in between, over randomly delayed streams are those of `keep`. The host, too, runs ahead of the
+    compute stream, through all three.
     """
     timeline = Timeline()
     streams = Streams(*(Delayed(name, timeline) for name in ("compute", "offload", "prefetch")), timeline)

@@ -62,7 +62,7 @@ def source_files(source):
 
 
 def look_in_the_cache_without_network():
-    """Where the hub's name is not known the library would retry for half a minute: it is told that it is offline."""
+    """Without the hub's address the library retries for half a minute: it is told that it is offline."""
     from huggingface_hub import constants
     try:
         socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)

@@ -11,8 +11,8 @@ from statistics import median
 
 from tests.nullcuda.runs import ROOT, random_dataset, trained
 
-# {name: (tokens, layers, figures of the machine)}. Two buffers of a million tokens are larger than any H100: there the
-# device has 400 GB; layers are as many as keep the slab under 512 GiB
+# {name: (tokens, layers, figures of the machine)}. Two buffers of a million tokens are larger than any H100:
+# there the device has 400 GB; layers are as many as keep the slab under 512 GiB
 LENGTHS = {"64K": (2**16, 8, {}), "256K": (2**18, 8, {}), "1M": (2**20, 5, dict(device_memory_bytes=400 * 10**9)),
            "slow link": (2**16, 8, dict(pcie_bytes_per_s=1.5e9, device_memory_bytes=60 * 10**9))}
 

@@ -1,4 +1,4 @@
-"""memo's Triton kernels go through Triton's compiler and ptxas for every GPU that memo knows. Numbers: tests/test_ops.py."""
+"""memo's Triton kernels go through Triton's compiler and ptxas for every GPU that memo knows."""
 
 import pytest
 

@@ -115,8 +115,8 @@ def program(seed):
 
 
 def races_of(ops):
-    """{(first, second)}: numbers of copies that touch the same cells, one of them to write, with no path from one to the
-    other in the graph of what comes after what."""
+    """{(first, second)}: numbers of copies that touch the same cells, one of them to write, with no path from
+    one to the other in the graph of what comes after what."""
     after = [set() for _ in ops]  # of each op, those that lie behind it
     last, recorded, synced = {}, {}, None
     for i, (what, s, *rest) in enumerate(ops):
@@ -175,7 +175,8 @@ def test_races_are_those_of_brute_force(tmp_path):
     for seed, lines in enumerate(found):
         mine, theirs = {tuple(pair) for pair in lines}, races_of(program(seed))
         assert mine <= theirs, seed  # no false one
-        # a byte's history is its last write and the reads since: behind a race with it, older ones are not told apart
+        # a byte's history is its last write and the reads since: behind a race with that write
+        # older ones are not told apart
         assert bool(mine) == bool(theirs), seed
         assert {j for _, j in theirs} >= {j for _, j in mine}
         some += bool(theirs)

@@ -1,6 +1,6 @@
-"""Every wait that memo has is needed: without it two streams touch the same bytes with no order between them, and
-null CUDA says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's other ends are
-never there."""
+"""Every wait that memo has is needed: without it two streams touch the same bytes with no order between them,
+and null CUDA says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's
+other ends are never there."""
 
 import pytest
 
@@ -18,7 +18,7 @@ MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp"
 
 
 def step_races(layouts):
-    """{layout: {what is left out: races}} of two steps of a small model; every single wait is left out once."""
+    """{layout: {what is left out: races}} of two steps of a small model; every wait is left out once."""
     import torch
     import torch.distributed as dist
 
@@ -72,7 +72,7 @@ def two_steps(layout, group):
 
 
 def without(what):
-    """Leaves one kind of wait out: a swap's, by its event's name, or a message's, by layout, axis and call."""
+    """Leaves a kind of wait out: a swap's, by its event's name, or a message's, by layout, axis and call."""
     from contextlib import ExitStack, nullcontext
     from unittest.mock import patch
 

@@ -1,5 +1,5 @@
-"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it says
-when that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
+"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it
+says when that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_it_trains_without_a_race_or_a_bad_launch(run_of, name):
 def test_nothing_in_a_steps_forward_and_backward_holds_the_host_up(run_of, name):
     for report in run_of(name).reports:
         assert calm(report["counts"], ("step",), "syncs", "pageable copies", "frees") == {}
-        # what the offload stream computes for an optimizer on the host comes from a segment of its own, taken once
+        # what the offload stream computes for an optimizer on the host has a segment of its own, taken once
         assert report["counts"]["step"]["mallocs"] <= ("host" in name)
         assert calm(report["counts"], ("clip",), "syncs", "pageable copies") == {}
 

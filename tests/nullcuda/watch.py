@@ -1,5 +1,5 @@
-"""What null CUDA cannot know by itself, and what it has to say. Its library sees launches, copies and products;
-which bytes a kernel of torch reads and writes, and so how long it takes, a dispatch mode tells it.
+"""What null CUDA cannot know by itself, and what it has to say. Its library sees launches, copies and
+products; which bytes a kernel of torch reads and writes, and so how long it takes, a dispatch mode tells it.
 
     NULL        the library: counts(), races(), now()
     Watch       a TorchDispatchMode that tells of every operation; memory requests stay what they are
@@ -90,7 +90,7 @@ NULL = Null()
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # timed by the library; a kernel in them copies what is added to
 REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place; do not read what was there
-# of a table that they look up or add to they touch as much as of the other operand: {name: (which that is, how often)}
+# {name: (operand, times)}: of the table that they look up or add to they touch as much as of this operand
 INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("result", 2),
             "embedding": ("result", 2), "scatter_": (3, 2), "index_add_": (3, 3)}
 TWICE = {"native_layer_norm_backward": (0, 1)}  # dy and x: once for dx, once more for dw and db
@@ -141,10 +141,10 @@ def touched(func, name, args, kwargs, result):
 
 
 class Watch(TorchDispatchMode):
-    """Tells NULL of every operation what its kernels touched and how long they took, at the rates of `speeds`, a
-    hardware.Speeds. Attention: the FLOPs of the half that the mask leaves, two products forward, five backward. Any
-    other operation: the bytes that it reads and writes. Where an operation launched nothing (a view, a copy) the
-    library leaves it."""
+    """Tells NULL of every operation what its kernels touched and how long they took, at the rates of
+    `speeds`, a hardware.Speeds. Attention: the FLOPs of the half that the mask leaves, two products forward,
+    five backward. Any other operation: the bytes that it reads and writes. Where an operation launched
+    nothing (a view, a copy) the library leaves it."""
 
     def __init__(self, speeds):
         super().__init__()
@@ -231,7 +231,7 @@ def watching(speeds):
 
 @contextmanager
 def threads_that_meet():
-    """Who starts a thread or joins it, sets a threading.Event or waits for it, is ordered with the other one."""
+    """Who starts a thread or joins it, sets a threading.Event or waits for it, is ordered with the other."""
     def run(self, real=threading.Thread.run):
         NULL.meet(id(self))
         try:
