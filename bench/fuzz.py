@@ -53,11 +53,13 @@ LIMIT_S = 20
 MEMORY_BYTES = 10 * 2**30  # of a command: a machine of 24 GiB must outlive what asks for too much
 FILE_BYTES = 2 * 2**30
 CRASH = re.compile(r"Traceback \(most recent call last\)|Exception ignored|Segmentation|terminate called"
-                   r"|Fatal Python|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free|panicked at")
-LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.metadata", "torch.optim.adamw",
-             "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "numpy", "tokenizers", "tqdm",
-             "matplotlib.figure", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch",
-             "scipy.optimize", "ortools.sat.python.cp_model", "datasets", "pyarrow.parquet")
+                   r"|Fatal Python|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free|panicked "
+                   r"at")
+LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.metadata",
+             "torch.optim.adamw", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "numpy",
+             "tokenizers", "tqdm", "matplotlib.figure", "matplotlib.pyplot",
+             "matplotlib.backends.backend_agg", "safetensors.torch", "scipy.optimize",
+             "ortools.sat.python.cp_model", "datasets", "pyarrow.parquet")
 
 
 # --- a server: forks, waits, sends signals; its children become the commands ---
@@ -191,7 +193,8 @@ class Case:
         text = text.encode(errors="backslashreplace").decode()
         return text if len(text) <= most else f"{text[:most // 2]} ... {text[-most // 2:]}"
 
-    def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False, file_bytes=FILE_BYTES):
+    def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False,
+            file_bytes=FILE_BYTES):
         """Runs a command and judges how it ends. `at`: [(seconds, "signal", "remove", "truncate" or
         "replace", what)]. stdout, stderr: a file, or "pipe", which is closed after `head` lines. `watch`: a
         file whose lines are counted when something happens. `real`: as a process of its own. `file_bytes`: no
@@ -201,31 +204,33 @@ class Case:
         if argv[0] != "-m":
             argv[0] = str(self.there.sources / argv[0])
         out, err = self.folder / f"out{len(self.codes)}", self.folder / f"err{len(self.codes)}"
-        env = dict(PATH=os.environ["PATH"], HOME=str(self.folder), XDG_CACHE_HOME=str(self.cache), LANG="C.UTF-8",
-                   PYTHONPATH=str(self.there.sources), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
-                   WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TMPDIR=str(self.folder),
-                   PYTHONDONTWRITEBYTECODE="1")
+        env = dict(PATH=os.environ["PATH"], HOME=str(self.folder), XDG_CACHE_HOME=str(self.cache),
+                   LANG="C.UTF-8", PYTHONPATH=str(self.there.sources), OMP_NUM_THREADS="1",
+                   OPENBLAS_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1",
+                   HF_DATASETS_OFFLINE="1", TMPDIR=str(self.folder), PYTHONDONTWRITEBYTECODE="1")
         self.command = shlex.join(["python", *argv])
         self.server.send(dict(argv=argv, cwd=str(self.cwd), env=env, at=list(at), head=head, real=real,
                               stdout=str(stdout or out), stderr=str(stderr or err), file_bytes=file_bytes,
                               watch=str(watch) if watch else None))
         ended = SimpleNamespace(program=program, **self.server.recv())
-        ended.out, ended.err = (p.read_bytes().decode(errors="replace") if p.exists() else "" for p in (out, err))
+        ended.out, ended.err = (p.read_bytes().decode(errors="replace") if p.exists() else ""
+                                for p in (out, err))
         ended.sent = [event[2] for event, _ in ended.happened if event[1] == "signal"]
         ended.piped, ended.heard = "pipe" in (stdout, stderr), stderr is None and file_bytes == FILE_BYTES
         self.codes.append("killed after 20 s" if ended.hung else ended.code)
         self.longest = max(self.longest, ended.seconds)
         self.judge(ended)
         if self.verbose:
-            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n  exit {ended.code}, {ended.seconds:.2f} s\n"
-                  f"  stdout: {ended.out[-3000:]}\n  stderr: {ended.err[-6000:]}")
+            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n  exit {ended.code}, "
+                  f"{ended.seconds:.2f} s\n  stdout: {ended.out[-3000:]}\n  stderr: {ended.err[-6000:]}")
         return ended
 
     def judge(self, ended):
         if self.canary.exists():
             self.breaks("canary", "planted code ran")
         if ended.hung:
-            self.breaks("hang", f"killed after {LIMIT_S} s; said last: {(ended.out + ended.err).strip()[-150:]}")
+            self.breaks("hang",
+                        f"killed after {LIMIT_S} s; said last: {(ended.out + ended.err).strip()[-150:]}")
             return
         text = ended.err + ended.out
         early = ended.sent and str(self.there.sources) not in text  # a signal before the program's first line
@@ -300,7 +305,8 @@ def results(args, done, began):
     import torch
 
     from bench.machine import machine
-    broken = sorted((b for case in done for b in case.broken), key=lambda b: (b["rule"], b["kind"], b["number"]))
+    broken = sorted((b for case in done for b in case.broken),
+                    key=lambda b: (b["rule"], b["kind"], b["number"]))
     seconds = {}
     for case in done:
         seconds[case.kind] = max(seconds.get(case.kind, 0), case.longest)
@@ -308,14 +314,16 @@ def results(args, done, began):
                 cases=len(done), cases_by_kind=Counter(c.kind for c in done),
                 commands=sum(len(c.codes) for c in done),
                 ended_by_exit_code=Counter(str(code) for c in done for code in c.codes),
-                broken_cases=len({b["number"] for b in broken}), broken_by_rule=Counter(b["rule"] for b in broken),
+                broken_cases=len({b["number"] for b in broken}),
+                broken_by_rule=Counter(b["rule"] for b in broken),
                 broken_by_kind=Counter(b["kind"] for b in broken), longest_s_by_kind=seconds,
                 seconds=time.monotonic() - began, broken=broken)
 
 
 def main():
     """Runs the cases. Returns in the children of the servers only: what they are to become."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--kinds", default="")

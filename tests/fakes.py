@@ -68,8 +68,8 @@ def check(given):
         if name in FIXED:
             wanted = FIXED[name] if isinstance(FIXED[name], tuple) else (FIXED[name],)
             assert value in wanted, (name, value)
-        elif name.startswith(("alibi", "k_new", "v_new", "qv", "cu_", "seqused", "sequed", "max_", "page", "kv_", "leftpad",
-                              "rotary_c", "rotary_s", "seqlens", "q_de", "k_de", "v_de")):
+        elif name.startswith(("alibi", "k_new", "v_new", "qv", "cu_", "seqused", "sequed", "max_", "page",
+                              "kv_", "leftpad", "rotary_c", "rotary_s", "seqlens", "q_de", "k_de", "v_de")):
             assert value is None, name
 
 
@@ -96,8 +96,10 @@ def forward(version):
 def backward(version):
     def body(a):
         check(a)
-        causal, lse = a["is_causal"] if "is_causal" in a else a["causal"], a["lse"] if "lse" in a else a["softmax_lse"]
-        gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal, a["softmax_scale"])
+        causal, lse = (a["is_causal"] if "is_causal" in a else a["causal"],
+                       a["lse"] if "lse" in a else a["softmax_lse"])
+        gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal,
+                                  a["softmax_scale"])
         assert lse.is_contiguous() and a["deterministic"] is torch.are_deterministic_algorithms_enabled()
         for name, g in zip(("dq", "dk", "dv"), gradients, strict=True):
             a[name].copy_(g)
@@ -109,10 +111,11 @@ def backward(version):
 
 def custom_op(name, f, mutates, results):
     """`f` as torch.library.custom_op has it: it hides the signature, and no result may be an argument."""
-    kinds = dict(causal="bool", is_causal="bool", deterministic="bool", return_softmax="bool", rotary_interleaved="bool",
-                 dropout_p="float", softmax_scale="float?", softcap="float", alibi_slopes="Tensor?", pack_gqa="bool?",
-                 max_seqlen_q="int?", max_seqlen_k="int?", window_size_left="int", window_size_right="int",
-                 attention_chunk="int", num_splits="int", sm_margin="int")
+    kinds = dict(causal="bool", is_causal="bool", deterministic="bool", return_softmax="bool",
+                 rotary_interleaved="bool", dropout_p="float", softmax_scale="float?", softcap="float",
+                 alibi_slopes="Tensor?", pack_gqa="bool?", max_seqlen_q="int?", max_seqlen_k="int?",
+                 window_size_left="int", window_size_right="int", attention_chunk="int", num_splits="int",
+                 sm_margin="int")
     parts = []
     for n, p in inspect.signature(f).parameters.items():
         kind = kinds.get(n, "Tensor" if n in TENSORS else "Tensor?")
@@ -128,7 +131,8 @@ def package(version):
     """(kernel, {module name: module}) of one version."""
     kernel = KERNEL[version[0]]
     names = INTERFACES[kernel][2:]
-    f, b = function(names[0], FORWARD[version], forward(version)), function(names[1], BACKWARD[version], backward(version))
+    f, b = function(names[0], FORWARD[version], forward(version)), function(names[1], BACKWARD[version],
+                                                                            backward(version))
     if version in ("2.8.3", "3"):
         space = f"fake_{version.replace('.', '_')}_{len(OPS)}"
         OPS.append(space)

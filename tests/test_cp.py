@@ -40,7 +40,8 @@ def attend(host, kind, dtype, limit):
         assert out_.dtype == dtype and lse_.shape == (B, H, S // cp)
         if kind == "ring":
             assert (lse_ - lse[..., mine]).abs().max() < limit
-        for got, whole in zip([out_, *parallel.backward(dout_, q_, k_, v_, out_, lse_, True, scale)], want, strict=True):
+        for got, whole in zip([out_, *parallel.backward(dout_, q_, k_, v_, out_, lse_, True, scale)], want,
+                              strict=True):
             error = (got - whole[:, mine]).float().norm() / whole[:, mine].float().norm()
             assert got.dtype == dtype and error < limit, (name, error)
 
@@ -57,13 +58,15 @@ def test_every_token_is_held_once():
     for cp in (1, 2, 4, 16, 64):
         for kind in ("ring", "ulysses"):
             ranks = [positions(128 * cp, Axis("cp", cp, rank), kind) for rank in range(cp)]
-            assert torch.cat(ranks).sort().values.equal(torch.arange(128 * cp)) and {len(r) for r in ranks} == {128}
+            assert torch.cat(ranks).sort().values.equal(torch.arange(128 * cp)) and {len(r)
+                                                                                     for r in ranks} == {128}
 
 
 def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
     T = 128
     for cp in (2, 4, 16, 64):
-        work = [[scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp)] for rank in range(cp)]
+        work = [[scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp)]
+                for rank in range(cp)]
         for step in range(cp):
             assert len({row[step] for row in work}) == 1
         total = sum(map(sum, work))

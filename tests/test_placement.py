@@ -55,8 +55,9 @@ def owners(p):
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 5])
 def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(kept, n_buffers):
     p = Placement(5, n_buffers, 512, {n: kept for n, t in tensors().items() if t.group})
-    spans = {name: n // (t.nbytes // 512) for (name, n), t in zip(p.buffer_bytes(tensors()).items(), tensors().values(),
-                                                                  strict=True)}
+    spans = {name: n // (t.nbytes // 512)
+             for (name, n), t in zip(p.buffer_bytes(tensors()).items(), tensors().values(),
+                                     strict=True)}
     for name, places in owners(p).items():
         assert max(r.stop for r in places) == spans[name]  # all of the buffer, and nothing beyond it
         for i, mine in enumerate(places):
@@ -174,7 +175,8 @@ def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_th
         assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
         if n == 5:
             assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
-            assert "alpha       none: all layers stay on the device" in memory.memory_table(cfg, d, lines, None)
+            assert "alpha       none: all layers stay on the device" in memory.memory_table(cfg, d,
+                                                                                            lines, None)
     model.close()
 
 
@@ -213,8 +215,8 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     gpu_with(monkeypatch, least)
     assert memory.reserve_activations(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
     gpu_with(monkeypatch, least - 1)
-    wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; try --block_size=511, or "
-              r"--alpha=0 to try all the same$")
+    wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; try "
+              r"--block_size=511, or --alpha=0 to try all the same$")
     with pytest.raises(ConfigError, match=wanted):
         memory.reserve_activations(CFG, model, PLENTY)
     gpu_with(monkeypatch, 100 * whole())
@@ -231,8 +233,8 @@ def check(cfg, device=CPU, limit=PLENTY):
 
 def test_too_little_host_memory_is_told_before_the_device_is_touched():
     little = 1.5 * whole()
-    wanted = (r"^alpha=1 needs .* of host memory for 3 swapped layers, this rank has .*; the largest alpha that fits is "
-              r"0\.42\d, the largest block_size with this alpha 256$")
+    wanted = (r"^alpha=1 needs .* of host memory for 3 swapped layers, this rank has .*; the largest alpha "
+              r"that fits is 0\.42\d, the largest block_size with this alpha 256$")
     with pytest.raises(OutOfHostMemory, match=wanted):
         check(replace(CFG, activation="swap"), limit=little)
     check(fixed(0.42), limit=little)
@@ -260,7 +262,8 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     wanted = r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; try host_memory"
     with pytest.raises(OutOfHostMemory, match=wanted):
         memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
-    with pytest.raises(OutOfHostMemory, match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
+    with pytest.raises(OutOfHostMemory,
+                       match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
         memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
     assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
 
@@ -268,7 +271,8 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
     cuda = torch.device("cuda")
     cfg = replace(CFG, deterministic=True)
-    with pytest.raises(ConfigError, match=r"^deterministic=True needs alpha by hand on a GPU .*; try --alpha=0.5 or"):
+    with pytest.raises(ConfigError,
+                       match=r"^deterministic=True needs alpha by hand on a GPU .*; try --alpha=0.5 or"):
         check(cfg, cuda)
     for allowed in (replace(cfg, alpha=0.5), replace(cfg, activation="keep"), replace(cfg, n_layer=2)):
         check(allowed, cuda)

@@ -70,7 +70,8 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-MODES = [dict(activation="recompute"), dict(activation="swap"), *(dict(activation="memo", alpha=a) for a in EIGHTHS),
+MODES = [dict(activation="recompute"), dict(activation="swap"),
+         *(dict(activation="memo", alpha=a) for a in EIGHTHS),
          dict(activation="memo", alpha_mode="per_tensor", limits=dict(hidden=0.6)),
          dict(activation="memo", alpha_mode="paper", limits=dict(hidden=0.6))]
 
@@ -94,7 +95,8 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     monkeypatch.setattr("memo.parallel.tp.CHUNK_ROWS", 600)
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
-    assert torch.equal(keep[0], whole[0]) and error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(keep[0], whole[0]) and error(keep[1],
+                                                    whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
     for mode in (*MODES[:2], *MODES[2:-2:2], *MODES[-2:]):  # every other eighth
         assert same(trained(2, S, dtype, 2, **mode, **keys), keep), mode
 
@@ -223,7 +225,8 @@ def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeyp
     keep = trained(2, 1024, torch.float32, 2, activation="keep")
     timeline = Timeline()
     offload = Poison(timeline)
-    streams = Streams(CpuStream("compute", timeline, threaded=False), offload, CpuStream("prefetch", timeline), timeline)
+    streams = Streams(CpuStream("compute", timeline, threaded=False), offload,
+                      CpuStream("prefetch", timeline), timeline)
     cfg, model, optimizer = build(2, 1024, torch.float32, streams=streams, **keys)
     offload.model, recomputed = model, []
     for block in model.blocks:
@@ -255,7 +258,8 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
         always, others = N * (2 * row + 4 * H), int(alpha * N) * (14 * row + 4 * 4)
         assert model.swap.host_bytes == model.swap.slab.bytes.nbytes == (L - 2) * (always + others)
         copied = sorted((h.data_ptr(), h.nbytes) for pairs in model.swap.pairs for _, h in pairs)
-        assert copied[0][0] == model.swap.slab.bytes.data_ptr() and sum(n for _, n in copied) == model.swap.host_bytes
+        assert (copied[0][0] == model.swap.slab.bytes.data_ptr() and sum(n for _, n in copied) ==
+                model.swap.host_bytes)
         assert all(a + n == b for (a, n), (b, _) in zip(copied, copied[1:], strict=False))  # neither gaps nor overlaps
         assert all(d.nbytes == h.nbytes for pairs in model.swap.pairs for d, h in pairs)
         model.close()
@@ -437,7 +441,8 @@ def test_an_exception_in_a_layer_ends_everything_without_a_hang(where, threaded,
                       CpuStream("prefetch", timeline), timeline)
     cfg, model, _ = build(1, 512, torch.float32, streams=streams, activation="memo", alpha=0.5)
     closed = []
-    monkeypatch.setattr(HostSlab, "close", lambda slab, real=HostSlab.close: closed.append(slab) or real(slab))
+    monkeypatch.setattr(HostSlab, "close",
+                        lambda slab, real=HostSlab.close: closed.append(slab) or real(slab))
 
     real = getattr(model.blocks[2], where)
 

@@ -23,7 +23,8 @@ def wrongs():
     pinned = host.pin_memory()
     torch.cuda.synchronize()
     seen = dict(right=counted(lambda: pinned.copy_(x, non_blocking=True)), sync=counted(lambda: x[0].item()),
-                stream=counted(torch.cuda.current_stream().synchronize), device=counted(torch.cuda.synchronize),
+                stream=counted(torch.cuda.current_stream().synchronize),
+                device=counted(torch.cuda.synchronize),
                 pageable=counted(lambda: host.copy_(x, non_blocking=True)))
     from tests.nullcuda.watch import NULL
     seen["bad launch"] = counted(lambda: bad_launch(NULL))
@@ -81,9 +82,9 @@ def times():
     except RuntimeError:  # not reached yet
         early = True
     torch.cuda.synchronize()
-    return dict(product=marks[0].elapsed_time(marks[1]), offload=marks[2].elapsed_time(marks[3]), ahead=ahead * 1e3,
-                back=marks[2].elapsed_time(marks[4]), waited=marks[0].elapsed_time(marks[5]), early=early,
-                behind=(NULL.now() - host_before) * 1e3)
+    return dict(product=marks[0].elapsed_time(marks[1]), offload=marks[2].elapsed_time(marks[3]),
+                ahead=ahead * 1e3, back=marks[2].elapsed_time(marks[4]),
+                waited=marks[0].elapsed_time(marks[5]), early=early, behind=(NULL.now() - host_before) * 1e3)
 
 
 def test_streams_have_clocks_that_events_join_and_the_host_runs_ahead(tmp_path):
@@ -165,7 +166,8 @@ def run_programs():
                     streams[s].synchronize()
         NULL.label("")
         lines = NULL.races(clear=True)
-        found.append(sorted({tuple(int(part.split(": ")[1].split()[0]) for part in line.split(", ")) for line in lines}))
+        found.append(sorted({tuple(int(part.split(": ")[1].split()[0]) for part in line.split(", "))
+                             for line in lines}))
     return found
 
 
@@ -192,15 +194,16 @@ def locks():
 
     from tests.nullcuda.watch import NULL
     cudart = torch.cuda.cudart()
-    where = torch.frombuffer(mmap.mmap(-1, 2**40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000), dtype=torch.uint8)
+    where = torch.frombuffer(mmap.mmap(-1, 2**40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000),
+                             dtype=torch.uint8)
     address, x = where.data_ptr(), torch.zeros(2**21, dtype=torch.uint8, device="cuda")
 
     def register(first, nbytes):
         error = int(cudart.cudaHostRegister(address + first, nbytes, 0))
         NULL.lib.cudaGetLastError()
         return error
-    seen = dict(too_large=register(0, 2**39), first=register(0, 2**39 - 4096), second=register(2**39 - 4096, 4096),
-                again=register(4096, 4096))
+    seen = dict(too_large=register(0, 2**39), first=register(0, 2**39 - 4096),
+                second=register(2**39 - 4096, 4096), again=register(4096, 4096))
     where[2**39 - 8192:2**39 - 4096].copy_(x[:4096], non_blocking=True)
     try:
         where[2**39 - 8192:2**39].copy_(x[:8192], non_blocking=True)
@@ -228,7 +231,8 @@ def requests():
     from memo.planner.allocator import Arena
     from model import GPT
     from tests.nullcuda.watch import watching
-    cfg = Config(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash", activation="keep")
+    cfg = Config(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash",
+                 activation="keep")
     traces = []
     for watch in (None, False, True):  # the first one takes the libraries' workspaces along
         device = torch.device("cuda:0")

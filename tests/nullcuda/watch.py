@@ -72,7 +72,8 @@ class Null:
     @staticmethod
     def columns(accesses):
         n = len(accesses)
-        return (n, (ctypes.c_void_p * n)(*(a for a, _, _ in accesses)), (ctypes.c_size_t * n)(*(b for _, b, _ in accesses)),
+        return (n, (ctypes.c_void_p * n)(*(a for a, _, _ in accesses)),
+                (ctypes.c_size_t * n)(*(b for _, b, _ in accesses)),
                 (ctypes.c_char * n)(*(bytes([w]) for _, _, w in accesses)))
 
     def did(self, what, seconds, accesses):
@@ -104,20 +105,23 @@ def is_view(func):
 
 def span(t):
     """(address, bytes) from a tensor's first element to behind its last."""
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+    last = (sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
+            if t.numel() else 0)
     return t.data_ptr(), last * t.itemsize
 
 
 def nbytes(t):
     """Of the elements that are there: an expanded one counts once."""
-    return t.itemsize * torch.Size([n for n, stride in zip(t.shape, t.stride(), strict=True) if stride or n == 1]).numel()
+    return t.itemsize * torch.Size([n for n, stride in zip(t.shape, t.stride(), strict=True)
+                                    if stride or n == 1]).numel()
 
 
 @cache
 def mutated(func):
     """[(name, whether it is an out=)] of the arguments that an operation writes, by position or name."""
     return {(i if not a.kwarg_only else a.name): a.kwarg_only or a.name in ("out", "grad_input")
-            for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write}
 
 
 def tensors(value):
@@ -186,8 +190,8 @@ class Watch(TorchDispatchMode):
 # what the kernels of memo/kernels.py write; they read the other tensors too, and each tensor once
 KERNELS = dict(layernorm_forward=("out", "mean", "rstd"), layernorm_backward=("sums", "out"), rotary=("x",),
                merge=("out", "lse"))
-UNREAD = ("layernorm_forward out", "layernorm_forward mean", "layernorm_forward rstd", "layernorm_backward sums",
-          "layernorm_backward out")
+UNREAD = ("layernorm_forward out", "layernorm_forward mean", "layernorm_forward rstd",
+          "layernorm_backward sums", "layernorm_backward out")
 
 
 @contextmanager
@@ -197,7 +201,8 @@ def kernels_that_tell(speeds):
     with ExitStack() as stack:
         for name, real in [(name, getattr(kernels, name)) for name in KERNELS]:
             def call(*args, real=real, name=name):
-                given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False) if isinstance(t, torch.Tensor)}
+                given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False)
+                         if isinstance(t, torch.Tensor)}
                 reads = [t for k, t in given.items() if f"{name} {k}" not in UNREAD]
                 writes = [given[k] for k in KERNELS[name]]
                 real(*args)
