@@ -116,7 +116,7 @@ def main():
             rows.append(row)
             print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / s.get(n, tf):20.0f}" for n in shown)
                   + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}"
-                  f"{s['twin'] / s['floor']:17.2f}", flush=True)
+                    f"{s['twin'] / s['floor']:17.2f}", flush=True)
     out = Path(__file__).parent / "results" / "cpu_step.json"
     out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows),
                               indent=1) + "\n")

@@ -137,7 +137,7 @@ def same_losses(case, out, steps):
     if wrong:
         case.breaks("loss",
                     f"{len(wrong)} losses are not those of the undisturbed run; first step {wrong[0]}: "
-                            f"{there.get(wrong[0])}, must be {alone.get(wrong[0])}")
+                    f"{there.get(wrong[0])}, must be {alone.get(wrong[0])}")
 
 
 def kept_all(case, out, ended):
@@ -146,7 +146,7 @@ def kept_all(case, out, ended):
     if done != saved and not ended.hung:
         case.breaks("loss",
                     f"{done} steps were done, the last checkpoint is {saved}; exit code {ended.code}, "
-                            f"{(ended.err or ended.out).strip()[-150:]}")
+                    f"{(ended.err or ended.out).strip()[-150:]}")
 
 
 # --- argv ---

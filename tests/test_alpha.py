@@ -174,8 +174,8 @@ def test_an_alpha_by_hand():
     short = AlphaProblem(tensors, 12, 0.0, 1.0, 5 * layer)
     with pytest.raises(OutOfHostMemory,
                        match=r"^alpha=1 needs 0\.\d+ GiB .* 10 swapped layers, this rank has 0\.\d+ GiB; "
-                                              r"the largest alpha that fits is 0\.42\d, the largest "
-                                              r"block_size with this alpha 2048$") as e:
+                             r"the largest alpha that fits is 0\.42\d, the largest "
+                             r"block_size with this alpha 2048$") as e:
         fixed_alpha(short, 1, 4096)
     largest = float(str(e.value).split("fits is ")[1].split(",")[0])
     assert fixed_alpha(short, largest, 4096).host_bytes <= 5 * layer

@@ -147,7 +147,7 @@ def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtyp
     (facts((12, 0)), "flash", "flash_attn_2 is not installed"),
     (facts((8, 9), 208), "math",
      "flash_attn_2 is not installed; flash has no backward for n_embd/n_head=208 on this GPU; "
-                                 "cudnn needs n_embd/n_head=208 to be at most 128"),
+     "cudnn needs n_embd/n_head=208 to be at most 128"),
     (facts((8, 0), 208), "flash", "flash_attn_2 is not installed"),
 ])
 def test_auto_takes_the_fastest_kernel_and_says_why_not_another(given, kernel, why):

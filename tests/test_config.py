@@ -60,14 +60,12 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
      "n_embd=256 % n_head=5 != 0 (heads share the hidden size equally); try n_head=4"),
     (["--n_embd=6", "--n_head=2"],
      "n_embd/n_head=3 must be even for position=rope (it rotates pairs); try another n_head "
-                                   "or position=learned"),
+     "or position=learned"),
     (["--min_lr=1"], "min_lr=1.0 must be <= learning_rate=0.001; lower min_lr"),
     (["--max_iters=5", "--warmup_iters=20"],
-     "warmup_iters=20 must be <= max_iters=5; lower warmup_iters, or raise "
-                                             "max_iters"),
+     "warmup_iters=20 must be <= max_iters=5; lower warmup_iters, or raise max_iters"),
     (["--lr_decay_iters=5", "--warmup_iters=6"],
-     "warmup_iters=6 must be <= lr_decay_iters=5; lower warmup_iters, or "
-                                                 "raise lr_decay_iters"),
+     "warmup_iters=6 must be <= lr_decay_iters=5; lower warmup_iters, or raise lr_decay_iters"),
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
     (["--init_from=resume", "--out_dir=nowhere"], "nowhere/ckpt holds no checkpoint; train with "
                                                   "--init_from=scratch, or see memo.convert"),
@@ -75,27 +73,24 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--alpha=half"], "alpha='half' must be float or auto"),
     (["--alpha=nan"], "alpha=nan must be at least 0.0"),
     (["--activation=swap", "--alpha=0.5"],
-     "alpha=0.5 goes with activation=memo only, not activation=swap; leave one of "
-                                           "them out"),
+     "alpha=0.5 goes with activation=memo only, not activation=swap; leave one of them out"),
     (["--activation=none"], "activation='none' must be one of keep, recompute, swap, memo"),
     (["--host_memory_gb=-1"], "host_memory_gb=-1.0 must be at least 0.0"),
     (["--learning_rate=auto"], "learning_rate='auto' must be float"),
     (["--seed=99999999999999999999"], "seed=99999999999999999999 must be below 9223372036854775808 "
                                       "(seeds have 63 bits)"),
     (["--n_embd=1000003", "--n_head=3"],
-     "n_embd=1000003 % n_head=3 != 0 (heads share the hidden size equally); try "
-                                         "n_head=1"),
+     "n_embd=1000003 % n_head=3 != 0 (heads share the hidden size equally); try n_head=1"),
     (["--n_layer=1000000"],
      "n_layer=1000000 must be at most 2000 (the deepest models known have 1,000, and each layer "
-                            "is planned by itself)"),
+     "is planned by itself)"),
     (["--n_embd=1000000000000"],
-     "n_embd=1000000000000 must be at most 1048576 (a single layer of that width has 13e12 "
-                                 "parameters)"),
+     "n_embd=1000000000000 must be at most 1048576 (a single layer of that width has 13e12 parameters)"),
     (["--n_head=100000"],
      "n_head=100000 must be at most n_embd=256 (each head has columns of its own); lower n_head"),
     (["--batch_size=1000000"],
      "batch_size*block_size/cp=4096000000 must be at most 2147483648 (rows of a rank are counted "
-                               "in 32 bits)"),
+     "in 32 bits)"),
     (["--batch_size=1000", "--gradient_accumulation_steps=1000000"],
      "gradient_accumulation_steps*batch_size*block_size=4096000000000 must be at most 1099511627776 (the ids "
      "of a step's tokens alone take 16 TiB)"),
@@ -113,7 +108,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
      "dataset='a\\x00b' must be one line of at most 1000 characters, all of them printable"),
     (["--wandb_run_name=" + "x" * 1001],
      f"wandb_run_name='{'x' * 96}... must be one line of at most 1000 characters, all "
-                                         "of them printable"),
+     "of them printable"),
     (["--n_layer=1" + "0" * 5000], f"n_layer='1{'0' * 95}... must be int"),
 ])
 def test_mistakes_on_the_command_line(argv, message):

@@ -67,7 +67,7 @@ def test_a_ranks_share_of_the_host(monkeypatch):
     assert host_bytes(80.0, local_ranks=8) == 10 * 10**9
     with pytest.raises(OutOfHostMemory,
                        match=r"^host_memory_gb=721 must be at most 720, 90% of what is free on this host; "
-                                              r"try host_memory_gb=auto$"):
+                             r"try host_memory_gb=auto$"):
         host_bytes(721.0)
 
 
