@@ -102,7 +102,7 @@ def main():
             steps = rivals(cfg, B, name)
             times = {n: [] for n in steps}
             for r in range(args.rounds + 1):
-                for n, step in list(steps.items())[::-1 if r % 2 else 1]:  # who comes first finds other caches
+                for n, step in list(steps.items())[::-1 if r % 2 else 1]:  # the first finds other caches
                     start = time.perf_counter()
                     step()
                     times[n].append(time.perf_counter() - start)

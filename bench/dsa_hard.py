@@ -1,6 +1,7 @@
 """Hard instances of the placement problem: which solver fits them under their capacity, and how fast.
 
-    python -m bench.dsa_hard [--only=network_3,rows_1] [--solvers=greedy,mip,cpsat,auto] [--time_limit=60] [more.csv ...]
+    python -m bench.dsa_hard [--only=network_3,rows_1] [--solvers=greedy,mip,cpsat,auto] [--time_limit=60]
+                             [more.csv ...]
 
 The instances are those of testing/hard.py. Writes bench/results/dsa_hard.json; with --only, into the rows
 that the file holds. Files in the CSV format are tried instead with --capacity, and not written down.
@@ -40,14 +41,14 @@ def main():
     problems = {name: hard(name, **family) for name, family in FAMILIES.items() if not args.files}
     problems |= {Path(file).stem: read_csv(file, args.capacity) for file in args.files}
     rows = []
-    print(f"{'instance':12}{'n':>5}{'pairs':>7}{'bound':>9}{'capacity':>10}" +
-          "".join(f"{s:>12}" for s in solvers))
+    print(f"{'instance':12}{'n':>5}{'pairs':>7}{'bound':>9}{'capacity':>10}"
+          + "".join(f"{s:>12}" for s in solvers))
     for name, problem in problems.items():
         if args.only and name not in args.only.split(","):
             continue
         b = problem.buffers
-        pairs = sum(b[i].lower < b[j].upper and b[j].lower < b[i].upper for i in range(len(b))
-                    for j in range(i))
+        pairs = sum(b[i].lower < b[j].upper and b[j].lower < b[i].upper
+                    for i in range(len(b)) for j in range(i))
         row = dict(name=name, n=len(b), pairs=pairs, lower_bound=lower_bound(problem),
                    capacity=problem.capacity)
         print(f"{name:12}{len(b):5}{pairs:7}{row['lower_bound']:9}{problem.capacity:10}", end="", flush=True)

@@ -2,7 +2,7 @@
 
     python -m bench.estimate paper        fits efficiencies to the paper's 7B rows, predicts Tables 3 to 5
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
-    python -m bench.estimate here [--device=cuda]     runs on this machine, after --calibrate: bytes and seconds
+    python -m bench.estimate here [--device=cuda]     runs here, after --calibrate: bytes and seconds
     python -m bench.estimate all
 """
 
@@ -167,10 +167,10 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
             (2, "--cp=2 --n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --alpha=0.5"),
             (2, "--cp=2 --context_parallel=ulysses --n_layer=4 --n_embd=256 --n_head=4 --block_size=8192 "
                 "--activation=recompute"),
-            (2, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --gradient_accumulation_steps=2 "
-                "--activation=keep"),
-            (2, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --gradient_accumulation_steps=2 "
-                "--alpha=0.25")]
+            (2, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 "
+                "--gradient_accumulation_steps=2 --activation=keep"),
+            (2, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 "
+                "--gradient_accumulation_steps=2 --alpha=0.25")]
 GPU_RUNS = [(1, f"--n_layer={L} --n_embd=4096 --n_head=32 --vocab_size=50257 --block_size={S}{more}")
             for L, S, more in ((8, 16384, ""), (8, 32768, ""), (8, 65536, ""), (8, 131072, ""),
                                (8, 262144, ""), (8, 262144, " --activation=recompute"), (8, 393216, ""))]
@@ -224,7 +224,8 @@ def a_run(out_dir, data, ranks, keys, device, steps):
     ratios["host slab"] = (expected["host_bytes"]["total"] / ranks / plan["host_bytes"]
                            if plan["host_bytes"] else 1.0)
     step_s = median(line["step_s"] for line in lines[2:])
-    outside = ("margin", "context", "communication", "capacity", "total", "head")  # torch does not count these, or twice
+    # torch does not count these, or counts them twice
+    outside = ("margin", "context", "communication", "capacity", "total", "head")
     torchs = sum(n for name, n in guessed.items() if name not in outside)
     row = dict(ranks=ranks, keys=keys, bytes_ratio=ratios,
                bytes_ratio_worst=max(ratios.values(), key=lambda r: abs(r - 1)), measured_bytes=measured,
@@ -234,8 +235,8 @@ def a_run(out_dir, data, ranks, keys, device, steps):
                estimated_device_bytes=expected["device_bytes"]["total"])
     if device == "cuda":
         row["device_peak_ratio"] = torchs / lines[-1]["device_peak_bytes"]
-    print(f"{keys}: step {step_s:.3f} s, estimated {row['step_ratio']:.3f} of it; bytes "
-          f"{row['bytes_ratio_worst']:.4f}", flush=True)
+    print(f"{keys}: step {step_s:.3f} s, estimated {row['step_ratio']:.3f} of it; "
+          f"bytes {row['bytes_ratio_worst']:.4f}", flush=True)
     return row
 
 

@@ -53,8 +53,8 @@ LIMIT_S = 20
 MEMORY_BYTES = 10 * 2**30  # of a command: a machine of 24 GiB must outlive what asks for too much
 FILE_BYTES = 2 * 2**30
 CRASH = re.compile(r"Traceback \(most recent call last\)|Exception ignored|Segmentation|terminate called"
-                   r"|Fatal Python|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free|panicked "
-                   r"at")
+                   r"|Fatal Python|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free"
+                   r"|panicked at")
 LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.metadata",
              "torch.optim.adamw", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "numpy",
              "tokenizers", "tqdm", "matplotlib.figure", "matplotlib.pyplot",
@@ -221,8 +221,9 @@ class Case:
         self.longest = max(self.longest, ended.seconds)
         self.judge(ended)
         if self.verbose:
-            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n  exit {ended.code}, "
-                  f"{ended.seconds:.2f} s\n  stdout: {ended.out[-3000:]}\n  stderr: {ended.err[-6000:]}")
+            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n"
+                  f"  exit {ended.code}, {ended.seconds:.2f} s\n"
+                  f"  stdout: {ended.out[-3000:]}\n  stderr: {ended.err[-6000:]}")
         return ended
 
     def judge(self, ended):
@@ -244,7 +245,7 @@ class Case:
             allowed.add(3)
         if ended.piped and ended.program != "train.py":
             allowed |= {-signal.SIGPIPE, 128 + signal.SIGPIPE}
-        if ended.code == 1 and ended.program != "train.py" or ended.code == 1 and ended.heard and not ended.out:
+        if ended.code == 1 and (ended.program != "train.py" or ended.heard and not ended.out):
             self.breaks("exit", f"exit code 1 before a run began: bad input is 2; {ended.err.strip()[-200:]}")
         if ended.code not in allowed and not (early and ended.code == 1):
             self.breaks("exit", f"exit code {ended.code}; {text.strip()[-200:]}")

@@ -163,7 +163,8 @@ COMMANDS = {  # arguments that are right, or fail soon
     "data/stdlib/prepare.py": ["--out_dir=made", "--vocab_size=1"],
     "data/text/prepare.py": ["--source=text.txt", "--tokenizer=train:300", "--out_dir=made"],
 }
-ENDS = {"-m memo.profiler": ["--dtype=float64"], "data/stdlib/prepare.py": ["--vocab_size=1"]}  # else half a minute
+# else these take half a minute
+ENDS = {"-m memo.profiler": ["--dtype=float64"], "data/stdlib/prepare.py": ["--vocab_size=1"]}
 OF_CONFIG = ("train.py", "trace_step.py", "-m memo.estimate")
 
 
@@ -178,8 +179,7 @@ def argv(case, there):
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         key = rng.choice(there.keys[command])
         value = rng.choice(odd.VALUES if key in OUTPUTS or rng.random() < 0.8 else odd.PATHS)
-        what = rng.choice(("value", "value", "value", "value", "typo", "loose", "bare", "drop",
-                           "split", "help"))
+        what = rng.choice(("value",) * 4 + ("typo", "loose", "bare", "drop", "split", "help"))
         if what == "value":
             args = [a for a in args if not a.startswith(f"--{key}=")] + [f"--{key}={value}"]
         elif what == "typo":
@@ -230,9 +230,9 @@ def tokenizer_json(case, there):
     odd.spoil(case.rng, folder / "tokenizer.json", odd.json_bytes)
     (case.cwd / "text.txt").write_text("\n".join(odd.documents(case.rng, 5)))
     own = ["data/text/prepare.py", "--source=text.txt", f"--tokenizer={folder}", "--out_dir=made"]
-    case.run(
-        *case.rng.choice((own, dict(dataset=train(case, "new", dataset=folder, **SHORT), out=sample("out"),
-                                    hf=convert("from-hf", "hf", "converted"))[name])))
+    others = dict(dataset=train(case, "new", dataset=folder, **SHORT), out=sample("out"),
+                  hf=convert("from-hf", "hf", "converted"))
+    case.run(*case.rng.choice((own, others[name])))
 
 
 def hf_json(case, there):
@@ -276,9 +276,8 @@ def metrics_jsonl(case, there):
     rng, out = case.rng, copied(case, there.out, "out")
 
     def lines(rng, data):
-        return b"".join(odd.json_bytes(rng, line) + b"\n" * (rng.random() < 0.95)
-                        if rng.random() < 0.2 else line
-                        for line in data.splitlines(True))
+        return b"".join(odd.json_bytes(rng, line) + b"\n" * (rng.random() < 0.95) if rng.random() < 0.2
+                        else line for line in data.splitlines(True))
     odd.spoil(rng, out / "metrics.jsonl", lines)
     ended = case.run(*train(case, out, init_from="resume"))
     if ended.code or losses(out).get(ITERS - 1) != there.losses[ITERS - 1]:
@@ -292,8 +291,7 @@ def csv(case, there):
     rng, header = case.rng, ["id", "lower", "upper", "size"]
     n = rng.choice((0, 1, 2, 20, 20, 200, 5000))
     rows = [[f"b{i}", (low := rng.randrange(100)), low + rng.randrange(1, 50),
-             rng.randrange(1, 10**rng.randrange(1, 10))]
-            for i in range(n)]
+             rng.randrange(1, 10**rng.randrange(1, 10))] for i in range(n)]
     for row in rng.sample(rows, min(n, rng.randrange(3))):
         row[rng.randrange(4)] = odd.number(rng)
     if rng.random() < 0.2:
@@ -346,9 +344,8 @@ def requests(case, command, name, text, output, *options):
 # --- checkpoints and datasets ---
 
 def rename(rng, newest):
-    newest.rename(
-        newest.with_name(rng.choice(("7", "00020", "99", "9" * 200, "0", "\uff12\uff10", "-3", "x", "20.tmp",
-                                     "1_0"))))
+    newest.rename(newest.with_name(rng.choice(("7", "00020", "99", "9" * 200, "0", "\uff12\uff10", "-3", "x",
+                                               "20.tmp", "1_0"))))
 
 
 def newer(rng, newest):
@@ -359,11 +356,12 @@ def newer(rng, newest):
 
 
 def names(rng, newest):
-    stored, name = odd.stored(newest), rng.choice(("../../tokenizer.json", "/dev/zero", "/etc/passwd",
-                                                   "..", "", "\0", "a" * 5000, "fifo", ".metadata/x"))
+    stored = odd.stored(newest)
+    name = rng.choice(("../../tokenizer.json", "/dev/zero", "/etc/passwd", "..", "", "\0", "a" * 5000,
+                       "fifo", ".metadata/x"))
     os.mkfifo(newest / "fifo")
-    odd.seal(newest, stored |
-             {"files": stored["files"] | {name: rng.choice(([0, 0], [4, 5], [None, 1], ["x"], {}, 7))}})
+    sizes = rng.choice(([0, 0], [4, 5], [None, 1], ["x"], {}, 7))
+    odd.seal(newest, stored | {"files": stored["files"] | {name: sizes}})
 
 
 def swap(rng, newest):
@@ -404,8 +402,8 @@ def dataset(case, there):
     rng, data, out, at = case.rng, copied(case, there.dataset, "data"), case.cwd / "out", []
     file = data / rng.choice(("train.bin", "val.bin"))
     ids = bytearray(file.read_bytes())
-    before, during = ("ids", "damage", "odd", "counted"), ("cut", "bin", "data", "out", "ckpt",
-                                                           "out file", "metrics")
+    before = ("ids", "damage", "odd", "counted")
+    during = ("cut", "bin", "data", "out", "ckpt", "out file", "metrics")
     what = rng.choice(before if rng.random() < 0.5 else during)
     if what == "ids":
         for _ in range(rng.choice((1, 10, 1000))):

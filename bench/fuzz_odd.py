@@ -12,16 +12,15 @@ from functools import partial
 from pathlib import Path
 
 INTEGERS = ("-1", "0", "1", "2", "3", str(-10**12), str(10**12), str(2**63), str(-2**63 - 1), str(2**64),
-            str(10**30),
-            "9" * 400, "9" * 5000)  # small, or beyond every bound: nothing that rightly takes long
+            str(10**30), "9" * 400, "9" * 5000)  # small, or beyond every bound: none rightly takes long
 VALUES = (*INTEGERS, "", " ", "abc", "None", "[]", "{}", "true", "False", "nan", "-nan", "inf", "-inf",
           "1.5", "-0.0", "1e-320", "1e308", "1e400", "0x10", "1_0", "\uff11\uff12", "\u0663", "é", "\udcff",
           "\x1b[31m", "\n", "a\nb", "\t", "\x7f", "\u202e", "\U0001f600", "a" * 10000, "../x", "nowhere/x",
           "%s%n", "{0}", "'", '"', "-", "--", "=", "$(touch ../canary)", "auto", "cpu", "cuda", "resume",
           "hf:nowhere", "train:10", "train:1" + "0" * 30, "a\\b", "*")
-PATHS = ("/dev/null", "/dev/zero", "/proc/self/mem", "/dev/full", ".", "/nonexistent/x")  # read, never written
-WORDS = "the a of memory token swap layer plan host device buffer é 東京 def main ( ) : return x = 1 \n".split(
-    " ")
+PATHS = ("/dev/null", "/dev/zero", "/proc/self/mem", "/dev/full", ".", "/nonexistent/x")  # only read
+WORDS = ("the a of memory token swap layer plan host device buffer é 東京 "
+         "def main ( ) : return x = 1 \n").split(" ")
 
 
 # --- values, bytes, files ---
@@ -121,8 +120,8 @@ def json_bytes(rng, data):
         return damaged(rng, data)
     n = rng.choice((40, 900, 5000, 100000))
     deep = rng.choice(("[" * n + "]" * n, "[" * n, '{"a":' * n + "1" + "}" * n))
-    return json.dumps(changed(rng, json.loads(data))).replace('"DEEP"',
-                                                              deep).replace('"HUGE"', "9" * 5000).encode()
+    text = json.dumps(changed(rng, json.loads(data)))
+    return text.replace('"DEEP"', deep).replace('"HUGE"', "9" * 5000).encode()
 
 
 # --- checkpoints ---
@@ -160,26 +159,26 @@ def plant(rng, folder, canary):
     elif rng.random() < 0.5 and (size := file.stat().st_size) > len(data):
         data += file.read_bytes()[-(size - len(data)):]
     file.write_bytes(data)
-    seal(folder,
-         (all_of := stored(folder)) | {"files": all_of["files"] | {file.name: [len(data), zlib.crc32(data)]}})
+    all_of = stored(folder)
+    seal(folder, all_of | {"files": all_of["files"] | {file.name: [len(data), zlib.crc32(data)]}})
 
 
 # --- config files ---
 
 SUBCLASSES = "().__class__.__base__.__subclasses__()"
 ATTACKS = (
-    f"[c for c in {SUBCLASSES} if c.__name__ == '_wrap_close'][0].__init__.__globals__['system']('touch "
-    "CANARY')", f"(x := [c for c in {SUBCLASSES} if 'wrap_close' in c.__name__]) and "
-                "x[0].__init__.__globals__['popen']('touch CANARY')",
+    f"[c for c in {SUBCLASSES} if c.__name__ == '_wrap_close']"
+    "[0].__init__.__globals__['system']('touch CANARY')",
+    f"(x := [c for c in {SUBCLASSES} if 'wrap_close' in c.__name__]) and "
+    "x[0].__init__.__globals__['popen']('touch CANARY')",
     f"(lambda: {SUBCLASSES})()[0].__init__.__globals__", "__import__('os').system('touch CANARY')",
     "eval('1')", "open('CANARY', 'w')", f"f'{{{SUBCLASSES}}}'", "f'{open(\"CANARY\", \"w\")}'",
     "{**{'a': (lambda: 1)()}}", "(lambda f: f(f))(lambda f: f(f))", "n_layer.__class__")
 HEAVY = ("9**9**9", "10**10**10", "2**10**12 % 7", "1 << 10**11", "'a' * 10**10", "[0] * 10**11",
          "(1,) * 10**9", "-1 ** 0.5", "1 / 0", "1 // 0", "1 % 0", "1e308 * 10", "0.0 ** -1", "(-8) ** 0.5",
          "sum(range(10**12))", "[i for i in range(10**12)]", "2 ** 0.5", "10**4000", "7 // 0.0", "1e308 ** 2")
-LEAVES = ("1", "0", "2.5", "1e9", "'x'", "b'x'", "True", "None", "n_layer", "x", "...", "1j", "''",
-          "'auto'", "-1", "0x7fffffffffffffffffff", "__builtins__", "__file__", "_", "1_000",
-          "'\\ud800'", "'\\0'")
+LEAVES = ("1", "0", "2.5", "1e9", "'x'", "b'x'", "True", "None", "n_layer", "x", "...", "1j", "''", "'auto'",
+          "-1", "0x7fffffffffffffffffff", "__builtins__", "__file__", "_", "1_000", "'\\ud800'", "'\\0'")
 FORMS = (  # E: an expression
     "(E + E)", "(E - E)", "(E * E)", "(E / E)", "(E // E)", "(E % E)", "(E ** E)", "(E @ E)",
     "(E << E)", "(E | E)", "(E < E)", "(E == E)", "(E and E)", "(E in E)", "-(E)", "+(E)", "~(E)", "not (E)",

@@ -112,10 +112,9 @@ def main():
             torch.cuda.empty_cache()
             try:
                 row = measure(MODELS[name], S, args.steps)
-                print(
-                    f"{name:12}{S:8}{row['step_s']:10.3f}{row['tokens_per_s']:12.0f}{percent(row['mfu']):>8}"
-                    f"{row['over_floor'] or float('nan'):12.3f}{row['device_peak_bytes'] / 2**30:10.1f}",
-                    flush=True)
+                print(f"{name:12}{S:8}{row['step_s']:10.3f}{row['tokens_per_s']:12.0f}"
+                      f"{percent(row['mfu']):>8}{row['over_floor'] or float('nan'):12.3f}"
+                      f"{row['device_peak_bytes'] / 2**30:10.1f}", flush=True)
             except torch.OutOfMemoryError:
                 row = dict(S=S, oom=True)
                 print(f"{name:12}{S:8}{'oom':>10}", flush=True)

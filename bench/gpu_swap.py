@@ -1,7 +1,8 @@
 """Every mode of memo beside plain torch, on one CUDA GPU, 7B-shaped layers, bf16: who is fastest, who fits?
 
-    python -m bench.gpu_swap [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
-                             [--seconds=0] [--check=true] [--pin_memory=true] [--out=bench/results/gpu_swap.json]
+    python -m bench.gpu_swap [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...]
+                             [--steps=2] [--seconds=0] [--check=true] [--pin_memory=true]
+                             [--out=bench/results/gpu_swap.json]
 
 The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain
 torch with torch.utils.checkpoint on every layer, and plain torch with every saved tensor of the layers
@@ -224,7 +225,8 @@ def placements(cfg):
     made |= {f"alpha {a}": place_rows(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
     half = made["alpha 0.5"].kept
     finer = {name: N * (i % 4) // 4 if name in problem.others else N for i, name in enumerate(half)}
-    ln = {f"ln{j}_{what}": finer[f"ln{j}_out"] for j in (1, 2) for what in ("mean", "rstd")}  # one group with their output
+    # one group with their output
+    ln = {f"ln{j}_{what}": finer[f"ln{j}_out"] for j in (1, 2) for what in ("mean", "rstd")}
     return made | {"one input only": replace(made["alpha 0.5"], input_only=1),
                    "per tensor": Placement(L, 2, N, finer | ln), "three buffers": Placement(L, 3, N, half)}
 
@@ -307,9 +309,10 @@ def show(row):
     alpha = "" if row.get("alpha") is None else f"alpha {row['alpha']:.2f}"
     floor = "" if not row.get("floor_s") else f"{row['floor_s'] / row['step_s']:.1%} of the floor"
     peak, host = ((row[k] or 0) / 2**30 for k in ("device_peak_bytes", "host_bytes"))
-    print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['step_s']:8.3f} s {row['tokens_per_s']:9.0f} "
-          f"tok/s  MFU {percent(row['mfu'])}  stall {row.get('stall_s') or 0:.3f} s  peak {peak:.1f} GiB  "
-          f"host {host:.1f} GiB  {alpha} {floor}", flush=True)
+    print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['step_s']:8.3f} s "
+          f"{row['tokens_per_s']:9.0f} tok/s  MFU {percent(row['mfu'])}  "
+          f"stall {row.get('stall_s') or 0:.3f} s  peak {peak:.1f} GiB  host {host:.1f} GiB  "
+          f"{alpha} {floor}", flush=True)
 
 
 def main():

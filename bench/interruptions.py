@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=2, n_head=2, n_embd=64, block_size=256, dataset="stdlib", device="cpu",
              activation="swap", learning_rate=1e-3, warmup_iters=20, eval_interval=25, eval_iters=2,
              save_interval=5)
-CHECKPOINT_BYTES = 12 * (12 * MODEL["n_layer"] * MODEL["n_embd"] ** 2 + 512 * MODEL["n_embd"])  # and a little more
+# and a little more
+CHECKPOINT_BYTES = 12 * (12 * MODEL["n_layer"] * MODEL["n_embd"] ** 2 + 512 * MODEL["n_embd"])
 ENDS = [("SIGKILL",), ("SIGTERM",), ("SIGINT",), ("SIGINT", "SIGINT"), ("SIGHUP",), ("SIGUSR1",)]
 TWICE_S = 1.2  # between two signals that are two requests
 
@@ -92,8 +93,8 @@ def main():
         folder, alone = Path(folder), Path(folder) / "alone"
         if start(alone, args.steps, subprocess.DEVNULL).wait():
             raise SystemExit("the run that was left alone failed")
-        with disk(folder / "logs", 2**16) as mounted, disk(folder / "run",
-                                                           CHECKPOINT_BYTES * 5 // 2 + 2**22) as small:
+        room = CHECKPOINT_BYTES * 5 // 2 + 2**22
+        with disk(folder / "logs", 2**16) as mounted, disk(folder / "run", room) as small:
             path = folder / "logs" / "log" if mounted else Path("/dev/full")
             with open(path, "wb", buffering=0) as log:
                 try:

@@ -79,7 +79,8 @@ def formulas(cfg, kind):
     L, tp, cp = cfg.n_layer, cfg.tp, cfg.cp
     whole = 4 * cfg.batch_size * cfg.block_size // cp * cfg.n_embd  # B T C
     unit, block = whole * (tp - 1) // tp, whole // tp
-    ring = dict(forward=2 * block * (cp - 1), backward=2 * block * (cp - 1) + 2 * block * cp * (cp > 1))  # k, v; dk, dv
+    ring = dict(forward=2 * block * (cp - 1),  # k, v; dk, dv
+                backward=2 * block * (cp - 1) + 2 * block * cp * (cp > 1))
     ulysses = dict(forward=4 * block * (cp - 1) // cp, backward=8 * block * (cp - 1) // cp)
     messages = ring if kind == "ring" else ulysses
     return dict(forward=dict(tp=L * 4 * unit, cp=L * messages["forward"]),
@@ -89,9 +90,8 @@ def formulas(cfg, kind):
 
 def bytes_table(S):
     rows = []
-    print(
-        f"{'layout':22}{'':6}{'forward':>18}{'recompute':>12}{'backward':>18}{'gradients, weights':>20}{'activations':>14}"
-        "   of a rank and step")
+    print(f"{'layout':22}{'':6}{'forward':>18}{'recompute':>12}{'backward':>18}{'gradients, weights':>20}"
+          f"{'activations':>14}   of a rank and step")
     print(f"{'':28}{'tp':>9}{'cp':>9}{'tp':>12}{'tp':>9}{'cp':>9}{'data':>20}{'a layer':>14}   MiB")
     for tp, cp, dp in LAYOUTS:
         for kind in ("ring", "ulysses")[:1 + (cp > 1)]:
@@ -107,9 +107,8 @@ def bytes_table(S):
             name = f"tp={tp} cp={cp} dp={dp}"
             mib = [n / 2**20 for n in (f["forward"]["tp"], f["forward"]["cp"], f["recompute"]["tp"],
                                        f["backward"]["tp"], f["backward"]["cp"], r["data"], r["activations"])]
-            print(f"{name:22}{kind if cp > 1 else '':8}" + "".join(f"{n:{w}.2f}" for n, w in
-                                                                  zip(mib, (7, 9, 12, 9, 9, 20, 14),
-                                                                      strict=True)))
+            print(f"{name:22}{kind if cp > 1 else '':8}"
+                  + "".join(f"{n:{w}.2f}" for n, w in zip(mib, (7, 9, 12, 9, 9, 20, 14), strict=True)))
             rows.append(dict(tp=tp, cp=cp, dp=dp, context_parallel=kind if cp > 1 else None,
                              counted=r["sent"], formulas=f, data_bytes=r["data"],
                              activation_bytes_a_layer=r["activations"],
@@ -195,9 +194,9 @@ def overlap(S, cp, rounds):
         rows.append(dict(delay_s=d, forward_s=forward, backward_s=backward, communication_s=messages,
                          compute_s=compute, over_longer=forward / max(compute, messages),
                          over_sum=forward / (compute + messages)))
-        print(f"a message takes {d * 1e3:6.1f} ms: {forward:.3f} s; compute {compute:.3f} s, messages "
-              f"{messages:.3f} s: {rows[-1]['over_longer']:.2f} of the longer, {rows[-1]['over_sum']:.2f} of "
-              "their sum")
+        print(f"a message takes {d * 1e3:6.1f} ms: {forward:.3f} s; compute {compute:.3f} s, "
+              f"messages {messages:.3f} s: {rows[-1]['over_longer']:.2f} of the longer, "
+              f"{rows[-1]['over_sum']:.2f} of their sum")
     return rows
 
 

@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 SOLVERS = ("greedy", "mip", "cpsat", "auto")
-ROOM = 1.05  # the device's room for temporary tensors, over the planned bytes, where reorganisations are counted
+ROOM = 1.05  # the device's room for temporary tensors over the planned bytes, to count reorganisations
 STEPS = 12
 
 
@@ -104,8 +104,8 @@ def against_caching(lengths):
     plans = {S: bilevel(trace, alignment=ALIGNMENT["cuda"]) for S, trace in traces.items()}
     mixed = random.Random(0).choices(sorted(lengths), k=STEPS)
     rows = []
-    for name, order in [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)),
-                                                                 ("mixed", mixed)]:
+    orders = [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)), ("mixed", mixed)]
+    for name, order in orders:
         planned = max(plans[S].arena_bytes for S in order)
         free = simulate_caching([traces[S] for S in order], planned_only=True)
         try:
@@ -116,9 +116,8 @@ def against_caching(lengths):
         rows.append(dict(lengths=name, order=order, planned_bytes=planned, reserved_bytes=free.reserved_bytes,
                          allocated_bytes=free.allocated_bytes, cuda_mallocs=free.cuda_mallocs,
                          reorganisations=reorganisations))
-        print(
-            f"{name:>10}{planned / 2**20:12.0f}{free.reserved_bytes / 2**20:12.0f}{free.reserved_bytes / planned:8.2f}x"
-            f"{reorganisations!s:>8}", flush=True)
+        print(f"{name:>10}{planned / 2**20:12.0f}{free.reserved_bytes / 2**20:12.0f}"
+              f"{free.reserved_bytes / planned:8.2f}x{reorganisations!s:>8}", flush=True)
     S = min(lengths, key=lambda S: abs(S - 131072))
     memory_plan(traces[S], plans[S], RESULTS / "memory_plan.png", f"4 layers of the 7B model, {S:,} tokens")
     return rows
@@ -151,14 +150,14 @@ def main():
     parser.add_argument("--time_limit", type=float, default=60.0)
     args = parser.parse_args()
     solved = []
-    print(f"{'S':>8} {'what':24}{'n':>7}{'pairs':>8} {'solver':8}{'lower bound':>13}{'peak':>11}  "
-          f"proven{'s':>8}   (MiB)")
+    print(f"{'S':>8} {'what':24}{'n':>7}{'pairs':>8} {'solver':8}{'lower bound':>13}{'peak':>11}"
+          f"  proven{'s':>8}   (MiB)")
     for S in map(int, filter(None, args.solve.split(","))):
         solved += solve_pieces(S, args.time_limit)
         for L in (32, 80):
             solved += solve_steps(S, L, args.time_limit)
-    print(f"{'lengths':>10}{'planned':>12}{'reserved':>12}{'':9}{'reorg.':>8}   (MiB; reorganisations with "
-          f"{ROOM}x planned)")
+    print(f"{'lengths':>10}{'planned':>12}{'reserved':>12}{'':9}{'reorg.':>8}"
+          f"   (MiB; reorganisations with {ROOM}x planned)")
     compared = against_caching([int(S) for S in args.lengths.split(",")])
     picture(compared)
     rows = dict(machine=machine(), room=ROOM, solvers=solved, against_caching=compared)

@@ -69,7 +69,7 @@ class Bench:
     def chosen(self, mode):
         """What alpha=auto comes to at the present rate."""
         layer = sum(problem_of(CFG, 4, None, Room(0, cpu=True)).nbytes.values())
-        enough = (CFG.n_layer - 1) * layer  # for what is swapped, but not for all layers, which would stay on a CPU
+        enough = (CFG.n_layer - 1) * layer  # for what is swapped; all layers would stay on a CPU
         return memory.reserve_activations(replace(CFG, alpha_mode=mode), self.model, enough,
                                           streams=self.streams)
 
@@ -170,8 +170,8 @@ def main():
         print(f"copy/forward {ratio}: best alpha on the grid {best['alpha']:.3f} ({best['step_s']:.3f} s); "
               f"limits {limits}")
         for row in rows:
-            print(f"  {row['case']:>10} alpha {row['alpha']:.3f}: {row['step_s']:.3f} s, over max "
-                  f"{row['over_max']:.2f}, over sum {row['over_sum']:.2f}", flush=True)
+            print(f"  {row['case']:>10} alpha {row['alpha']:.3f}: {row['step_s']:.3f} s, "
+                  f"over max {row['over_max']:.2f}, over sum {row['over_sum']:.2f}", flush=True)
     out = Path(__file__).parent / "results" / "swap_overlap"
     result = dict(machine=machine(), L=CFG.n_layer, C=CFG.n_embd, S=CFG.block_size, forward_s=forward_s,
                   results=results)

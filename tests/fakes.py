@@ -96,8 +96,8 @@ def forward(version):
 def backward(version):
     def body(a):
         check(a)
-        causal, lse = (a["is_causal"] if "is_causal" in a else a["causal"],
-                       a["lse"] if "lse" in a else a["softmax_lse"])
+        causal = a["is_causal"] if "is_causal" in a else a["causal"]
+        lse = a["lse"] if "lse" in a else a["softmax_lse"]
         gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal,
                                   a["softmax_scale"])
         assert lse.is_contiguous() and a["deterministic"] is torch.are_deterministic_algorithms_enabled()
@@ -131,8 +131,8 @@ def package(version):
     """(kernel, {module name: module}) of one version."""
     kernel = KERNEL[version[0]]
     names = INTERFACES[kernel][2:]
-    f, b = function(names[0], FORWARD[version], forward(version)), function(names[1], BACKWARD[version],
-                                                                            backward(version))
+    f = function(names[0], FORWARD[version], forward(version))
+    b = function(names[1], BACKWARD[version], backward(version))
     if version in ("2.8.3", "3"):
         space = f"fake_{version.replace('.', '_')}_{len(OPS)}"
         OPS.append(space)

@@ -53,9 +53,8 @@ def three():
 def test_a_segment_is_recorded_once_and_then_gets_its_planned_addresses(arena):
     arena.run("piece", three)
     trace = arena.recorded()
-    assert [f"{verb} {n}" for verb, _, n in trace.events] == ["begin 0", "malloc 1000", "malloc 5000",
-                                                              "free 1000", "malloc 300", "free 5000",
-                                                              "free 300", "end 0"]
+    assert [f"{verb} {n}" for verb, _, n in trace.events] == [
+        "begin 0", "malloc 1000", "malloc 5000", "free 1000", "malloc 300", "free 5000", "free 300", "end 0"]
     arena.run("piece", three)
     assert arena.recorded().events == ()  # once
     arena.replay(trace)
@@ -107,8 +106,9 @@ def test_a_miss_is_served_counted_and_reported_once(arena, capsys):
     assert arena.stats().misses - before.misses == 6
     arena.settle()
     arena.settle()
-    assert capsys.readouterr().err == ("warning: memory plan: piece: 77 bytes were requested where 1000 were "
-                                       "planned; torch serves what the plan does not have\n")
+    assert capsys.readouterr().err == (
+        "warning: memory plan: piece: 77 bytes were requested where 1000 were planned; "
+        "torch serves what the plan does not have\n")
 
 
 class Memory:
@@ -271,9 +271,9 @@ PLANTS = {  # what the adversary does: to the cache folder, to the library in it
     "a library that the group can write": (lambda folder, path: path.chmod(0o770), ""),
     "a library without functions": (lambda folder, path: None, ""),
     "a damaged library": (lambda folder, path: path.write_bytes(b"not a library"), ""),
-    "a disk that cannot be written": (lambda folder, path: shutil.rmtree(folder.parent)
-                                      or folder.parent.touch(),
-                                      "no cache folder can be made (File exists); set XDG_CACHE_HOME to a"),
+    "a disk that cannot be written": (
+        lambda folder, path: shutil.rmtree(folder.parent) or folder.parent.touch(),
+        "no cache folder can be made (File exists); set XDG_CACHE_HOME to a"),
     "a folder in the library's place": (lambda folder, path: (path.unlink(), path.mkdir()), ""),
     "another user's folder": (lambda folder, path: another_users(folder),
                               "is no folder of this user; remove it, or set"),
@@ -284,8 +284,8 @@ PLANTS = {  # what the adversary does: to the cache folder, to the library in it
     "a link": (lambda folder, path: (folder.rename(folder.parent / "x"),
                                      folder.symlink_to(folder.parent / "x")),
                "memo is no folder of this user"),
-    "no home": (None,
-                "no cache folder can be made (Could not determine home directory.); set XDG_CACHE_HOME to a")}
+    "no home": (None, "no cache folder can be made (Could not determine home directory.); "
+                      "set XDG_CACHE_HOME to a")}
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -536,9 +536,10 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_pa
     monkeypatch.setattr("memo.memory.rehearsed_requests", no_room)
     assert main(dataset, tmp_path / "traced", "--max_iters=3") == 0
     err = capsys.readouterr().err
-    assert "its requests are traced, not recorded" in err and "1x1024/forward 0:" in err  # attention's workspace
-    assert [r["loss"] for r in metrics(tmp_path / "recorded")] == [r["loss"]
-                                                                   for r in metrics(tmp_path / "traced")]
+    assert "its requests are traced, not recorded" in err
+    assert "1x1024/forward 0:" in err  # attention's workspace
+    ours, theirs = ([r["loss"] for r in metrics(tmp_path / name)] for name in ("recorded", "traced"))
+    assert ours == theirs
     recorded, traced = (json.loads((tmp_path / name / "plan.json").read_text())["memory_plans"][0]
                         for name in ("recorded", "traced"))
     assert (list(recorded["segments"]) == list(traced["segments"])
@@ -557,8 +558,8 @@ def test_a_stop_by_signal_and_a_resume_change_nothing(dataset, tmp_path, monkeyp
     monkeypatch.setattr(train.Optimizer, "step", step_and_signal)
     assert main(dataset, tmp_path / "parts", "--max_iters=8") == 128 + signal.SIGTERM
     assert main(dataset, tmp_path / "parts", "--max_iters=8", "--init_from=resume") == 0
-    assert [r["loss"] for r in metrics(tmp_path / "whole")] == [r["loss"]
-                                                                for r in metrics(tmp_path / "parts")]
+    whole, parts = ([r["loss"] for r in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert whole == parts
 
 
 @pytest.mark.slow
@@ -584,7 +585,7 @@ def test_shapes_in_turns_evaluations_and_another_alpha_change_nothing(capsys):
     assert len(arena.plans) == 3  # one a shape
     assert arena.stats().arena_bytes == max(plan.arena_bytes for _, plan in arena.plans)
     misses = capsys.readouterr().err.splitlines()
-    assert misses and all("1x2048/recompute" in line for line in misses)  # of the other alpha, and only of that
+    assert misses and all("1x2048/recompute" in line for line in misses)  # only of the other alpha
     assert arena.stats().live_blocks == 0
     for m in (model, twin, arena):
         m.close()

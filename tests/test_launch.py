@@ -58,8 +58,8 @@ def worst(mine, reference):
 def here(host, argv, console=os.devnull):
     """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: of all, or one of each."""
     mine = argv[host.rank] if isinstance(argv[0], list) else argv
-    with open(f"{console}{host.rank}" if console != os.devnull else console,
-              "w") as file, contextlib.redirect_stdout(file):
+    path = f"{console}{host.rank}" if console != os.devnull else console
+    with open(path, "w") as file, contextlib.redirect_stdout(file):
         try:
             run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
         except Exception as e:
@@ -96,12 +96,12 @@ def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone,
     assert worst(losses(tmp_path), losses(alone)) < SAME
     val, reference = ([r["val_loss"] for r in rows(out) if "val_loss" in r] for out in (tmp_path, alone))
     assert worst(val, reference) < SAME
-    assert [(tmp_path / f"console{r}").stat().st_size > 0
-            for r in range(ranks)] == [True] + [False] * (ranks - 1)
+    spoke = [(tmp_path / f"console{r}").stat().st_size > 0 for r in range(ranks)]
+    assert spoke == [True] + [False] * (ranks - 1)
     last, first = rows(tmp_path)[-1], rows(alone)[-1]
     axes = {"tp": keys.get("tp", 1), "cp": keys.get("cp", 1), "data": ranks // keys.get("tp", 1)}
-    assert set(last["sent_bytes"]) == {name for name, size in axes.items()
-                                       if size > 1} and first["sent_bytes"] == {}
+    assert set(last["sent_bytes"]) == {name for name, size in axes.items() if size > 1}
+    assert first["sent_bytes"] == {}
     assert all(n > 0 for n in last["sent_bytes"].values()) and last["tokens"] == first["tokens"]
     assert last["tgs"] == pytest.approx(last["tokens"] / ranks / last["step_s"])
     assert last["host_bytes"] * ranks == first["host_bytes"] * max(1, ranks // (axes["tp"] * axes["cp"]))
@@ -158,10 +158,10 @@ def test_a_checkpoint_is_resumed_in_any_other_layout(dataset, tmp_path, alone):
 def test_the_same_layout_goes_on_bitwise(dataset, tmp_path):
     keys = dict(tp=2, cp=2)
     assert pool(4).run(here, argv(dataset, tmp_path / "whole", **keys)) == [0] * 4
-    assert pool(4).run(here,
-                       argv(dataset, tmp_path / "parts", **keys, max_iters=5, lr_decay_iters=10)) == [0] * 4
-    assert pool(4).run(here,
-                       ["--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=10"]) == [0] * 4
+    parts = argv(dataset, tmp_path / "parts", **keys, max_iters=5, lr_decay_iters=10)
+    assert pool(4).run(here, parts) == [0] * 4
+    resumed = ["--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=10"]
+    assert pool(4).run(here, resumed) == [0] * 4
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -206,8 +206,8 @@ def test_other_tokens_under_the_same_name_are_found_out(dataset, tmp_path):
     ids[7] ^= 1
     ids.tofile(tmp_path / "1" / "data" / "val.bin")
     first, second = pool(2).run(in_its_own_folder, str(tmp_path), argv("data", tmp_path / "out", cp=2))
-    assert first == second and first.startswith(f"Agreed: rank 1 ({socket.gethostname()}) has hash of "
-                                                "dataset data=")
+    assert first == second
+    assert first.startswith(f"Agreed: rank 1 ({socket.gethostname()}) has hash of dataset data=")
     assert first.endswith("; give all hosts the same data")
 
 
@@ -227,8 +227,8 @@ def test_a_folder_that_the_hosts_do_not_share_is_found_out(dataset, tmp_path):
     pool(2).run(impatient)
     first, second = pool(2).run(in_its_own_folder, str(tmp_path), argv(dataset, "out", cp=2))
     assert first == second
-    assert first == (f"Agreed: rank 1 ({socket.gethostname()}): out_dir=out is not the folder that rank 0 "
-                     "writes to; choose one that all hosts share")
+    assert first == (f"Agreed: rank 1 ({socket.gethostname()}): out_dir=out is not the folder "
+                     "that rank 0 writes to; choose one that all hosts share")
 
 
 def impatient(host):
@@ -273,9 +273,9 @@ def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_pat
     assert pool(2).run(here, [*keys, "--max_iters=3", "--lr_decay_iters=10"]) == [0, 0]
     resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=10", "--save_interval=2"]
     for said in pool(2).run(small_files, resume, 20_000):  # tried at 4, 6 and 8 too: training went on
-        assert said.startswith(f"{tmp_path}/ckpt/10 cannot be written (File too large); the previous one is "
-                               "whole; free some space there or choose another folder; nor could it be saved "
-                               "elsewhere: ")
+        assert said.startswith(f"{tmp_path}/ckpt/10 cannot be written (File too large); "
+                               "the previous one is whole; free some space there or choose another folder; "
+                               "nor could it be saved elsewhere: ")
     assert len(losses(tmp_path)) == 10 and os.listdir(tmp_path / "ckpt") == ["3"]
     assert pool(2).run(here, resume) == [0, 0]
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["10", "8"]
@@ -298,8 +298,8 @@ def without_room(host, argv):
 @pytest.mark.parametrize("keys", [dict(tp=2), dict(cp=2)], ids=str)
 def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path, keys):
     assert pool(2).run(here, argv(dataset, tmp_path / "recorded", max_iters=3, **keys)) == [0, 0]
-    (code, said), (other_code, _) = pool(2).run(without_room,
-                                                argv(dataset, tmp_path / "traced", max_iters=3, **keys))
+    traced = argv(dataset, tmp_path / "traced", max_iters=3, **keys)
+    (code, said), (other_code, _) = pool(2).run(without_room, traced)
     assert code == other_code == 0 and "its requests are traced, not recorded" in said[0]
     assert losses(tmp_path / "traced") == losses(tmp_path / "recorded")
     recorded, traced = (json.loads((tmp_path / name / "plan.json").read_text())["memory_plans"][0]["segments"]
@@ -366,7 +366,8 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(datase
     out, err = run.communicate(timeout=400)
     assert run.returncode == 0, err
     assert losses(tmp_path) == losses(undisturbed)
-    assert out.count("run         steps 0 to 24") == 1 and out.count("to 24 in") == 2  # the second goes on, by itself
+    assert out.count("run         steps 0 to 24") == 1
+    assert out.count("to 24 in") == 2  # the second goes on, by itself
 
 
 @pytest.mark.ranks
@@ -418,7 +419,8 @@ def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
 def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(dataset, data)
-    np.r_[np.zeros(17), np.full(31, 9999), np.zeros(17)].astype(np.uint16).tofile(data / "val.bin")  # one window of 64
+    val = np.r_[np.zeros(17), np.full(31, 9999), np.zeros(17)]  # one window of 64
+    val.astype(np.uint16).tofile(data / "val.bin")
     meta = json.loads((data / "meta.json").read_text())
     meta["counts"]["val"] = dict(tokens=65)
     (data / "meta.json").write_text(json.dumps(meta))

@@ -28,8 +28,8 @@ def write(root, files):
 
 
 def test_meminfo(tmp_path):
-    write(tmp_path, {"proc/meminfo": "MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 "
-                                     "kB\nHugePages_Total: 0\n"})
+    write(tmp_path, {"proc/meminfo": "MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 kB\n"
+                                     "HugePages_Total: 0\n"})
     assert meminfo_available(tmp_path) == 3000 * 1024
     assert 0 < meminfo_available() < 2**50
 
@@ -148,13 +148,13 @@ def test_copies_are_cut_where_pieces_end():
             ends.append(ends[-1] + rng.randint(0, 120))
         locked = {byte: k for k, s in enumerate(slab.split(0, ends[-1], piece))
                   for byte in range(s.start, s.stop)}
-        assert sorted(locked) == list(range(ends[-1])) and max(Counter(locked.values()).values(),
-                                                               default=0) <= piece
+        assert sorted(locked) == list(range(ends[-1]))
+        assert max(Counter(locked.values()).values(), default=0) <= piece
         assert all(s.start % piece == 0 for s in slab.split(0, ends[-1], piece))
         for first, end in pairwise(ends):
             parts = [range(s.start, s.stop) for s in slab.split(first, end, piece)]
             assert [byte for part in parts for byte in part] == list(range(first, end))
-            assert all(len({locked[byte] for byte in part}) == 1 for part in parts)  # none is empty, none crosses
+            assert all(len({locked[byte] for byte in part}) == 1 for part in parts)  # none empty, none crosses
             assert len({locked[byte] for byte in range(first, end)}) == len(parts)  # no more than it takes
 
 

@@ -2,7 +2,7 @@
 
 The environment's NULL_JOB is a JSON object:
 
-    gpu, figures   a hardware.machine() and its figures; null CUDA and the run's own estimate both work with these
+    gpu, figures   a hardware.machine() and its figures, for null CUDA and for the run's own estimate
     host_bytes     what is free on the host (default: the node's host memory)
     sparse         the host slab takes no pages: its zeros are not written, a fresh mapping's bytes are zero
     saves          false: without checkpoints, which are real files of a model's full size

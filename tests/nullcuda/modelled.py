@@ -41,16 +41,16 @@ def row(run):
 
 def main():
     results, rows = ROOT / "bench" / "results", []
-    note = "virtual time of null CUDA: a machine that is modelled; nothing was computed, nothing was measured on a GPU"
+    note = ("virtual time of null CUDA: a machine that is modelled; nothing was computed, "
+            "nothing was measured on a GPU")
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         dataset = random_dataset(scratch / "data", 50257, 2**20 + 4096)
         for name, (S, layers, figures) in LENGTHS.items():
             run = modelled_run(name, scratch / name, dataset)
             rows.append(dict(what=name, tokens=S, layers=layers, figures=figures, **row(run)))
-            print({k: rows[-1][k] for k in ("what", "step_s", "estimated_step_s", "alpha", "estimated_alpha",
-                                            "stall_s")},
-                  flush=True)
+            shown = ("what", "step_s", "estimated_step_s", "alpha", "estimated_alpha", "stall_s")
+            print({k: rows[-1][k] for k in shown}, flush=True)
             if name == "64K":
                 draw(run.out / "timeline.json", results / "nullcuda_timeline.png")
             written = json.dumps(dict(note=note, gpu="h100-80gb", rows=rows), indent=1)

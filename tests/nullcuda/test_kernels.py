@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("triton")
 TENSORS = dict(residual="*bf16", dy="*bf16", x="*bf16", w="*bf16", b="*bf16", mean="*fp32", rstd="*fp32",
-               sums="*fp32",
-               turn="*fp32", lse="*fp32", out_="*bf16", lse_="*fp32", eps="fp32")  # all else: i32
+               sums="*fp32", turn="*fp32", lse="*fp32", out_="*bf16", lse_="*fp32",
+               eps="fp32")  # all else: i32
 KERNELS = {
     "norm_forward_kernel": (dict(out="*bf16"), dict(HAS_B=True, BLOCK=4096)),
     "norm_backward_kernel": (dict(out="*bf16"), dict(HAS_RESIDUAL=True, HAS_B=True, BLOCK=8192)),

@@ -91,7 +91,7 @@ def test_streams_have_clocks_that_events_join_and_the_host_runs_ahead(tmp_path):
     ms = in_process(tmp_path, times)
     assert ms["product"] == pytest.approx(2e3 * 4096**3 / 692e12, abs=0.02)
     assert ms["offload"] == pytest.approx(2e3**1 * 2**28 / 25e9 / 2, rel=0.01)
-    assert ms["back"] == pytest.approx(ms["offload"], rel=0.01)  # the other direction goes on at the same time
+    assert ms["back"] == pytest.approx(ms["offload"], rel=0.01)  # both directions at the same time
     assert ms["waited"] == pytest.approx(ms["offload"], rel=0.01)
     assert ms["ahead"] < 0.1 < 10 < ms["behind"] and ms["early"]
 

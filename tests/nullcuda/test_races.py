@@ -29,9 +29,8 @@ def step_races(layouts):
     group, found = dist.group.WORLD, {}
     with watching(hardware.machine("h100-80gb").speeds):
         for layout in layouts:
-            whats = [None]
-            whats += dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout,
-                                                                  [m for m in MESSAGES if m[0] == layout])
+            messages = [m for m in MESSAGES if m[0] == layout]
+            whats = [None, *dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout, messages)]
             found[layout] = {}
             for what in whats:
                 torch.cuda.synchronize()
@@ -130,8 +129,8 @@ def test_every_wait_of_the_swap_is_needed(found, wait):
 
 @pytest.mark.parametrize("wait", STAGING_WAITS)
 def test_every_wait_of_an_optimizer_on_the_host_is_needed(found, wait):
-    assert any(all(side in line for side in STAGING_WAITS[wait])
-               for line in found["host"][wait]), found["host"][wait]
+    lines = found["host"][wait]
+    assert any(all(side in line for side in STAGING_WAITS[wait]) for line in lines), lines
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=" ".join)

@@ -90,7 +90,7 @@ NULL = Null()
 # --- what an operation reads and writes ---
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # timed by the library; a kernel in them copies what is added to
-REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place; do not read what was there
+REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place, unread
 # {name: (operand, times)}: of the table that they look up or add to they touch as much as of this operand
 INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("result", 2),
             "embedding": ("result", 2), "scatter_": (3, 2), "index_add_": (3, 3)}
@@ -181,7 +181,7 @@ class Watch(TorchDispatchMode):
 
     def attention_s(self, args, backward):
         q, k = args[backward:backward + 2]  # (B, H, T, D)
-        causal = any(a is True for a in args)  # no other flag is ever set; False, its default, may be left out
+        causal = any(a is True for a in args)  # no other flag is ever set; False, the default, may be absent
         flops = 4 * q.numel() * k.shape[2] / (2 if causal else 1)
         way = "backward" if backward else "forward"
         return flops * (2.5 if backward else 1.0) / self.speeds.rate(f"attention {way}", k.shape[2])
