@@ -20,7 +20,8 @@ from memo.swap.alpha import (
 )
 from testing.paper import PAPER
 
-HOST_BYTES = 1.035e12 / PAPER["setup"]["gpus_per_node"]  # half of the 2 TB is lost to blocks rounded up to powers of two
+# half of the 2 TB is lost to blocks rounded up to powers of two
+HOST_BYTES = 1.035e12 / PAPER["setup"]["gpus_per_node"]
 OFFLOAD_BYTES_PER_S = 10.5e9
 
 
@@ -167,15 +168,15 @@ def test_input_only_layers_are_the_least_that_fit():
 def test_an_alpha_by_hand():
     tensors = skeletal(2, 4096, 256, 4, 2)
     layer = sum(t.nbytes for t in tensors.values())
-    p = AlphaProblem(tensors, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; hidden or not is not asked
+    p = AlphaProblem(tensors, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; time does not count
     got = fixed_alpha(p, 1, 4096)
     assert got.alpha == 1 and got.host_bytes == 10 * layer and got.layer_offload_bytes == layer and got.fits
     assert fixed_alpha(p, 0, 4096).host_bytes == 10 * p.always_bytes
     short = AlphaProblem(tensors, 12, 0.0, 1.0, 5 * layer)
     with pytest.raises(OutOfHostMemory,
                        match=r"^alpha=1 needs 0\.\d+ GiB .* 10 swapped layers, this rank has 0\.\d+ GiB; "
-                             r"the largest alpha that fits is 0\.42\d, the largest "
-                             r"block_size with this alpha 2048$") as e:
+                             r"the largest alpha that fits is 0\.42\d, "
+                             r"the largest block_size with this alpha 2048$") as e:
         fixed_alpha(short, 1, 4096)
     largest = float(str(e.value).split("fits is ")[1].split(",")[0])
     assert fixed_alpha(short, largest, 4096).host_bytes <= 5 * layer

@@ -10,7 +10,15 @@ import torch
 
 from memo import attention as attention_module
 from memo import backends
-from memo.attention import BACKENDS, Unusable, attend, attend_backward, facts_of, installed_kernel, resolve_attention
+from memo.attention import (
+    BACKENDS,
+    Unusable,
+    attend,
+    attend_backward,
+    facts_of,
+    installed_kernel,
+    resolve_attention,
+)
 from memo.backends import Facts, choose, missing, workspaces
 from memo.config import Config, load_config
 from memo.errors import ConfigError
@@ -173,7 +181,7 @@ def test_without_a_kernel_it_is_the_mathematics(given):
 def test_a_named_kernel_that_cannot_serve_is_an_error(name, given, why):
     with pytest.raises(ConfigError, match=f"^attention={name} is not available: {why}; try attention=auto$"):
         choose(name, given)
-    assert choose("cudnn", facts((9, 0), cudnn=91002)) == ("cudnn", "")  # by name also one that auto passes over
+    assert choose("cudnn", facts((9, 0), cudnn=91002)) == ("cudnn", "")  # a name beats what auto passes over
 
 
 def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
@@ -199,7 +207,7 @@ def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
 
 # --- memory and speed ---
 
-@pytest.mark.parametrize("shape, deterministic, requests", [  # recorded from torch's kernel on a GPU of 132 multiprocessors
+@pytest.mark.parametrize("shape, deterministic, requests", [  # of torch's kernel on 132 multiprocessors
     ((1, 16384, 32, 128), False, [2097152, 268435456]), ((1, 16384, 32, 128), True, [2097152, 1342177280]),
     ((1, 131072, 4, 128), False, [2097152, 268435456]), ((1, 131072, 4, 128), True, [2097152, 8858370048]),
     ((1, 1000, 32, 128), True, [131072, 83886080])])

@@ -86,7 +86,8 @@ def test_each_torch_breaks_ties_in_its_own_way():
         a = CachingAllocator(ties=ties)
         places = iter((100 * MiB, 0))  # the younger segment lies lower
         a.place = lambda _, places=places: next(places)
-        p = [a.malloc(5 * MiB) for _ in range(8)]  # of each segment the last block is the oldest: what was left of it
+        # the last block of each segment is the oldest: what was left of it
+        p = [a.malloc(5 * MiB) for _ in range(8)]
         for i in (1, 3, 5):
             a.free(p[i])
         taken[ties] = [p.index(a.malloc(5 * MiB)) for _ in range(3)]
@@ -95,7 +96,8 @@ def test_each_torch_breaks_ties_in_its_own_way():
     p = [a.malloc(2 * MiB) for _ in range(10)]
     for i in (0, 3, 2, 1, 5, 6, 7, 8):
         a.free(p[i])
-    assert a.pools[False] == [(8 * MiB, 3, p[0]), (8 * MiB, 10, p[5])]  # freed last: p[1], p[8]; the segment was 1
+    # freed last: p[1], p[8]; the segment was 1
+    assert a.pools[False] == [(8 * MiB, 3, p[0]), (8 * MiB, 10, p[5])]
 
 
 def test_free_neighbours_merge_within_their_segment_only():
@@ -213,7 +215,8 @@ def test_random_requests_against_a_plain_model_of_memory(seed, ties):
             assert a.malloc(n) == address
             live[address] = n
         cells = list(plain.cells())
-        assert all(one[0] + one[1] <= two[0] for one, two in zip(cells, cells[1:], strict=False))  # nothing overlaps
+        # nothing overlaps
+        assert all(one[0] + one[1] <= two[0] for one, two in zip(cells, cells[1:], strict=False))
         assert {at: (n, not used) for at, n, used, *_ in cells} == {b.address: (b.bytes, b.free)
                                                                     for b in a.blocks.values()}
         assert a.allocated_bytes == sum(n for _, n, used, *_ in cells if used) >= sum(live.values())
@@ -249,7 +252,7 @@ def follow_torch():
                 with pytest.raises(SimulatedOutOfMemory):
                     a.malloc(n)
                 continue
-            a.place = lambda _, address=address: address  # a new segment is where torch got it; all else is found
+            a.place = lambda _, address=address: address  # a new segment is where torch got it
             assert a.malloc(n) == address
             live.append(address)
         assert (a.allocated_bytes, a.reserved_bytes) == (torch.cuda.memory_allocated(),
@@ -295,7 +298,8 @@ def test_one_step_and_the_next():
                            Rectangle(2, 4, 30 * MiB, 12 * MiB, "forward"),
                            Rectangle(5, 9, 42 * MiB, 14 * MiB, "backward")),)
     two = simulate_caching([STEP, STEP], planned_only=True)
-    assert two.reserved_bytes == only.reserved_bytes and two.cuda_mallocs == 3  # the cache has what the second step needs
+    # the cache has what the second step needs
+    assert two.reserved_bytes == only.reserved_bytes and two.cuda_mallocs == 3
     assert two.starts == (0, 10, 20) and two.steps[1][0] == Rectangle(11, 16, 0, 30 * MiB, "forward")
 
 
@@ -334,7 +338,8 @@ def test_the_planned_rectangles():
         Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward"), Rectangle(2, 4, 0, 12 * MiB, "forward"),
         Rectangle(5, 9, 0, 14 * MiB, "backward")]
     missed = SimpleNamespace(segments={"forward 0 1x4096": ((30 * MiB, 14 * MiB), (12 * MiB + 1, 0))})
-    assert planned_rectangles(STEP, missed) == [Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward")]  # a miss is torch's
+    # a miss is torch's
+    assert planned_rectangles(STEP, missed) == [Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward")]
 
 
 def test_memory_plan_is_a_picture(tmp_path):

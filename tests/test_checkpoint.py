@@ -129,7 +129,8 @@ def test_the_newest_stay_and_none_is_written_twice(tmp_path, monkeypatch):
     before = contents(tmp_path / "ckpt" / "10")
     write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99), whole=10)
     assert contents(tmp_path / "ckpt" / "10") == before
-    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99))  # a folder that is not known as whole
+    # a folder that is not known as whole
+    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99))
     assert contents(tmp_path / "ckpt" / "10") != before == contents(tmp_path / "ckpt" / "10.damaged")
     for iter, names in ((11, {"11", "10"}), (12, {"12", "11"}), (13, {"13", "12"})):
         write(tmp_path, optimizer.pieces(saved=True), iter, keep=2)
@@ -271,7 +272,8 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
     assert [process.exitcode for process in ranks] == [0] * WORLD
     assert torch.equal(dict(checkpoint.load(tmp_path).tensors("params"))["a"], torch.zeros(300, 300))
     folder = tmp_path / "ckpt" / "8"
-    for name in sorted(contents(folder).keys() - {CHECKPOINT_JSON}):  # every rank checks a part, all of them everything
+    # every rank checks a part, all of them everything
+    for name in sorted(contents(folder).keys() - {CHECKPOINT_JSON}):
         shutil.copytree(folder, folder.with_name("9"))
         stored = {k: v for k, v in json.loads((folder / CHECKPOINT_JSON).read_text()).items() if k != "crc32"}
         (folder.with_name("9") / CHECKPOINT_JSON).write_text(manifest_text(stored | dict(iter=9)))

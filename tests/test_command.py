@@ -26,8 +26,8 @@ SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [
     SEVEN, (*SEVEN, "--json"),
-    *(("-m", f"memo.{name}", "--help") for name in ("estimate", "dsa", "planner", "profiler",
-                                                    "convert", "sample")),
+    *(("-m", f"memo.{name}", "--help")
+      for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample")),
     ("train.py", "--help"), ("trace_step.py", "--block_size=128", "--vocab_size=99")])
 def test_a_command_ends_quietly_with_its_reader(command):
     reader, writer = os.pipe()
@@ -63,7 +63,8 @@ def test_an_installed_command_is_python_m():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts.values()) == {"memo.command:installed"}
     for name in scripts:
-        start = f"import sys; sys.argv[0] = '/bin/{name}'; from memo.command import installed; sys.exit(installed())"
+        start = (f"import sys; sys.argv[0] = '/bin/{name}'; "
+                 "from memo.command import installed; sys.exit(installed())")
         ends = []
         for program in (("-c", start), ("-m", name.replace("-", "."))):
             done = subprocess.run([sys.executable, *program, "--help"], capture_output=True,
@@ -119,7 +120,8 @@ def test_an_error_of_a_file_names_it(capsys):
 @pytest.mark.slow
 def test_a_start_imports_nothing_that_can_wait():
     late = "matplotlib torch.distributed.checkpoint scipy highspy ortools wandb transformers"
-    code = f"import sys, train, memo.estimate; print(*(name for name in {late.split()} if name in sys.modules))"
+    code = ("import sys, train, memo.estimate; "
+            f"print(*(name for name in {late.split()} if name in sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("\n", "")
 

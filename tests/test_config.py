@@ -24,11 +24,12 @@ def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size bias gelu position rope_theta
         dataset batch_size gradient_accumulation_steps
-        tp cp context_parallel activation alpha alpha_mode host_memory_gb pin_memory memory_plan memory_plan_check solver
+        tp cp context_parallel activation alpha alpha_mode host_memory_gb pin_memory
+        memory_plan memory_plan_check solver
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
         optimizer_device
-        out_dir init_from eval_interval eval_iters log_interval save_interval keep_checkpoints wandb_log wandb_project
-        wandb_run_name device dtype attention ops deterministic seed""".split()
+        out_dir init_from eval_interval eval_iters log_interval save_interval keep_checkpoints
+        wandb_log wandb_project wandb_run_name device dtype attention ops deterministic seed""".split()
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
@@ -67,8 +68,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--lr_decay_iters=5", "--warmup_iters=6"],
      "warmup_iters=6 must be <= lr_decay_iters=5; lower warmup_iters, or raise lr_decay_iters"),
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
-    (["--init_from=resume", "--out_dir=nowhere"], "nowhere/ckpt holds no checkpoint; train with "
-                                                  "--init_from=scratch, or see memo.convert"),
+    (["--init_from=resume", "--out_dir=nowhere"],
+     "nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or see memo.convert"),
     (["--alpha=1.5"], "alpha=1.5 must be at most 1.0 (1 is all tokens)"),
     (["--alpha=half"], "alpha='half' must be float or auto"),
     (["--alpha=nan"], "alpha=nan must be at least 0.0"),
@@ -94,9 +95,9 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--batch_size=1000", "--gradient_accumulation_steps=1000000"],
      "gradient_accumulation_steps*batch_size*block_size=4096000000000 must be at most 1099511627776 (the ids "
      "of a step's tokens alone take 16 TiB)"),
-    (["--n_layer=1000", "--n_embd=262144"], "parameters=824633720832000 must be at most 100000000000000 "
-                                            "(their states take 1.6e15 bytes; lower n_layer, n_embd, "
-                                            "vocab_size or block_size)"),
+    (["--n_layer=1000", "--n_embd=262144"],
+     "parameters=824633720832000 must be at most 100000000000000 (their states take 1.6e15 bytes; lower "
+     "n_layer, n_embd, vocab_size or block_size)"),
     (["--position=learned", "--n_embd=65536", "--block_size=2147483648"],
      "parameters=140943646785536 must be at most 100000000000000 (their states take 1.6e15 bytes; lower "
      "n_layer, n_embd, vocab_size or block_size)"),
@@ -149,8 +150,8 @@ REFUSED = (ESCAPE, "__import__('os').system('touch {marker}')", "(lambda: 0)()",
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: value[:20])
 def test_a_config_file_runs_nothing(tmp_path, value):
     path, marker = tmp_path / "c.py", tmp_path / "marker"
-    path.write_text("# a comment\nn_layer = "
-                    f"{value.format(marker=marker, long='a' * 5000) if '{' in value else value}\n")
+    value = value.format(marker=marker, long="a" * 5000) if "{" in value else value
+    path.write_text(f"# a comment\nn_layer = {value}\n")
     with pytest.raises(ConfigError, match=r"^\S+/c\.py:[12]: [^\n]{5,300}$"):
         load_config([str(path)])
     assert not marker.exists()
@@ -167,8 +168,8 @@ bias = True
 dataset = 'é'  # ä
 """.replace("\n", "\r\n").encode())
     cfg = load_config([str(tmp_path / "c.py")])
-    assert (cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.batch_size, cfg.bias,
-            cfg.dataset) == (2, 2, 128, 3, True, "é")
+    assert (cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.batch_size) == (2, 2, 128, 3)
+    assert cfg.bias is True and cfg.dataset == "é"
     assert (cfg.learning_rate, cfg.min_lr) == (3 / 10**3 + 1e-3, 2**-20)
 
 
@@ -271,8 +272,8 @@ def test_another_mode_drops_the_alpha_of_the_saved_one(tmp_path):
 
 def test_rotary_models_may_resume_at_a_longer_context(tmp_path):
     save_header(tmp_path, Config(vocab_size=99))
-    assert (load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--block_size=8192"]).block_size ==
-            8192)
+    longer = load_config(["--init_from=resume", f"--out_dir={tmp_path}", "--block_size=8192"])
+    assert longer.block_size == 8192
 
 
 def test_hf_brings_its_model_keys(tmp_path):
@@ -309,9 +310,10 @@ def test_help_has_every_key_in_its_section(monkeypatch, columns):
     assert max(map(len, lines)) <= min(columns, 110)
     headings = [line.partition(":")[0] for line in lines[1:] if line and not line.startswith(" ")]
     assert headings == ["model", "data", "ranks", "activations", "optimizer", "the run"]
-    assert [line.split("=")[0] for line in lines if line.startswith("  --")] == [f"  --{name}"
-                                                                                 for name in KEYS]
-    assert len({re.match(r"  (--\S+)? *", line).end() for line in lines if line.startswith(" ")}) == 1  # one column
+    names = [line.split("=")[0] for line in lines if line.startswith("  --")]
+    assert names == [f"  --{name}" for name in KEYS]
+    columns = {re.match(r"  (--\S+)? *", line).end() for line in lines if line.startswith(" ")}
+    assert len(columns) == 1
 
 
 def test_every_preset_loads():

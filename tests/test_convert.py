@@ -328,9 +328,8 @@ def test_configs_that_cannot_be(tmp_path, capsys, text):
     ([], "must be an object, not a list"), (None, "must be an object, not a NoneType"),
     ("[" * 99999, "nested at most 32"),
     *((dict(weight_map=names), "weight_map must give each tensor the name of a file in its folder; download")
-      for names in (
-None, [], {}, "x", 3, {"a": None}, {"a": 3}, {"a": ["x"]}, {"a": ""}, {"a": ".."}, {"a": "/etc/passwd"},
-{"a": "../../outside.safetensors"}, {"a": "x/y"}, {"a": "x\0"})),
+      for names in (None, [], {}, "x", 3, {"a": None}, {"a": 3}, {"a": ["x"]}, {"a": ""}, {"a": ".."},
+                    {"a": "/etc/passwd"}, {"a": "../../outside.safetensors"}, {"a": "x/y"}, {"a": "x\0"})),
     (dict(weight_map={"a": "pipe"}), "hf/pipe cannot be read .is no regular file.; download"),
     (dict(weight_map={"a": "zero"}), "hf/zero cannot be read .is no regular file.; download"),
     (dict(weight_map={"a": "config.json"}), "hf/config.json cannot be read .*; download")])
@@ -357,9 +356,8 @@ def test_weights_that_are_not_finite_are_told(tmp_path, hf, capsys, bad):
         {"lm_head.weight": tensors["transformer.wte.weight"].clone()})))
     convert.main(["from-hf", str(hf), str(tmp_path / "out")])
     [line] = capsys.readouterr().err.splitlines()
-    assert (line ==
-            f"warning: {hf}: there are NaN or infinities in wte.weight and in 1 more tensor; the model "
-            "cannot train")
+    assert line == (f"warning: {hf}: there are NaN or infinities in wte.weight and in 1 more tensor; "
+                    "the model cannot train")
 
 
 def test_nothing_is_overwritten(tmp_path, hf, capsys):
@@ -378,8 +376,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_weights(tmp_path, hf, capsys, mon
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(convert, "save_file", full)
-    fails(capsys, r"model\.safetensors cannot be written \(I/O error: No space left.*; free some space there "
-                  r"or choose",
+    fails(capsys, r"model\.safetensors cannot be written \(I/O error: No space left.*; "
+                  r"free some space there or choose",
           "to-hf", tmp_path / "out", tmp_path / "hf2")
     assert not list((tmp_path / "hf2").glob("model*"))
 

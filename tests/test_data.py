@@ -71,8 +71,8 @@ def test_documents_come_back_whole(tmp_path, tokenizer):
     assert meta["vocab_size"] == 300
     sha256 = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
     assert meta["tokenizer"] == dict(file="tokenizer.json", sha256=sha256, end_of_document="<|endoftext|>")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["meta.json", "tokenizer.json",
-                                                          "train.bin", "val.bin"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
 
 
 @pytest.mark.parametrize("n", [2, 19, 20])
@@ -137,8 +137,8 @@ def test_pieces_are_never_long(document):
 def test_training_sees_no_long_word():
     long = "ab" * 5000 + " c " + " \t" * 3000
     parts = list(tokens.short_words(long))
-    assert "".join(parts) == long and max(len(word) for part in parts
-                                          for word in re.findall(r"\S+|\s+", part)) <= 1024
+    assert "".join(parts) == long
+    assert max(len(word) for part in parts for word in re.findall(r"\S+|\s+", part)) <= 1024
     usual = "\n".join(TEXTS) + "x" * 1024
     assert list(tokens.short_words(usual)) == [usual]
 
@@ -290,8 +290,9 @@ def test_truncation_and_padding_of_a_tokenizer_are_left_out(tmp_path, tokenizer)
 BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "list.jsonl": b"[1]\n",
              "half.jsonl": b'{"text": "a\n', "key.jsonl": b'{"body": "a"}\n',
              "number.jsonl": b'{"text": 3}\n', "deep.jsonl": b'{"text":' + b"[" * 99999 + b"\n",
-             "bad.parquet": b"nothing " * 9, "a.md": b"# a", "digits.jsonl": b'{"text": ' + b"9" * 9999 +
-             b"}\n", "long.jsonl": b'{"text": "' + b"a" * 500 + b'"}\n'}
+             "bad.parquet": b"nothing " * 9, "a.md": b"# a",
+             "digits.jsonl": b'{"text": ' + b"9" * 9999 + b"}\n",
+             "long.jsonl": b'{"text": "' + b"a" * 500 + b'"}\n'}
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -409,7 +410,7 @@ def test_batches_depend_on_seed_and_step_only(tmp_path):
 
 def test_windows_cover_the_split_to_both_ends(tmp_path):
     data = open_dataset(str(fake_dataset(tmp_path / "d", counts=(12, 9))), 8)
-    for split, windows in (("train", 4), ("val", 1)):  # val is exactly S + 1 tokens: one window, at every step
+    for split, windows in (("train", 4), ("val", 1)):  # val is exactly S + 1 tokens: one window
         seen = [o for step in range(100) for o in data.offsets(split, step, 0, 2, 8, seed=0)]
         assert sorted(set(seen)) == list(range(windows))
     assert data.batch("val", 5, 0, 1, 8, seed=0)[1].tolist() == [list(range(1, 9))]
@@ -431,8 +432,8 @@ def change(**changes):
 
 
 @pytest.mark.parametrize(("harm", "message"), [
-    (lambda d: (d / "meta.json").unlink(), "has no meta.json, so it is no dataset; run python "
-                                           "data/text/prepare.py"),
+    (lambda d: (d / "meta.json").unlink(),
+     "has no meta.json, so it is no dataset; run python data/text/prepare.py"),
     (lambda d: (d / "meta.json").write_text("{"), "meta.json cannot be read (Expecting property name"),
     (lambda d: (d / "meta.json").write_text("[]"),
      "meta.json cannot be read (it must be an object, not a list)"),
@@ -526,8 +527,8 @@ def model_of(tokenizer, **changes):
 def test_junk_is_no_tokenizer(tmp_path, tokenizer, capfd, junk):
     path = tmp_path / "tokenizer.json"
     path.write_text(junk(tokenizer))
-    with pytest.raises(ConfigError, match=rf"^tokenizer={path} cannot be read \([^\n]+\); give a "
-                                          r"tokenizer.json of"):
+    with pytest.raises(ConfigError,
+                       match=rf"^tokenizer={path} cannot be read \([^\n]+\); give a tokenizer.json of"):
         load_tokenizer(path)
     assert capfd.readouterr() == ("", "")
 
@@ -543,8 +544,8 @@ def test_a_split_without_one_window(tmp_path, counts, split):
 
 def test_datasets_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("memo.batch.DATA", tmp_path)
-    with pytest.raises(ConfigError, match="dataset=stdlib must be .* there is none; run python "
-                                          "data/stdlib/prepare.py$"):
+    with pytest.raises(ConfigError,
+                       match="dataset=stdlib must be .* there is none; run python data/stdlib/prepare.py$"):
         open_dataset("stdlib", 8)
     fake_dataset(tmp_path / "mine")
     assert open_dataset("mine", 8).folder == tmp_path / "mine"
@@ -563,5 +564,6 @@ def test_a_batch_goes_to_a_gpu_through_pinned_memory_and_nobody_waits():
             return self.pinned, device, non_blocking
     gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
     assert to_device(Host(), gpu, pin=True) == (True, gpu, True)
-    assert to_device(Host(), gpu, pin=False) == (False, gpu, False)  # from pageable memory a copy must be waited for
+    # from pageable memory a copy must be waited for
+    assert to_device(Host(), gpu, pin=False) == (False, gpu, False)
     assert to_device(Host(), cpu, pin=True) == (False, cpu, False)

@@ -126,11 +126,13 @@ def test_80_gib_in_bytes(solver, gurobi, monkeypatch):
         problem = problem_of([(lower, upper, size * unit) for lower, upper, size in GAPS[0]])
         solution = solve(problem, solver)
         assert (solution.peak, solution.lower_bound) == (7 * unit, 7 * unit)
-    odd = [(lower, upper, size * 8 * GIB + i) for i, (lower, upper, size) in enumerate(GAPS[0])]  # no common unit
+    # no common unit
+    odd = [(lower, upper, size * 8 * GIB + i) for i, (lower, upper, size) in enumerate(GAPS[0])]
     assert _unit(problem_of(odd)) == 1
     solution, least = solve(problem_of(odd), solver), solve(problem_of(odd), "cpsat")
     assert least.proven and least.peak <= solution.peak <= least.peak * 1.001
-    assert solution.proven or (solver == "mip" and solution.lower_bound == lower_bound(problem_of(odd)))  # claims no proof
+    # mip claims no proof
+    assert solution.proven or (solver == "mip" and solution.lower_bound == lower_bound(problem_of(odd)))
 
 
 @pytest.mark.parametrize("answer", [(None, -inf), (None, inf), ([0.0] * 10, 3.0), ([1e-7, -1e-7] * 5, 6.0)])
@@ -187,7 +189,7 @@ def test_greedy_ends_with_its_time():
 
 
 def test_a_large_problem_gets_a_quick_placement_first(monkeypatch):
-    problem, asked = problem_of([(i, 100 + i, 7) for i in range(200)]), []  # whose in_order is the best there is
+    problem, asked = problem_of([(i, 100 + i, 7) for i in range(200)]), []  # whose in_order is the best
     monkeypatch.setattr(solvers, "_best_fit", lambda *args: asked.append(args))
     monkeypatch.setattr(solvers, "LARGE", 199)
     assert solve(problem).proven and not asked

@@ -125,7 +125,8 @@ def test_a_run_that_cannot_save_stops_and_saves_elsewhere(dataset, tmp_path, mon
 def test_the_last_save_of_all_says_where_it_went(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken_disk(monkeypatch)
-    message = r"out/ckpt/3 cannot be written \(Input/output error\).*; nor could it be saved elsewhere: \S*/memo-saved-"
+    message = (r"out/ckpt/3 cannot be written \(Input/output error\).*; "
+               r"nor could it be saved elsewhere: \S*/memo-saved-")
     with pytest.raises(TrainingError, match=message):
         train.main(argv(dataset, tmp_path / "out", max_iters=3))
 
@@ -178,8 +179,8 @@ def test_pictures_and_loggers_that_fail_are_warnings(dataset, tmp_path, monkeypa
     monkeypatch.setattr(JsonlLogger, "log", fails)
     assert train.main(argv(dataset, tmp_path)) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
-    assert sorted(line.split()[1] for line in warnings) == ["JsonlLogger", "loss.png", "memory_plan.png",
-                                                            "timeline.png"]
+    lost = sorted(line.split()[1] for line in warnings)
+    assert lost == ["JsonlLogger", "loss.png", "memory_plan.png", "timeline.png"]
     assert checkpoint.load(tmp_path).iter == 12
 
 

@@ -121,8 +121,8 @@ def test_every_byte_is_in_a_line_and_a_region():
         got = budget.estimate(cfg, A800, 8, lambda *_: ArenaBytes(10**9, 10**6))
         out = report.as_dict(got)
         regions = {k: v for k, v in out["device_bytes"].items() if k not in ("total", "capacity")}
-        assert sum(regions.values()) == out["device_bytes"]["total"] == sum(line.device_bytes
-                                                                            for line in got.lines)
+        total = sum(line.device_bytes for line in got.lines)
+        assert sum(regions.values()) == out["device_bytes"]["total"] == total
         assert out["host_bytes"]["total"] == 8 * sum(line.host_bytes for line in got.lines)
         assert all(isinstance(n, int) for line in got.lines for n in line[2:])
         assert sum(out["seconds"]["parts"].values()) == pytest.approx(out["seconds"]["step"])
@@ -185,8 +185,8 @@ def test_a_run_finds_what_was_estimated(dataset, tmp_path):
         measured[line["region"]] = measured.get(line["region"], 0) + line["device_bytes"]
     assert {name: guessed[name] for name, n in measured.items() if n} == pytest.approx(
         {name: n for name, n in measured.items() if n}, rel=0.01)
-    assert (plan["estimate"]["host_bytes"]["total"] == plan["host_bytes"] and plan["estimate"]["alpha"] ==
-            plan["alpha"])
+    assert plan["estimate"]["host_bytes"]["total"] == plan["host_bytes"]
+    assert plan["estimate"]["alpha"] == plan["alpha"]
 
 
 # --- time ---
@@ -232,8 +232,8 @@ def test_the_schedule_event_by_event(n_buffers, rate):
 
 def test_speeds_lie_between_those_that_were_measured():
     speeds = hardware.Speeds({"matmul": [(100, 1.0), (10000, 100.0)], "memory": [(1, 5.0)]})
-    assert [speeds.rate("matmul", n)
-            for n in (1, 100, 1000, 10000, 10**6)] == pytest.approx([1, 1, 10, 100, 100])
+    rates = [speeds.rate("matmul", n) for n in (1, 100, 1000, 10000, 10**6)]
+    assert rates == pytest.approx([1, 1, 10, 100, 100])
     assert speeds.rate("gelu forward", 17) == 5.0 and speeds.seconds("norm", 10) == 2.0
 
 
@@ -325,8 +325,8 @@ def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
 
 
 def test_search_takes_the_configs_number_of_ranks(capsys):
-    assert " 8 x h100-80gb on 1 node" in command("config/7b_1m.py", "--gpu=h100-80gb", "--search",
-                                                 capsys=capsys)[1]
+    out = command("config/7b_1m.py", "--gpu=h100-80gb", "--search", capsys=capsys)[1]
+    assert " 8 x h100-80gb on 1 node" in out
     _, _, err = command("config/7b_1m.py", "--gpu=h100-80gb", "--tp=0", "--search", capsys=capsys)
     assert err == "error: tp=0 must be at least 1\n"
 
@@ -448,8 +448,8 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     cfg = load_config(["config/7b_1m.py"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     line = search.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
-    assert line.startswith(
-        "out of memory (tried 2 GiB) while the region rounding_buffers grew, estimated at ")
+    assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, "
+                           "estimated at ")
     assert "try --cp or --tp" in line and "the greatest block_size that would fit is " in line
     assert int(line.rpartition(" ")[2]) < cfg.block_size or "should fit" in line
     argv = arguments(dataset, tmp_path, activation="keep", n_layer=16, n_embd=256, n_head=4, block_size=1024,
@@ -534,10 +534,11 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
         machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1, 0, ""))
         assert machine.cpu and machine.speeds is None
     path.unlink()
-    assert command(*preset,
-                   capsys=capsys)[2].startswith("error: --gpu=here: nothing was measured on this machine")
+    err = command(*preset, capsys=capsys)[2]
+    assert err.startswith("error: --gpu=here: nothing was measured on this machine")
     path.parent.chmod(0o777)
-    why = f"error: a calibration cannot be kept: {path.parent} can be written by others; chmod 700 {path.parent}\n"
+    why = (f"error: a calibration cannot be kept: {path.parent} can be written by others; "
+           f"chmod 700 {path.parent}\n")
     assert command(*preset, capsys=capsys)[2] == why
     assert commands.run(profiler.main, ["--calibrate"]) == 2 and capsys.readouterr().err == why
 
@@ -560,8 +561,8 @@ def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     first = [traced_arena(cfg, machine, trace) for _ in range(2)]
     file, = (tmp_path / "memo").glob("arena-*.json")
     stored = json.loads(file.read_text())
-    assert (len(traces) == 1 and first == [ArenaBytes(1024, 0)] * 2 and stored["arena"] ==
-            dict(transient=1024, head=0))
+    assert len(traces) == 1 and first == [ArenaBytes(1024, 0)] * 2
+    assert stored["arena"] == dict(transient=1024, head=0)
     file.write_text(poison if isinstance(poison, str)
                     else json.dumps(stored | poison if "arena" in poison else poison))
     assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 2

@@ -66,10 +66,10 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
 
 @pytest.mark.parametrize("keys,world,message", [
     (dict(cp=2, tp=3, n_head=6, n_embd=36, block_size=24), 8,
-     r"^dp\(1\)\*cp\(2\)\*tp\(3\) != WORLD_SIZE\(8\); start it with torchrun --nproc_per_node=6 \(or a "
-     r"multiple\)"),
-    (dict(cp=2, tp=4), 1, r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun "
-                          r"--nproc_per_node=8"),
+     r"^dp\(1\)\*cp\(2\)\*tp\(3\) != WORLD_SIZE\(8\); "
+      r"start it with torchrun --nproc_per_node=6 \(or a multiple\)"),
+     (dict(cp=2, tp=4), 1,
+      r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
     (dict(gradient_accumulation_steps=3), 2,
      r"^gradient_accumulation_steps=3 % dp=2 != 0 .*; try --gradient_accumulation_steps=4$"),
 ])
@@ -212,7 +212,7 @@ def talk(host, dtype):
     axis = Axis("tp", host.size, host.rank, host.group)
     silent = Axis("tp", host.size, host.rank)
     n, r = axis.size, axis.rank
-    everybody = torch.stack([torch.arange(12.) + 3 * i for i in range(n)]).to(dtype)  # (n, 12): what each rank has
+    everybody = torch.stack([torch.arange(12.) + 3 * i for i in range(n)]).to(dtype)  # (n, 12): of each rank
     mine, table = everybody[r].clone(), torch.stack([everybody[r] + i for i in range(n)])
     calls = dict(gather=(lambda a: a.gather(mine.view(3, 4)), everybody.view(n, 3, 4)),
                  scatter_sum=(lambda a: a.scatter_sum(table), everybody.sum(0) + n * r),

@@ -210,7 +210,7 @@ def test_adamw_decays_matrices_only_and_clips_the_global_norm():
     mine = views(model.layout, model.params)
     for names, p in twin.memo_names().items():
         got, want = torch.cat([mine[name] for name in names]), p.detach()
-        if names[0].endswith("q_b"):  # the loss does not depend on the k bias: AdamW makes steps of its rounding noise
+        if names[0].endswith("q_b"):  # no loss depends on the k bias: AdamW makes steps of rounding noise
             got, want = (t.view(3, -1)[[0, 2]] for t in (got, want))
         assert error(got, want) < 1e-5, names
 

@@ -1,4 +1,4 @@
-"""A layout gives the loss and gradients of one process; in a layout all modes and alphas give the same bits."""
+"""A layout gives the loss and gradients of one process; in it all modes and alphas give the same bits."""
 
 
 import pytest
@@ -120,7 +120,7 @@ def alone():
 
 
 def relative_error(mine, reference, name):
-    like = name.replace("k_b", "q_b")  # no loss depends on k's bias: its gradient is noise, small beside that of q's
+    like = name.replace("k_b", "q_b")  # no loss depends on k's bias: its gradient is small noise beside q's
     return ((mine[name] - reference[name]).norm() / reference[like].norm()).item()
 
 
@@ -242,7 +242,7 @@ def test_no_rank_ever_has_full_logits():
     model.forward(tokens, tokens, scale=1.0)
     largest = max(n for events in arena.recorded().segments.values() for verb, _, n in events
                   if verb == "malloc")
-    assert largest == 4 * 4096 * 50304 // 4  # the softmax of a chunk of tokens, fp32, over a quarter of the vocabulary
+    assert largest == 4 * 4096 * 50304 // 4  # the softmax of a chunk of tokens, fp32, a quarter of the words
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_no_rank_ever_has_full_logits():
                           (1, 8, "ulysses")])
 def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     """At a million tokens and more: all of a step's temporary tensors in units of one (n, C)."""
-    monkeypatch.setattr(GPT, "head", lambda *args: None)  # which takes long to trace, in its many chunks, and little memory
+    monkeypatch.setattr(GPT, "head", lambda *args: None)  # its many chunks take long to trace, little memory
     cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}",
                        f"--context_parallel={kind}", "--n_layer=3"])
     mesh = Mesh(weights=Axis("tp", tp), tokens=Axis("cp", cp))

@@ -83,15 +83,15 @@ def test_equal_layers_are_solved_once_and_without_crossings_level_2_costs_nothin
 
 
 def test_a_log_without_marks_is_one_segment():
-    plan = bilevel(parse_trace("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\nfree c "
-                               "100\nfree b 50\n"))
+    plan = bilevel(parse_trace("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\n"
+                               "free c 100\nfree b 50\n"))
     assert list(plan.segments) == ["step"] and plan.arena_bytes == plan.lower_bound == 150 and plan.proven
     assert [n for n, _ in plan.segments["step"]] == [100, 50, 100]
 
 
 def test_what_is_never_freed_lives_to_the_end_and_what_is_kept_is_not_planned():
-    trace = parse_trace("begin a\nmalloc x 10\nmalloc y 20\nend a\nbegin b\nmalloc z 5\nfree z 5\nfree y "
-                        "20\nend b\n")
+    trace = parse_trace("begin a\nmalloc x 10\nmalloc y 20\nend a\n"
+                        "begin b\nmalloc z 5\nfree z 5\nfree y 20\nend b\n")
     assert bilevel(trace).arena_bytes == one_level(trace).arena_bytes == 35
     settled = trace.settled()
     assert settled.events[1] == ("keep", "x", 10) and bilevel(settled).segments["a"][0] == (10, None)
@@ -109,13 +109,13 @@ def test_the_text_of_a_trace_reads_back():
 def test_repeated_segments():
     trace = parse_trace("begin a 0\nmalloc 1 8\nfree 1 8\nend a 0\nbegin b\nmalloc 1 9\nfree 1 9\nend b\n")
     order = [("a 0", "a 0"), ("a 1", "a 0"), ("b", "b")]
-    assert {k: len(events) for k, events in trace.repeated(order).segments.items()} == {"a 0": 4,
-                                                                                        "a 1": 4, "b": 4}
+    counts = {k: len(events) for k, events in trace.repeated(order).segments.items()}
+    assert counts == {"a 0": 4, "a 1": 4, "b": 4}
     leaves = parse_trace("begin a\nmalloc 1 8\nend a\nfree 1 8\n").repeated([("a", "a"), ("b", "a")])
     assert [verb for verb, *_ in leaves.events] == ["begin", "keep", "end"] * 2
+    crossing = parse_trace("begin a\nmalloc 1 8\nend a\nbegin b\nfree 1 8\nend b\n")
     with pytest.raises(LogError):  # what goes from one segment to another cannot be repeated
-        parse_trace("begin a\nmalloc 1 8\nend a\nbegin b\nfree 1 8\nend b\n").repeated([("b", "b"),
-                                                                                        ("a", "a")])
+        crossing.repeated([("b", "b"), ("a", "a")])
 
 
 def test_a_plan_is_made_once_and_cached(tmp_path, monkeypatch):
@@ -264,7 +264,8 @@ def test_files_that_cannot_be(tmp_path, capsys):
         assert error.startswith(f"error: {path}") and message in error and error.count("\n") == 1
     path.write_text("malloc a 1\n")
     assert run(main, [str(path), "-o", str(tmp_path / "no" / "plan.json")]) == 2
-    assert "no/plan.json cannot be written (No such file or directory); choose another -o" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "no/plan.json cannot be written (No such file or directory); choose another -o" in err
 
 
 def test_json_for_people():

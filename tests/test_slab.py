@@ -154,7 +154,8 @@ def test_copies_are_cut_where_pieces_end():
         for first, end in pairwise(ends):
             parts = [range(s.start, s.stop) for s in slab.split(first, end, piece)]
             assert [byte for part in parts for byte in part] == list(range(first, end))
-            assert all(len({locked[byte] for byte in part}) == 1 for part in parts)  # none empty, none crosses
+            # none is empty, none crosses
+            assert all(len({locked[byte] for byte in part}) == 1 for part in parts)
             assert len({locked[byte] for byte in range(first, end)}) == len(parts)  # no more than it takes
 
 

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -95,8 +96,8 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     monkeypatch.setattr("memo.parallel.tp.CHUNK_ROWS", 600)
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
-    assert torch.equal(keep[0], whole[0]) and error(keep[1],
-                                                    whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(keep[0], whole[0])
+    assert error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
     for mode in (*MODES[:2], *MODES[2:-2:2], *MODES[-2:]):  # every other eighth
         assert same(trained(2, S, dtype, 2, **mode, **keys), keep), mode
 
@@ -246,7 +247,8 @@ def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeyp
     assert same([*seen, model.params], keep)
     assert offload.layers == 2 * 3
     whole = keys.get("activation") == "swap" or keys.get("alpha") == 1
-    assert len(recomputed) == (0 if whole else 2 * 4)  # the last but one shares rows with the last, though it is not swapped
+    # the last but one shares rows with the last, though it is not swapped
+    assert len(recomputed) == (0 if whole else 2 * 4)
     model.close()
 
 
@@ -258,9 +260,10 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
         always, others = N * (2 * row + 4 * H), int(alpha * N) * (14 * row + 4 * 4)
         assert model.swap.host_bytes == model.swap.slab.bytes.nbytes == (L - 2) * (always + others)
         copied = sorted((h.data_ptr(), h.nbytes) for pairs in model.swap.pairs for _, h in pairs)
-        assert (copied[0][0] == model.swap.slab.bytes.data_ptr() and sum(n for _, n in copied) ==
-                model.swap.host_bytes)
-        assert all(a + n == b for (a, n), (b, _) in zip(copied, copied[1:], strict=False))  # neither gaps nor overlaps
+        assert copied[0][0] == model.swap.slab.bytes.data_ptr()
+        assert sum(n for _, n in copied) == model.swap.host_bytes
+        # neither gaps nor overlaps
+        assert all(a + n == b for (a, n), (b, _) in zip(copied, copied[1:], strict=False))
         assert all(d.nbytes == h.nbytes for pairs in model.swap.pairs for d, h in pairs)
         model.close()
 
@@ -309,7 +312,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
                                   limits=dict(hidden=0.5))
             p = model.swap.placement
             model.close()
-            sizes, swap = allocations(lambda: Swap(p, gpt_layer(C, H), B, S, torch.float32, CPU))  # noqa: B023
+            sizes, swap = allocations(partial(Swap, p, gpt_layer(C, H), B, S, torch.float32, CPU))
             assert sum(sizes) == peak(sizes) == sum(p.buffer_bytes(tensors).values()) == swap.device_bytes
             taken[activation, L] = sum(sizes)
             swap.close()
@@ -321,10 +324,11 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
             model.close()
     for L in (4, 8, 16):
         assert taken["swap", L] == 2 * whole + x
-        assert taken["memo", L] == 2 * always + x + (1 + 3 / 8) * (whole - always)  # the paper's alpha there, in rows of 128
+        # the paper's alpha there, in rows of 128
+        assert taken["memo", L] == 2 * always + x + (1 + 3 / 8) * (whole - always)
         assert taken["keep", L] == L * whole + x
         assert taken["recompute", L] == whole + L * x
-    assert len(set(steps.values())) <= 3, steps  # what a step takes on top: once whole, once in rows, once neither
+    assert len(set(steps.values())) <= 3, steps  # what a step takes on top: whole, in rows, neither
     for activation in ("keep", "swap", "memo", "recompute"):
         assert len({steps[activation, L] for L in (4, 8, 16)}) == 1
 
@@ -351,7 +355,8 @@ class Delayed(CpuStream):
             super().wait(event)
 
 
-WAITS = {"computed": "compute", "offloaded": "offload", "done": "compute", "prefetched": "prefetch"}  # for whom
+# for whom
+WAITS = {"computed": "compute", "offloaded": "offload", "done": "compute", "prefetched": "prefetch"}
 
 
 @pytest.fixture

@@ -100,7 +100,8 @@ def test_stopping_in_the_middle_of_a_step_gives_the_slab_and_the_streams_back(da
 
     def stopped(block, *args):
         calls.append(block)
-        if len(calls) == 14:  # the profiler's four, two steps of four layers, and the second layer from the end of the third
+        # the profiler's four, two steps of four layers, and the second layer from the end of the third
+        if len(calls) == 14:
             if how != "SIGTERM":
                 raise FloatingPointError("in a layer")
             os.kill(os.getpid(), signal.SIGTERM)
@@ -280,8 +281,9 @@ def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path, cap
     capsys.readouterr()
     assert run(sample.main, [str(tmp_path), "--prompt=3", "--device=cpu"]) == 2
     told = capsys.readouterr()
-    says = f"tokenizer.json has {VOCAB + 1} tokens, which must be at most the model's vocab_size={VOCAB}; copy"
+    says = (f"tokenizer.json has {VOCAB + 1} tokens, "
+            f"which must be at most the model's vocab_size={VOCAB}; copy")
     assert not told.out and says in told.err and told.err.count("\n") == 1
     assert run(sample.main, [str(tmp_path), "--prompt=@nowhere.txt"]) == 2
-    assert capsys.readouterr().err == "error: prompt=@nowhere.txt cannot be read (No such file or directory); give a text " \
-                                      "file in UTF-8\n"
+    assert capsys.readouterr().err == ("error: prompt=@nowhere.txt cannot be read "
+                                       "(No such file or directory); give a text file in UTF-8\n")

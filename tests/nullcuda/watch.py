@@ -161,7 +161,8 @@ class Watch(TorchDispatchMode):
             return result
         name = func._schema.name.removeprefix("aten::")
         reads, writes = touched(func, name, args, kwargs, result)
-        if all(type(t) is torch.Tensor and not t.is_meta for t in (*reads, *writes)):  # not while shapes are only traced
+        # not while shapes are only traced
+        if all(type(t) is torch.Tensor and not t.is_meta for t in (*reads, *writes)):
             accesses = [(*span(t), writing) for ts, writing in ((reads, 0), (writes, 1)) for t in ts]
             if any(t.is_cuda for t in (*reads, *writes)):
                 NULL.did(name, self.seconds(name, args, reads, writes, result), accesses)
