@@ -484,8 +484,8 @@ def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
     dtype = kw.get("dtype", torch.float32)
     model, arena = model_and_arena(**kw)
     recorded = rehearsed_requests(model, arena).segments
-    traced = traced_requests(lambda device: GPT(model.cfg, device, dtype), 1, 2048, model.swap.missing,
-                             "cpu").segments
+    traced = traced_requests(lambda device: GPT(model.cfg, device, dtype), 1, 2048,
+                             model.swap.missing, "cpu").segments
     assert list(traced) == list(recorded)
     for label in traced:
         rest = [n for verb, _, n in recorded[label] if verb == "malloc"]

@@ -232,8 +232,8 @@ def a_rank(rank, out_dir):
     limits, saver = resource.getrlimit(resource.RLIMIT_FSIZE), Saver(out_dir, group)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]) if rank == 1 else limits)
     part = [Piece("params.a", (300, 300), (100 * rank, 0), large["params.a"][100 * rank:100 * rank + 100])]
-    fails(lambda: saver.save(part, CFG, 6), saver, r"ckpt/6 cannot be written \(File too large\); the "
-                                                   r"previous one is whole")
+    fails(lambda: saver.save(part, CFG, 6), saver,
+          r"ckpt/6 cannot be written \(File too large\); the previous one is whole")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     commit, saver.commit = saver.commit, saver.commit if rank else full
     fails(lambda: saver.save(part, CFG, 7), saver,
@@ -488,8 +488,8 @@ def test_a_truncated_or_missing_file_is_named(intact):
         file, json = intact / name, name == CHECKPOINT_JSON
         for size in (0, 1, len(whole_) // 2, len(whole_) - 1):
             file.write_bytes(whole_[:size])
-            refused(intact, f"{name} " + ("cannot be read"
-                                          if json else f"is {size} bytes long, must be {len(whole_)}"))
+            why = "cannot be read" if json else f"is {size} bytes long, must be {len(whole_)}"
+            refused(intact, f"{name} {why}")
         file.write_bytes(whole_ + b"0")
         refused(intact, f"{name} " + ("cannot be read" if json else "is .* bytes long, must be"))
         file.unlink()
@@ -510,8 +510,8 @@ def test_every_flipped_bit_is_seen(intact):
 
 
 def test_other_formats_are_refused(tmp_path, intact):
-    with pytest.raises(CheckpointError, match="nowhere/ckpt holds no checkpoint; train with "
-                                              "--init_from=scratch, or"):
+    with pytest.raises(CheckpointError,
+                       match="nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or"):
         checkpoint.load(tmp_path / "nowhere")
     for stored, message in ((dict(format="memo 3"),
                              "format='memo 3' must be 'memo 2'; read it with the memo that wrote it"),
@@ -661,10 +661,10 @@ def test_foreign_tensors_execute_nothing(tmp_path, monkeypatch):
                            r"give the run the checkpoint's vocab_size=200, not 300$"),
     (dict(vocab_size=201), r"is of another model; give the run the checkpoint's vocab_size=200, not 201$"),
     (dict(n_head=4), r"is of another model.*n_head=2, not 4$"),
-    (dict(n_layer=3), r"params\.h\.2\.q_w is missing in the checkpoint and \(32, 32\) in the "
-                      r"model.*n_layer=2, not 3$"),
-    (dict(n_layer=1), r"params\.h\.1\.q_w is \(32, 32\) in the checkpoint and missing in the "
-                      r"model.*n_layer=2, not 1$"),
+    (dict(n_layer=3),
+     r"params\.h\.2\.q_w is missing in the checkpoint and \(32, 32\) in the model.*n_layer=2, not 3$"),
+    (dict(n_layer=1),
+     r"params\.h\.1\.q_w is \(32, 32\) in the checkpoint and missing in the model.*n_layer=2, not 1$"),
     (dict(bias=False), r"params\.h\.0\.q_b is .*bias=True, not False$"),
     (dict(position="learned"),
      r"params\.wpe is missing in the checkpoint and \(24, 32\).*position=rope, not learned$"),

@@ -350,10 +350,11 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, hf, capsys):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_told(tmp_path, hf, capsys, bad):
-    rewrite(hf, lambda tensors: (tensors["transformer.h.1.mlp.c_fc.weight"][3, 4:6].fill_(bad),
-                                 tensors["transformer.wte.weight"][0].fill_(bad),
-                                 tensors.update(
-        {"lm_head.weight": tensors["transformer.wte.weight"].clone()})))
+    def spoil(tensors):
+        tensors["transformer.h.1.mlp.c_fc.weight"][3, 4:6].fill_(bad)
+        tensors["transformer.wte.weight"][0].fill_(bad)
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    rewrite(hf, spoil)
     convert.main(["from-hf", str(hf), str(tmp_path / "out")])
     [line] = capsys.readouterr().err.splitlines()
     assert line == (f"warning: {hf}: there are NaN or infinities in wte.weight and in 1 more tensor; "

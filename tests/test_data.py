@@ -522,8 +522,8 @@ def model_of(tokenizer, **changes):
     lambda t: model_of(t, continuing_subword_prefix="x"),  # the library would abort
     lambda t: json.dumps(json.loads(t.to_str()) | dict(  # and here panic
         normalizer=dict(type="Replace", pattern=dict(String=""), content="a"))),
-    lambda t: json.dumps(json.loads(t.to_str()) |
-                         dict(model=dict(type="WordLevel", vocab={}, unk_token="u")))])
+    lambda t: json.dumps(json.loads(t.to_str())
+                         | dict(model=dict(type="WordLevel", vocab={}, unk_token="u")))])
 def test_junk_is_no_tokenizer(tmp_path, tokenizer, capfd, junk):
     path = tmp_path / "tokenizer.json"
     path.write_text(junk(tokenizer))

@@ -143,8 +143,8 @@ def test_what_a_mip_solver_says_is_not_believed(answer, monkeypatch):
 
 
 def test_a_part_gains_nothing_below_the_peak_of_another():
-    problem = problem_of(GAPS[0] + [(lower + 10, upper + 10, size) for lower, upper, size in GAPS[1]] +
-                         [(20, 30, 3)])
+    later = [(lower + 10, upper + 10, size) for lower, upper, size in GAPS[1]]
+    problem = problem_of(GAPS[0] + later + [(20, 30, 3)])
     solution = solve(problem)
     assert (solution.peak, solution.proven) == (7, True)
     empty = solve(Problem(()))
@@ -200,8 +200,7 @@ def test_placements_in_order_of_time_are_placements(seed):
     """The validator, which is quick with many alive, finds what looking at all pairs finds."""
     rng = random.Random(seed)
     rows = [(lower, lower + rng.randint(1, 30), rng.choice([1, 2, 3, 64, 10**12]))
-            for lower in (rng.randrange(60)
-                       for _ in range(150))]
+            for lower in (rng.randrange(60) for _ in range(150))]
     part = solvers.part_of(*zip(*rows, strict=True))
     offsets, problem = solvers.in_order(part), problem_of(rows)
 
@@ -227,8 +226,8 @@ def test_the_validator_keeps_order_among_many():
     rng, there = random.Random(0), set()
     for _ in range(3000):
         k = rng.randrange(5000)
-        assert row.neighbours(k) == sorted(j for j in there if j < k)[-1:] + sorted(j for j in there
-                                                                                    if j >= k)[:1]
+        before, behind = sorted(j for j in there if j < k), sorted(j for j in there if j >= k)
+        assert row.neighbours(k) == before[-1:] + behind[:1]
         (there.discard if k in there else there.add)(k)
         (row.add if k in there else row.drop)(k)
 

@@ -38,8 +38,7 @@ def undisturbed(dataset, tmp_path_factory):
 # --- signals ---
 
 @pytest.mark.usefixtures("hangup_is_heard")
-def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, monkeypatch, capsys,
-                                                          undisturbed):
+def test_a_second_signal_saves_without_this_step(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(signals, "SAME_S", 0.0)
     real, calls = Block.backward, []
 
@@ -107,8 +106,7 @@ def broken_disk(monkeypatch, works=lambda path: False):
     monkeypatch.setattr(dcp, "write", write)
 
 
-def test_a_run_that_cannot_save_stops_and_saves_elsewhere(dataset, tmp_path, monkeypatch, capsys,
-                                                          undisturbed):
+def test_a_run_that_cannot_save_saves_elsewhere(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken_disk(monkeypatch, lambda folder: "memo-saved-" in str(folder))
     with pytest.raises(TrainingError, match=r"^\d+ saves in a row failed: .*Input/output error"):

@@ -66,10 +66,10 @@ def test_rotary_turns_every_pair(kind, heads, D, dtype, limit):
 def test_merged_parts_are_attention_to_all_keys(kind, dtype):
     B, T, H, D, keys = 2, 37, 3, 24, 10
     scores, v = torch.randn(B, H, T, keys).double() * 5, torch.randn(B, H, keys, D).double()
-    halves = [(torch.einsum("bhqk,bhkd->bqhd", s.softmax(-1), v_).to(dtype), s.logsumexp(-1).float())
-              for s, v_ in
-              zip(scores.split(5, -1), v.split(5, 2), strict=True)]
-    (out, lse), (out_, lse_) = halves
+    halves = zip(scores.split(5, -1), v.split(5, 2), strict=True)
+    (out, lse), (out_, lse_) = (
+        (torch.einsum("bhqk,bhkd->bqhd", s.softmax(-1), v_).to(dtype), s.logsumexp(-1).float())
+        for s, v_ in halves)
     longer = torch.zeros(B, T + 3, H, D), torch.zeros(B, H, T + 3)  # views of something else, as in a ring
     out, lse = longer[0][:, 3:].copy_(out), longer[1][..., 3:].copy_(lse)
     kind.merge(out, lse, out_, lse_)

@@ -163,8 +163,7 @@ def test_copies_are_cut_where_pieces_end():
     (64 * 1024, "64 KiB", "a smaller --host_memory_gb, `ulimit -l unlimited`, or --pin_memory=false"),
     (2**40, "1073741824 KiB", "a smaller --host_memory_gb, or --pin_memory=false"),
     (resource.RLIM_INFINITY, "unlimited", "a smaller --host_memory_gb, or --pin_memory=false")])
-def test_a_page_lock_that_is_refused_names_the_piece_and_the_remedy(fake_cuda, monkeypatch, limit,
-                                                                    shown, remedy):
+def test_a_page_lock_that_is_refused_names_piece_and_remedy(fake_cuda, monkeypatch, limit, shown, remedy):
     driver, calls = fake_cuda
     driver.errors = [0, 0, 2]
 

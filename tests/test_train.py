@@ -89,8 +89,7 @@ def test_too_little_host_memory_leaves_no_trace(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["an exception in a layer", "SIGTERM"])
-def test_stopping_in_the_middle_of_a_step_gives_the_slab_and_the_streams_back(dataset, tmp_path,
-                                                                              monkeypatch, how):
+def test_stopping_in_mid_step_gives_the_slab_and_the_streams_back(dataset, tmp_path, monkeypatch, how):
     opened, closed, calls, before = [], [], [], threading.enumerate()
     real = {name: getattr(HostSlab, name) for name in ("__init__", "close")}
     monkeypatch.setattr(HostSlab, "__init__",
