@@ -1,4 +1,5 @@
-"""memo's Triton kernels go through Triton's compiler and ptxas for every GPU that memo knows."""
+"""memo's Triton kernels go through Triton's compiler and ptxas for every GPU that memo knows.
+Their numbers: tests/test_ops.py."""
 
 import pytest
 

@@ -90,7 +90,8 @@ NULL = Null()
 # --- what an operation reads and writes ---
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # timed by the library; a kernel in them copies what is added to
-REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place, unread
+# in place; they do not read what was there
+REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")
 # {name: (operand, times)}: of the table that they look up or add to they touch as much as of this operand
 INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("result", 2),
             "embedding": ("result", 2), "scatter_": (3, 2), "index_add_": (3, 3)}
