@@ -508,8 +508,8 @@ def node(**changes):
 
 DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(threads=0),
            changed(threads=1.5), changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1),
-           changed(overhead_s=None), changed(device=3),
-           changed(memory_bytes=-1), changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"),
+           changed(overhead_s=None), changed(device=3), changed(memory_bytes=-1),
+           changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"),
            changed(capability=9), changed(capability=[9]), changed(multiprocessors=-1), changed(node=None),
            changed(node={}), node(gpus_per_node=0), node(gpus_per_node=1.5), node(host_memory_bytes=-10**12),
            node(pcie_bytes_per_s=0), node(more=1), node(nvlink_bytes_per_s=True), changed(speeds=[]),

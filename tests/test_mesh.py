@@ -67,9 +67,9 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
 @pytest.mark.parametrize("keys,world,message", [
     (dict(cp=2, tp=3, n_head=6, n_embd=36, block_size=24), 8,
      r"^dp\(1\)\*cp\(2\)\*tp\(3\) != WORLD_SIZE\(8\); "
-      r"start it with torchrun --nproc_per_node=6 \(or a multiple\)"),
-     (dict(cp=2, tp=4), 1,
-      r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
+     r"start it with torchrun --nproc_per_node=6 \(or a multiple\)"),
+    (dict(cp=2, tp=4), 1,
+     r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
     (dict(gradient_accumulation_steps=3), 2,
      r"^gradient_accumulation_steps=3 % dp=2 != 0 .*; try --gradient_accumulation_steps=4$"),
 ])
@@ -271,8 +271,8 @@ def test_ranks_end_when_the_one_before_them_is_gone_whatever_they_do():
 def fail(host, ranks, same):
     def work():
         if host.rank in ranks:
-            raise ConfigError("n_layer=0 must be at least 1"
-                              if same else f"out_dir={host.rank} cannot be written")
+            raise ConfigError("n_layer=0 must be at least 1" if same
+                              else f"out_dir={host.rank} cannot be written")
         return host.rank
     try:
         return together(host, work)
@@ -284,8 +284,8 @@ def fail(host, ranks, same):
 def test_an_error_on_one_rank_is_one_line_on_all():
     assert pool(2).run(fail, [], True) == [0, 1]
     assert pool(2).run(fail, [0, 1], True) == ["n_layer=0 must be at least 1"] * 2
-    assert pool(2).run(fail, [1],
-                       False) == [f"rank 1 ({socket.gethostname()}): out_dir=1 cannot be written"] * 2
+    said = f"rank 1 ({socket.gethostname()}): out_dir=1 cannot be written"
+    assert pool(2).run(fail, [1], False) == [said] * 2
 
 
 def differ(host, what):
