@@ -47,8 +47,9 @@ def autograd_step(module, loss):
 def gpt2_of_transformers(cfg):
     from transformers import GPT2Config, GPT2LMHeadModel
     return GPT2LMHeadModel(GPT2Config(
-        vocab_size=cfg.vocab_size, n_positions=cfg.block_size, n_embd=cfg.n_embd, n_layer=cfg.n_layer, n_head=cfg.n_head,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
+        vocab_size=cfg.vocab_size, n_positions=cfg.block_size, n_embd=cfg.n_embd, n_layer=cfg.n_layer,
+        n_head=cfg.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        attn_implementation="sdpa",
         activation_function="gelu_pytorch_tanh"))  # torch's fused kernel; gelu_new is slower still
 
 
@@ -84,7 +85,8 @@ def rivals(cfg, B, name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -95,11 +97,12 @@ def main():
           + f"{'memo/twin':>11}{'memo/tf':>9}{'memo over floor':>17}{'twin over floor':>17}")
     for name, keys in MODELS.items():
         for S, B in SHAPES:
-            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B, vocab_size=VOCAB, **keys)
+            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B,
+                         vocab_size=VOCAB, **keys)
             steps = rivals(cfg, B, name)
             times = {n: [] for n in steps}
             for r in range(args.rounds + 1):
-                for n, step in list(steps.items())[::-1 if r % 2 else 1]:  # who comes first finds other caches
+                for n, step in list(steps.items())[::-1 if r % 2 else 1]:  # the first finds other caches
                     start = time.perf_counter()
                     step()
                     times[n].append(time.perf_counter() - start)
@@ -113,9 +116,10 @@ def main():
             rows.append(row)
             print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / s.get(n, tf):20.0f}" for n in shown)
                   + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}"
-                  f"{s['twin'] / s['floor']:17.2f}", flush=True)
+                    f"{s['twin'] / s['floor']:17.2f}", flush=True)
     out = Path(__file__).parent / "results" / "cpu_step.json"
-    out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows), indent=1) + "\n")
+    out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows),
+                              indent=1) + "\n")
 
 
 if __name__ == "__main__":

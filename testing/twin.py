@@ -1,4 +1,4 @@
-"""An independent GPT in plain torch under autograd: the reference of the gradient tests, a rival in bench/."""
+"""An independent GPT in plain torch under autograd: the reference of gradient tests, a rival in bench/."""
 
 import torch
 import torch.nn.functional as F
