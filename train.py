@@ -3,6 +3,8 @@ on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value
 --force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
 import signal
+from collections.abc import Mapping
+from pathlib import Path
 
 from memo.signals import handle
 
@@ -18,7 +20,7 @@ from memo.console import guard_console
 from memo.manifest import Damaged
 
 
-def read_argv(argv: list[str], passed_over=()) -> tuple[Config, bool]:
+def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
     """(Config, whether --force is given). --help ends the process. `passed_over`: checkpoints not
     to resume from."""
     if "--help" in argv or "-h" in argv:

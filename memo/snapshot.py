@@ -12,11 +12,11 @@ STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, little besi
 class Copier:
     """Copies pieces to the host, from a thread of its own while training goes on."""
 
-    def __init__(self, pin: bool):
+    def __init__(self, pin: bool) -> None:
         self.pin = pin
         self.slab: HostSlab | None = None  # page-locked once
 
-    def copy(self, pieces: list[Piece], reached) -> list[Piece]:
+    def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
         """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
         if reached is None:
             return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
@@ -29,7 +29,8 @@ class Copier:
             self.through(copies, [p.tensor for p in pieces], stream)
         return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
 
-    def through(self, copies, tensors, stream):
+    def through(self, copies: list[torch.Tensor], tensors: list[torch.Tensor], stream: torch.cuda.Stream
+               ) -> None:
         """Part by part through the two blocks: one is filled while the other one is emptied."""
         blocks = self.slab.bytes.view(torch.float32).split(STAGED_BYTES // 4)
         parts = [part for pair in zip(copies, tensors, strict=True)
@@ -44,7 +45,7 @@ class Copier:
         self.empty(filled)
 
     @staticmethod
-    def empty(filled):
+    def empty(filled: tuple | None) -> None:
         if filled is not None:
             copy, block, done = filled
             done.synchronize()  # of this thread only

@@ -31,7 +31,7 @@ class DsaError(ConfigError):
     """The user's mistake, in one line. `buffer` is the index of the buffer that breaks the rule, where it is
     one."""
 
-    def __init__(self, message, buffer=None):
+    def __init__(self, message: str, buffer: int | None = None) -> None:
         super().__init__(message)
         self.buffer = buffer
 
@@ -40,7 +40,7 @@ class NoPlacement(RuntimeError):
     """No placement under the capacity. `proven`: there is none; otherwise none was found in the time
     limit."""
 
-    def __init__(self, message, proven):
+    def __init__(self, message: str, proven: bool) -> None:
         super().__init__(message)
         self.proven = proven
 
@@ -68,7 +68,7 @@ class Problem:
     capacity: int | None = None
     alignment: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.alignment < 1:
             raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
         first, total = {}, 0
@@ -109,12 +109,12 @@ class Solution:
     seconds: float
 
     @property
-    def proven(self):
+    def proven(self) -> bool:
         """The peak is the least there is."""
         return self.peak == self.lower_bound
 
     @property
-    def gap(self):
+    def gap(self) -> float:
         """How far the peak may be above the least there is, as a fraction of the bound."""
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
 
@@ -167,22 +167,22 @@ class InOrder:
 
     BITS = 1024
 
-    def __init__(self, items):
+    def __init__(self, items: list[int]) -> None:
         self.items, self.place = items, {item: k for k, item in enumerate(items)}
         self.words, self.used = [0] * (len(items) // self.BITS + 1), 0
 
-    def add(self, item):
+    def add(self, item: int) -> None:
         word, bit = divmod(self.place[item], self.BITS)
         self.words[word] |= 1 << bit
         self.used |= 1 << word
 
-    def drop(self, item):
+    def drop(self, item: int) -> None:
         word, bit = divmod(self.place[item], self.BITS)
         self.words[word] &= ~(1 << bit)
         if not self.words[word]:
             self.used &= ~(1 << word)
 
-    def neighbours(self, item):
+    def neighbours(self, item: int) -> list[int]:
         """The last one before `item`'s place and the first one from it on, where there are any."""
         word, bit = divmod(self.place[item], self.BITS)
         before, after = self.words[word] & ((1 << bit) - 1), self.words[word] >> bit << bit
@@ -233,7 +233,8 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> S
     return solution
 
 
-def _solve_part(part, solver, stop, decide, deadline):
+def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool, deadline: float
+               ) -> tuple[list[int], int, str]:
     """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below
     `stop`."""
     best, bound, name = solvers.greedy(part, stop, deadline), part.load, "greedy"
@@ -249,7 +250,7 @@ def _solve_part(part, solver, stop, decide, deadline):
     return best, bound, name
 
 
-def _unit(problem):
+def _unit(problem: Problem) -> int:
     """Bytes that all rounded sizes are multiples of; so are the offsets of some best placement: each is a sum
     of sizes."""
     return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
@@ -269,7 +270,7 @@ def components(lifespans: Iterable[tuple[int, int]]) -> list[list[int]]:
     return groups
 
 
-def _parts(problem):
+def _parts(problem: Problem) -> list[tuple[solvers.Part, list[int]]]:
     """[(Part, indices of its buffers)]: the problem, cut where nothing lives on."""
     unit, buffers = _unit(problem), problem.buffers
     return [(solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],

@@ -14,12 +14,17 @@ import sys
 import time
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import ceil, inf, isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 # Of each turn of coarse(): to how many blocks buffers are joined, as a fraction of their number, and the most
 # area that joining two may waste, as a fraction of the two.
@@ -35,6 +40,9 @@ TOLERANCE = 1e-9
 BRIEFLY = 20  # one part in so many of the time limit: briefly()'s, and the first turn of coarse()
 COARSE_SHARE = 0.7  # of the time limit: all turns of coarse(); CP-SAT on the whole has the rest
 LONGER = 1.25  # each turn of coarse() lasts so many times the one before
+
+Found = tuple[list[int] | None, int]  # what a solver returns
+Relaxed = tuple[Sequence[float] | None, float]  # what a MIP solver returns: values or None, bound
 
 
 @dataclass(frozen=True)
@@ -62,12 +70,12 @@ class Part:
     def peak(self, offsets: list[int]) -> int:
         return max(map(sum, zip(offsets, self.size, strict=True)))
 
-    def n_pairs(self):
+    def n_pairs(self) -> int:
         """How many pairs of buffers conflict."""
         lower, upper = np.sort(self.lower), np.sort(self.upper)
         return int((np.searchsorted(lower, upper) - np.arange(1, len(upper) + 1)).sum())
 
-    def pairs(self):
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """(i, j): arrays of the conflicting buffers, i < j."""
         lower, upper = np.array(self.lower), np.array(self.upper)
         later = [i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i]))
@@ -108,7 +116,8 @@ def greedy(part: Part, stop: int, deadline: float = inf) -> list[int]:
     return in_order(part) if best is None else best
 
 
-def _best_fit(lower, upper, size, order, deadline):
+def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.ndarray, deadline: float
+             ) -> list[int] | None:
     """The offsets, or None where there is not the time."""
     sky, offsets = np.iinfo(np.int64).max, [0] * len(order)
     # the placed buffers, the lowest first: lower, upper, offset, end
@@ -130,7 +139,7 @@ def _best_fit(lower, upper, size, order, deadline):
     return offsets
 
 
-def in_order(part):
+def in_order(part: Part) -> list[int]:
     """Offsets as an allocator gives them, in order of time: each buffer takes the tightest gap that holds it.
     Seconds for a million buffers."""
     gaps, offsets, gone = Gaps(), [0] * len(part.size), 0
@@ -148,32 +157,32 @@ class Gaps:
 
     SHELVES = 1024
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.shelves = defaultdict(list)  # of (units, offset) in order, the smaller units on lower ones
         self.used = 0  # a bit for each shelf that is not empty
         self.starts, self.ends = {}, {}  # {offset: units} of each gap, by its start and by its end
         self.add(0, inf)
 
-    def shelf(self, units):
+    def shelf(self, units: float) -> int:
         """Sixteen for each power of two."""
         if units == inf:
             return self.SHELVES - 1
         bits = units.bit_length()
         return 16 * bits + (units << 5 >> bits) - 16
 
-    def add(self, at, units):
+    def add(self, at: int, units: float) -> None:
         k = self.shelf(units)
         insort(self.shelves[k], (units, at))
         self.used |= 1 << k
         self.starts[at] = self.ends[at + units] = units
 
-    def drop(self, at, units):
+    def drop(self, at: int, units: float) -> None:
         k = self.shelf(units)
         del self.shelves[k][bisect_left(self.shelves[k], (units, at))], self.starts[at], self.ends[at + units]
         if not self.shelves[k]:
             self.used &= ~(1 << k)
 
-    def take(self, units):
+    def take(self, units: int) -> int:
         """The offset of so many units, the lowest in the tightest gap."""
         k = self.shelf(units)
         place = bisect_left(self.shelves[k], (units,))
@@ -186,7 +195,7 @@ class Gaps:
             self.add(at + units, room - units)
         return at
 
-    def give(self, at, units):
+    def give(self, at: int, units: float) -> None:
         if above := self.starts.get(at + units):
             self.drop(at + units, above)
             units += above
@@ -197,7 +206,7 @@ class Gaps:
         self.add(at, units)
 
 
-def cpsat(part, best, stop, highest, seconds):
+def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
     if len(part.size) > LARGE:
         return None, 0
@@ -232,12 +241,12 @@ def cpsat(part, best, stop, highest, seconds):
     return found, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0
 
 
-def briefly(part, best, stop, highest, seconds):
+def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT usually succeeds early: it gets 5% of the time first."""
     return cpsat(part, best, stop, highest, seconds / BRIEFLY)
 
 
-def coarse(part, best, stop, highest, seconds):
+def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT on coarser problems, whose rectangles are blocks of buffers: turn by turn other blocks, and
     longer.
 
@@ -261,7 +270,8 @@ def coarse(part, best, stop, highest, seconds):
     return offsets, 0
 
 
-def _blocks(part, ceiling, count, most_waste, seed):
+def _blocks(part: Part, ceiling: int, count: int, most_waste: float, seed: int
+           ) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
     """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within
     the ceiling.
 
@@ -274,12 +284,12 @@ def _blocks(part, ceiling, count, most_waste, seed):
     for i in range(n):
         load[lower[i]:upper[i]] += size[i]
 
-    def joined(i, j):
+    def joined(i: int, j: int | slice) -> tuple:
         meet = (lower[i] < upper[j]) & (lower[j] < upper[i])
         return (np.minimum(lower[i], lower[j]), np.maximum(upper[i], upper[j]),
                 np.where(meet, size[i] + size[j], np.maximum(size[i], size[j])), meet)
 
-    def waste(i):
+    def waste(i: int) -> np.ndarray:
         start, end, height, meet = joined(i, slice(None))
         area = (upper - lower) * size + (upper[i] - lower[i]) * size[i]
         cost = ((end - start) * height / area - 1) * np.exp(noise.normal(0, 0.5 * bool(seed), n))
@@ -309,7 +319,7 @@ def _blocks(part, ceiling, count, most_waste, seed):
             for i in np.flatnonzero(there)]
 
 
-def mip(part, best, stop, highest, seconds):
+def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """The paper's program. z_ij says that i lies above j, of a conflicting pair; M is the peak of the
     placement to beat.
 
@@ -341,7 +351,7 @@ def mip(part, best, stop, highest, seconds):
     return None if values is None else _dropped(part, i, j, values), proven
 
 
-def _dropped(part, i, j, values):
+def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) -> list[int]:
     """Whole offsets in the order of the solver's, each as low as the order allows: rounding the solver's
     own could make buffers overlap."""
     below = [[] for _ in part.size]
@@ -354,7 +364,8 @@ def _dropped(part, i, j, values):
     return offsets
 
 
-def _highs(n, stop, seconds, matrix, most, lower, upper, first):
+def _highs(n: int, stop: int, seconds: float, matrix: csr_matrix, most: np.ndarray, lower: np.ndarray,
+           upper: np.ndarray, first: np.ndarray) -> Relaxed:
     """(values or None, bound): the least column n, where matrix @ values <= most and the columns after n are
     0 or 1."""
     import highspy
@@ -381,7 +392,8 @@ def _highs(n, stop, seconds, matrix, most, lower, upper, first):
     return solver.getSolution().col_value if found else None, info.mip_dual_bound
 
 
-def _gurobi(n, stop, seconds, matrix, most, lower, upper, first):
+def _gurobi(n: int, stop: int, seconds: float, matrix: csr_matrix, most: np.ndarray, lower: np.ndarray,
+            upper: np.ndarray, first: np.ndarray) -> Relaxed | None:
     """As _highs, on Gurobi; None where it is not installed or its licence does not let it."""
     if importlib.util.find_spec("gurobipy") is None:
         return None
@@ -406,7 +418,7 @@ def _gurobi(n, stop, seconds, matrix, most, lower, upper, first):
 
 
 @cache
-def _say(line):
+def _say(line: str) -> None:
     """A line on stderr, once a process."""
     print(line, file=sys.stderr)
 

@@ -26,6 +26,7 @@ LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=
 # An arena from the cache may take so many lower bounds: a damaged file could name any size. A plan of the
 # solvers is at its bound or a few percent above (bench/planner.py); one beyond is made anew at every start.
 MOST_ABOVE = 2
+Lives = list[tuple[int, int, int]]  # (lower, upper, bytes) of each buffer
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class Plan:
     levels: tuple
 
     @property
-    def proven(self):
+    def proven(self) -> bool:
         """Whether no plan of the whole step can be smaller."""
         return self.arena_bytes == self.lower_bound
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(readable_json(asdict(self)))
 
     @classmethod
-    def from_json(cls, text):
+    def from_json(cls, text: str) -> "Plan":
         plan = parse_json(text)
         plan["segments"] = {label: tuple(map(tuple, its)) for label, its in plan["segments"].items()}
         return cls(**{**plan, "levels": tuple(plan["levels"])})
@@ -71,7 +72,7 @@ class Request:
     freed_in: str = OUTSIDE
 
 
-def requests_of(trace):
+def requests_of(trace: Trace) -> tuple[list[Request], dict[str, list[int]], dict[str, tuple[int, int]]]:
     """([Request], {segment: [bytes of all its requests]}, {segment: (lower, upper)})."""
     requests, live, sizes, spans, segment = [], {}, {}, {}, OUTSIDE
     for now, (verb, name, nbytes) in enumerate(trace.events):
@@ -93,17 +94,17 @@ class Levels:
     """Solves what it is given, equal problems once (a layer's, or a chunk's of the head), and remembers what
     it took."""
 
-    def __init__(self, alignment, solver, time_limit):
+    def __init__(self, alignment: int, solver: str, time_limit: float) -> None:
         self.alignment, self.how, self.solutions, self.rows = alignment, (solver, time_limit), {}, []
 
-    def problem(self, lives):
+    def problem(self, lives: Lives) -> Problem:
         """The Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
         times = sorted({t for lower, upper, _ in lives for t in (lower, upper)})
         ranks = {t: rank for rank, t in enumerate(times)}
         buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
         return Problem(tuple(buffers), alignment=self.alignment)
 
-    def solve(self, name, lives):
+    def solve(self, name: str, lives: Lives) -> tuple[list[int], int]:
         """(offsets, peak)."""
         offsets, peak = [0] * len(lives), 0
         for group in components((lower, upper) for lower, upper, _ in lives):
@@ -113,7 +114,7 @@ class Levels:
                 offsets[i] = offset
         return offsets, peak
 
-    def solution(self, name, problem):
+    def solution(self, name: str, problem: Problem) -> Solution:
         if problem not in self.solutions:
             s = self.solutions[problem] = solve(problem, *self.how)
             self.rows.append(dict(segment=name, n=len(problem.buffers), lower_bound=s.lower_bound,
@@ -121,7 +122,7 @@ class Levels:
         return self.solutions[problem]
 
 
-def compose(trace, solver, alignment, time_limit, by_segment):
+def compose(trace: Trace, solver: str, alignment: int, time_limit: float, by_segment: bool) -> Plan:
     """The validated Plan of a trace, in two levels or in one."""
     start = time.perf_counter()
     requests, sizes, spans = requests_of(marked(trace))
@@ -195,7 +196,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     return plan
 
 
-def believed_plan(plan, trace, solver, alignment):
+def believed_plan(plan: Plan, trace: Trace, solver: str, alignment: int) -> Plan:
     """`plan`, from a file. Raises what it may where it is not one that was asked for."""
     kinds = [type(getattr(plan, f.name)) is f.type for f in fields(plan)]
     kinds += [type(n) is int for segment in plan.segments.values() for n, _ in segment]
