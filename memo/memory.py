@@ -4,7 +4,7 @@ tensors; what the startup and plan.json say of both."""
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,7 +46,9 @@ from memo.swap.alpha import OutOfHostMemory, place_rows, swaps_layers, what_set_
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
 from memo.swap.streams import Streams
-from model import GPT
+
+if TYPE_CHECKING:
+    from model import GPT
 
 
 def gpu_decides(cfg: Config, device: torch.device) -> bool:
@@ -84,7 +86,7 @@ def check_memory(cfg: Config, device: torch.device, dtype: torch.dtype, limit: i
         place_rows(cfg, problem, n_rows(cfg), dict.fromkeys(groups_of(problem.tensors), 1.0))
 
 
-def cpu_room(cfg: Config, model: GPT, limit: int) -> Room:
+def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
     """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`:
     host_limit()."""
     host = model.mesh.host
@@ -93,7 +95,7 @@ def cpu_room(cfg: Config, model: GPT, limit: int) -> Room:
     return Room(limit, -int(*host.max(-spare)), cpu=True)
 
 
-def gpu_room(cfg: Config, model: GPT, rates: Rates | None, limit: int) -> Room:
+def gpu_room(cfg: Config, model: "GPT", rates: Rates | None, limit: int) -> Room:
     """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha.
     Errors: ConfigError where not even two buffers fit at alpha = 0."""
     if not gpu_decides(cfg, model.device):
@@ -114,7 +116,7 @@ def gpu_room(cfg: Config, model: GPT, rates: Rates | None, limit: int) -> Room:
     return Room(limit, spare)
 
 
-def reserve_activations(cfg: Config, model: GPT, limit: int, streams: Streams | None = None) -> Decision:
+def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
     measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
@@ -138,7 +140,7 @@ def reserve_activations(cfg: Config, model: GPT, limit: int, streams: Streams | 
     return Decision(placement, swap_plan, rates, limit)
 
 
-def requests_of_a_step(model: GPT, arena: Arena) -> Trace:
+def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
     """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for
     one on some rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other
     waiting."""
@@ -156,12 +158,12 @@ def requests_of_a_step(model: GPT, arena: Arena) -> Trace:
     cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
 
-    def make(device: torch.device) -> GPT:
+    def make(device: torch.device) -> "GPT":
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
     return traced_requests(make, *model.shape, model.swap.missing, like)
 
 
-def plan_memory(cfg: Config, model: GPT) -> None:
+def plan_memory(cfg: Config, model: "GPT") -> None:
     """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done
     the run goes on without, and says so."""
     if cfg.memory_plan == "off":
@@ -187,7 +189,7 @@ def plan_memory(cfg: Config, model: GPT) -> None:
         without(e)
 
 
-def where_it_lives(cfg: Config, decision: Decision, model: GPT, optimizer: Optimizer) -> list[Line]:
+def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Optimizer) -> list[Line]:
     """[budget.Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
@@ -241,7 +243,7 @@ def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) 
     return lines
 
 
-def plan_record(cfg: Config, decision: Decision, model: GPT, lines: list[Line], expected: Estimate | None
+def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line], expected: Estimate | None
                ) -> dict[str, Any]:
     """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
     where_it_lives()."""

@@ -17,7 +17,7 @@ Source: ZeRO (arXiv 1910.02054), stage 1.
 from collections import namedtuple
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.adamw import adamw
@@ -26,7 +26,9 @@ from memo.config import Config
 from memo.flat import Location, Piece, boxes, is_shared, joined, shared_numel, views
 from memo.parallel.tp import local
 from memo.staging import Staging
-from model import GPT
+
+if TYPE_CHECKING:
+    from model import GPT
 
 EPS = 1e-8
 SUMMED = 2**10  # squares that are added up in fp32, before fp64 takes over
@@ -67,7 +69,7 @@ class Optimizer:
     """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and
     whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
-    def __init__(self, model: GPT, cfg: Config) -> None:
+    def __init__(self, model: "GPT", cfg: Config) -> None:
         self.model, self.cfg, data = model, cfg, model.mesh.replicas
         on_host = cfg.optimizer_device == "cpu"
         device = torch.device("cpu") if on_host else model.device

@@ -5,7 +5,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -32,7 +32,9 @@ from memo.parallel.cp import local_token_ranges
 from memo.parallel.mesh import Axis, Mesh
 from memo.report import furnish
 from memo.tokens import load_tokenizer
-from model import GPT
+
+if TYPE_CHECKING:
+    from model import GPT
 
 
 @dataclass(kw_only=True)
@@ -210,7 +212,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     return replace(found, owner=owner, lock=held_lock, expected=host.objects(found.expected)[0])
 
 
-def open_run(found: Checked, mesh: Mesh, model: GPT, optimizer: Optimizer, decision: Decision) -> Run:
+def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, decision: Decision) -> Run:
     """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
     out_dir cannot be written."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0

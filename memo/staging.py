@@ -19,10 +19,10 @@ import torch
 from memo.swap.buffers import Pairs, copy_bytes
 from memo.swap.slab import HostSlab
 from memo.swap.streams import Event, Streams
-from model import GPT
 
 if TYPE_CHECKING:
     from memo.optim import Range
+    from model import GPT
 
 
 class Arrival(namedtuple("Arrival", "compute uploaded works")):
@@ -39,7 +39,7 @@ class Staging:
     `nbytes` in all. The streams are those of the model's swap. Errors: OutOfHostMemory.
     """
 
-    def __init__(self, model: GPT, numel: int, pin: bool) -> None:
+    def __init__(self, model: "GPT", numel: int, pin: bool) -> None:
         self.model, layers = model, range(model.cfg.n_layer)
         self.slab = HostSlab(4 * (numel + 1), model.device, pin)
         self.nbytes = self.slab.bytes.nbytes

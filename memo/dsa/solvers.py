@@ -364,7 +364,7 @@ def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) 
     return offsets
 
 
-def _highs(n: int, stop: int, seconds: float, matrix: csr_matrix, most: np.ndarray, lower: np.ndarray,
+def _highs(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
            upper: np.ndarray, first: np.ndarray) -> Relaxed:
     """(values or None, bound): the least column n, where matrix @ values <= most and the columns after n are
     0 or 1."""
@@ -392,7 +392,7 @@ def _highs(n: int, stop: int, seconds: float, matrix: csr_matrix, most: np.ndarr
     return solver.getSolution().col_value if found else None, info.mip_dual_bound
 
 
-def _gurobi(n: int, stop: int, seconds: float, matrix: csr_matrix, most: np.ndarray, lower: np.ndarray,
+def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
             upper: np.ndarray, first: np.ndarray) -> Relaxed | None:
     """As _highs, on Gurobi; None where it is not installed or its licence does not let it."""
     if importlib.util.find_spec("gurobipy") is None:

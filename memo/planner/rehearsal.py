@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +17,9 @@ from memo.planner.allocator import Arena
 from memo.planner.trace import Trace, checked_trace
 from memo.swap.schedule import compute_only, schedule
 from memo.swap.streams import open_streams
-from model import GPT
+
+if TYPE_CHECKING:
+    from model import GPT
 
 # (name of an operation, its arguments) -> bytes of each request of an attention kernel for itself
 RequestsOf = Callable[[str, Sequence], list[int]]
@@ -42,7 +44,7 @@ class Rehearsal:
         self.order[label] = self.first[kind]
 
 
-def rehearsed_requests(model: GPT, arena: "Arena | FakeArena") -> Trace:
+def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena") -> Trace:
     """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
     one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
@@ -61,7 +63,7 @@ def rehearsed_requests(model: GPT, arena: "Arena | FakeArena") -> Trace:
         model.grads.zero_()
 
 
-def traced_requests(make: Callable[[torch.device], GPT], B: int, T: int, missing: list[dict[str, slice]],
+def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int, missing: list[dict[str, slice]],
                     device: str = "meta", requests: RequestsOf | None = None) -> Trace:
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
     "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see
