@@ -95,13 +95,14 @@ class GPT:
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
                      for tensors in (weights, gradients))
             self.blocks.append(Block(cfg, w, dw, self.attention, self.ops, mesh.weights))
-        self.shape = self.swap = None  # reserve() takes the activations' memory
-        self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
-        self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
+        self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
+        self.swap: Any = None  # and their Swap
+        self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
+        self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     @staticmethod
-    def named(tensors: dict[str, torch.Tensor], prefix: str, absent: Sequence[str]
-             ) -> dict[str, torch.Tensor | None]:
+    def named(tensors: dict[str, torch.Tensor], prefix: str,
+              absent: Sequence[str]) -> dict[str, torch.Tensor | None]:
         """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are
         None."""
         depth = prefix.count(".")
@@ -140,8 +141,8 @@ class GPT:
             self.swap.close()
         self.shape = self.swap = None
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, scale: float | None = None
-               ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
+                scale: float | None = None) -> torch.Tensor:
         """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale *
         loss."""
         if self.shape != tokens.shape:
@@ -164,7 +165,8 @@ class GPT:
     def follow(self, kinds: Sequence[str], done: Callable[[int], None] = lambda bucket: None) -> None:
         """Executes the steps of the schedule that are of these kinds: the host launches them in their order,
         and the waits between streams are theirs. done(bucket): see backward()."""
-        (B, T), complete = self.shape, []
+        complete: list[int] = []
+        B, T = self.shape
         for step in self.swap.steps:
             if step.kind not in kinds:
                 continue

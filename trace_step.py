@@ -58,7 +58,8 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
     so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's. dtype=auto is
     resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
-    cfg = replace(cfg, n_layer=1, activation="keep", alpha="auto")
+    keep: dict[str, Any] = dict(activation="keep", alpha="auto")
+    cfg = replace(cfg, n_layer=1, **keep)
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp))

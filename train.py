@@ -81,8 +81,8 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
         if found.ckpt is not None:
             together(host, checkpoint.restore, found.ckpt, model, optimizer)
             optimizer.publish()
-        elif found.hf:
-            together(host, lambda: optimizer.load(convert.hf_tensors(found.hf, cfg)))
+        elif hf := found.hf:
+            together(host, lambda: optimizer.load(convert.hf_tensors(hf, cfg)))
         else:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 

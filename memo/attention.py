@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -54,8 +55,8 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
-                   ) -> Gradients:
+                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+                    scale: float) -> Gradients:
     """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once."""
     groups = head_groups(attention, q)
     for h in groups:
@@ -179,13 +180,14 @@ def bound(module: ModuleType, name: str, needed: Sequence[str], optional: Sequen
         raise Unusable(f"it has no {module.__name__}.{name}")
     function = getattr(module, name)
     known = parameters_of(function)
-    theirs = {ours: next((s for s in SPELLINGS.get(ours, (ours,)) if s in known), None) for ours in needed}
+    theirs: dict[str, Any] = {ours: next((s for s in SPELLINGS.get(ours, (ours,)) if s in known), None)
+                              for ours in needed}
     if lacking := [ours for ours, name_ in theirs.items() if name_ is None]:
         raise Unusable(f"it is of another version: {name} takes no {lacking[0]}")
     required = [n for n, p in known.items() if p.default is p.empty and n not in theirs.values()]
     if unknown := [n for n in required if n not in UNUSED]:
         raise Unusable(f"it is of another version: {name} wants {unknown[0]}")
-    fixed = {n: UNUSED[n] for n in required}
+    fixed: dict[str, Any] = {n: UNUSED[n] for n in required}
     theirs |= {ours: ours for ours in optional if ours in known}
     return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
 
@@ -202,7 +204,7 @@ def installed_kernel(name: str) -> Attention:
     except Exception as e:  # built for another torch, say
         why = (str(e).splitlines() or [type(e).__name__])[0]
         raise Unusable(f"it cannot be imported ({why})") from None
-    lse = dict(return_lse=True) if name == "flash_attn_4" else {}
+    lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
     forward_ = bound(found, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
     backward_ = bound(found, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",
                                         "causal", "deterministic"))

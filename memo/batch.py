@@ -52,7 +52,7 @@ class Data:
         value = zlib.crc32(json.dumps(self.meta, sort_keys=True).encode())
         for ids in self.tokens.values():
             for start in range(0, len(ids), max(FINGERPRINT_IDS, len(ids) // 256)):
-                value = zlib.crc32(ids[start:start + FINGERPRINT_IDS], value)
+                value = zlib.crc32(ids[start:start + FINGERPRINT_IDS].data, value)
         return value
 
 

@@ -74,8 +74,8 @@ class Block:
         rows = self.no_rows | rows
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
-            *qkv, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)  # (B, T, H/tp, D) each
-            attend(self.attention, *qkv, True, self.scale, out, s.lse)
+            q, k, v, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)  # (B, T, H/tp, D) each
+            attend(self.attention, q, k, v, True, self.scale, out, s.lse)
         self.projection(s, rows)
         self.mlp(s, rows)
 
@@ -93,8 +93,8 @@ class Block:
         self.mlp(s, tensors)
         self.output(s, out, rows)
 
-    def queries_keys_values(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]
-                           ) -> None:
+    def queries_keys_values(self, s: SimpleNamespace, turn: torch.Tensor | None,
+                            rows: dict[str, slice]) -> None:
         """ln1_out, q, k, v from x."""
         w, r = self.w, rows["ln1_out"]
         self.ops.layernorm_forward(s.x[r], w.ln1_w, w.ln1_b, s.ln1_out[r], s.ln1_mean[r], s.ln1_rstd[r])
@@ -108,8 +108,9 @@ class Block:
                 for y, w_, b in (linears[name] for name in names):
                     column_linear_forward(x, w_, b, out=y[r])  # (n, tp, C/tp)
             in_turns(self.tp, s.x.device, first, end, project)
-        for name in "qk" if turn is not None else "":
-            self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
+        if turn is not None:
+            for name in "qk":
+                self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
 
     def projection(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""
@@ -142,9 +143,10 @@ class Block:
         dout = s.ln2_out.view(s.attn_out.shape)  # piece by piece it takes the place of ln2's output
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         # attention needs all rows: between the two halves every piece has to be done
-        by_heads = self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse)
-        dqkv = attend_backward(self.attention, *by_heads, s.lse, True, self.scale)
-        dqkv = [g.reshape(s.q.shape) for g in dqkv]  # (n, tp, C/tp) each
+        dout_, q, k, v, out = self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse)
+        gradients = attend_backward(self.attention, dout_, q, k, v, out, s.lse, True, self.scale)
+        dqkv = [g.reshape(s.q.shape) for g in gradients]  # (n, tp, C/tp) each
+        del gradients
         for g in dqkv[:2] if turn is not None else ():
             self.ops.rotary(g, turn, back=True)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
@@ -153,8 +155,8 @@ class Block:
     # Generators: each yields where a message is on its way, as tp.in_turns wants, and another piece computes
     # meanwhile.
 
-    def after_attention_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor, r: slice
-                                ) -> Iterator[None]:
+    def after_attention_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor,
+                                 r: slice) -> Iterator[None]:
         """Rows r: the MLP half, then the projection: nothing between the two needs other rows."""
         yield from self.mlp_backward(dy, s, r)
         yield from self.projection_backward(dy, s, dout, r)
@@ -175,8 +177,8 @@ class Block:
         self.ops.layernorm_backward(dy, message.wait(), s.mid[r], s.ln2_mean[r], s.ln2_rstd[r],
                                     w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
 
-    def projection_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor, r: slice
-                           ) -> Iterator[None]:
+    def projection_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor,
+                            r: slice) -> Iterator[None]:
         """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way
         is dy."""
         w, dw, dy = self.w, self.dw, dy[r]

@@ -139,8 +139,8 @@ class Saver:
         finally:
             self.taken.set()
 
-    def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: dict[str, Any], iter: int
-             ) -> None:
+    def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: dict[str, Any],
+              iter: int) -> None:
         path = self.folder / str(iter)
         temporary = path.with_name(f"{iter}.tmp")
         try:
@@ -205,8 +205,8 @@ class Saver:
         mine = sorted(folder.glob(f"__{self.rank}_*")) + [folder / METADATA] * (self.rank == 0)
         return {file.name: [file.stat().st_size, crc32(file)] for file in mine}
 
-    def commit(self, path: Path, temporary: Path, stored: dict[str, Any], files: list[dict[str, list[int]]]
-              ) -> None:
+    def commit(self, path: Path, temporary: Path, stored: dict[str, Any],
+               files: list[dict[str, list[int]]]) -> None:
         """Rank 0 makes the finished folder the newest checkpoint, and removes the oldest."""
         if self.rank:
             return
@@ -269,8 +269,8 @@ class Checkpoint:
             raise Damaged(self.path, f"{self.path} cannot be read ({reason(e)})") from None
 
 
-def load(out_dir: str | Path, rank: int = 0, world: int = 1, passed_over: Mapping[Path, str] = {}
-        ) -> Checkpoint:
+def load(out_dir: str | Path, rank: int = 0, world: int = 1,
+         passed_over: Mapping[Path, str] = {}) -> Checkpoint:
     """The newest Checkpoint in `out_dir` that is not in `passed_over`, as in manifest.newest(). Each of
     `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
     format; Damaged: one of its files is missing, truncated or corrupt."""

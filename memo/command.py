@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import Field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,7 @@ class Arguments(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
         super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
-        self.options = []
+        self.options: list[Field] = []
 
     def option(self, name: str, kind: type = str, default: Any = None, help: str = "",
                short: Sequence[str] = (), required: bool = False, **bounds: Any) -> None:
@@ -129,7 +130,7 @@ def progress(text: Callable[[], str]) -> Iterator[None]:
     over, start = threading.Event(), time.monotonic()
 
     def tell() -> None:
-        pause = FIRST_S
+        pause: float = FIRST_S
         while not over.wait(pause):
             passed = time.monotonic() - start
             with suppress(OSError):  # a console that fails

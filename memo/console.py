@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from memo.errors import reason
 
@@ -12,7 +12,7 @@ from memo.errors import reason
 class Console:
     """stdout or stderr of a run: where a disk is full or the reader is gone, text is lost, not the run."""
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: Any) -> None:
         # the caller closes it
         self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
         self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
@@ -52,7 +52,7 @@ class Attempts:
     once a reason."""
 
     def __init__(self) -> None:
-        self.told = set()
+        self.told: set[str] = set()
 
     def __call__(self, what: str, work: Callable, *args: Any) -> bool:
         """Calls work(*args) -> whether it succeeded. `what`: its name in the warning."""

@@ -175,8 +175,8 @@ class Targets(LoadPlanner):
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
 
-    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False
-                      ) -> None:
+    def set_up_planner(self, state_dict: dict, metadata: Any = None,
+                       is_coordinator: bool = False) -> None:
         self.stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:

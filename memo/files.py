@@ -43,7 +43,7 @@ def open_file(path: str | Path) -> int:
     return descriptor
 
 
-def read_text(path: str | Path | int, most_chars: int = MOST_TEXT_CHARS) -> str:
+def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
     with open(open_file(path), encoding="utf-8-sig") as file:
         text = file.read(most_chars + 1)

@@ -61,8 +61,8 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
 
 # --- flat buffers ---
 
-def flat_layout(parameters: dict[str, Parameter], tp: int = 1, multiple: int = 1
-                ) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+def flat_layout(parameters: dict[str, Parameter], tp: int = 1,
+                multiple: int = 1) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """{name: Parameter} -> {name: Location}, one behind the other, and [(start, end)] of the buckets:
     neighbours of one prefix (a layer, the embeddings, the final norm), each a multiple of `multiple` elements
     long."""

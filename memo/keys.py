@@ -17,8 +17,8 @@ MOST_COLUMNS = 110
 
 
 def key(default: Any, help: str, *, section: str = "", choices: Sequence[str] = (),
-        least: float | None = None, below: float | None = None, most: float | None = None, why: str = ""
-       ) -> Any:
+        least: float | None = None, below: float | None = None, most: float | None = None,
+        why: str = "") -> Any:
     """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
     `most`. For a text `least` counts characters. A float whose default is "auto" may be "auto" too.
     `section`: the heading of this key and of those that follow."""

@@ -132,12 +132,12 @@ class WandbLogger:
     stops the run."""
 
     def __init__(self, cfg: Config, config_dict: dict[str, Any]) -> None:
-        self.run = None
+        self.run: Any = None  # wandb's
         try:
             import wandb
             keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir,
                         config=config_dict, settings=wandb.Settings(init_timeout=WANDB_S))
-            mode = os.environ.get("WANDB_MODE")
+            mode: Any = os.environ.get("WANDB_MODE")
             try:
                 mode = mode or ("online" if wandb.login(prompt=False) else "offline")
                 self.run = wandb.init(**keys, mode=mode)

@@ -95,13 +95,14 @@ def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
     return Room(limit, -int(*host.max(-spare)), cpu=True)
 
 
-def gpu_room(cfg: Config, model: "GPT", rates: Rates | None, limit: int) -> Room:
+def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha.
     Errors: ConfigError where not even two buffers fit at alpha = 0."""
     if not gpu_decides(cfg, model.device):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
+    assert layer is not None  # on a GPU it is measured
     spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
     least = problem_of(cfg, model.dtype.itemsize, None, Room(0)).least_device_bytes
     if spare < least:
@@ -147,7 +148,8 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
     trace, host = None, model.mesh.host
     with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
         trace = rehearsed_requests(model, arena)
-    if all(host.objects(trace is not None)):
+    all_have_room = all(host.objects(trace is not None))
+    if trace is not None and all_have_room:
         return trace
     if host.rank == 0:
         print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its "
@@ -160,7 +162,8 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
 
     def make(device: torch.device) -> "GPT":
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
-    return traced_requests(make, *model.shape, model.swap.missing, like)
+    B, T = model.shape
+    return traced_requests(make, B, T, model.swap.missing, like)
 
 
 def plan_memory(cfg: Config, model: "GPT") -> None:
@@ -172,7 +175,7 @@ def plan_memory(cfg: Config, model: "GPT") -> None:
     def without(why: object) -> None:
         print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {why}; training goes on without it",
               file=sys.stderr)
-    host, arena, why = model.mesh.host, None, None
+    host, why = model.mesh.host, None
     try:
         arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
     except Unavailable as e:
@@ -228,14 +231,14 @@ def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) 
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if plan:
         lines.append(f"alpha       {what_set_it(cfg, plan, p.n_swapped)}")
-    if decision.alpha is not None:
+    if decision.alpha is not None and rates is not None:
         if p.input_only:
             lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
         speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
         lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; "
                      f"{speed[0]} to the host, {speed[1]} back")
-    if expected and expected.seconds:
+    if expected and expected.layer:
         ms = [f"{s * 1e3:.1f} ms" for s in (expected.layer.forward_s, expected.layer.backward_s)]
         lines.append(f"estimated   a layer's forward {ms[0]}, backward {ms[1]}; "
                      f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, "
@@ -243,8 +246,8 @@ def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) 
     return lines
 
 
-def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line], expected: Estimate | None
-               ) -> dict[str, Any]:
+def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line],
+                expected: Estimate | None) -> dict[str, Any]:
     """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
     where_it_lives()."""
     plan = decision.swap_plan

@@ -41,7 +41,7 @@ Ops.__doc__ = """How norms, rotary positions and merges are computed:
 
 # --- with torch's kernels ---
 
-def layernorm_operands(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def layernorm_operands(*tensors: torch.Tensor | None) -> list:
     """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000
     rows)."""
     return [t if t is None or not t.is_cpu else t.float() for t in tensors]

@@ -24,6 +24,7 @@ from torch.optim.adamw import adamw
 
 from memo.config import Config
 from memo.flat import Location, Piece, boxes, is_shared, joined, shared_numel, views
+from memo.parallel.mesh import Works
 from memo.parallel.tp import local
 from memo.staging import Staging
 
@@ -88,20 +89,24 @@ class Optimizer:
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
         tp = model.mesh.weights.size
         self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
-        self.decays, self.split, self.shared = [], [], []  # of each bucket [(own Range, what)]
+        # of each bucket
+        self.decays: list[list[tuple[Range, bool]]] = []  # whether the weights decay
+        self.split: list[list[Range]] = []  # of what each tp rank has a part of
+        self.shared: list[list[tuple[Range, torch.Tensor]]] = []  # of what all hold, and its gradients
         free = self.kept
         for k, (start, end) in enumerate(model.buckets):
             here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
             ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for _, p in here))
             self.split.append([r for r, shared in ranges if not shared])
-            self.shared.append([])  # with their gradients on the device
+            self.shared.append([])
             for r in (r for r, shared in ranges if shared):
                 n = r.end - r.start
                 g, free = (free[:n], free[n:]) if on_host else (self.gradient(k, r), free)
                 self.shared[k].append((r, g))
         self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
-        self.reducing, self.scale = {}, None
+        self.reducing: dict[int, Works] = {}
+        self.scale: torch.Tensor | None = None
 
     def within(self, k: int, ranges: list[tuple]) -> list[tuple[Range, Any]]:
         """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is

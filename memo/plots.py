@@ -143,8 +143,8 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / unit:.4g} {name}"
 
 
-def fill(ax: "Axes", rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float, edge: str
-        ) -> None:
+def fill(ax: "Axes", rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float,
+         edge: str) -> None:
     """Draws rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
     from matplotlib.collections import PolyCollection
     corners = [[(r.start, low), (r.stop, low), (r.stop, high), (r.start, high)] for r, low, high in
@@ -154,8 +154,8 @@ def fill(ax: "Axes", rectangles: Sequence[Rectangle], colour: str, unit: int, li
     ax.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edges, linewidths=linewidth))
 
 
-def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, before: Sequence[Trace] = ()
-               ) -> None:
+def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
+                before: Sequence[Trace] = ()) -> None:
     """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
     torch's caching allocator would. Both have the same scale, while the lower one is up to 4 times as high.
     The caching allocator is simulated from an empty cache, or from the state that the Traces `before` left.

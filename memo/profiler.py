@@ -61,8 +61,8 @@ def least_seconds(device: torch.device, call: Callable, before: Callable = lambd
     return best
 
 
-def layer_rates(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device, host: Axis
-               ) -> tuple[float, float, dict[str, float], int | None]:
+def layer_rates(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device,
+                host: Axis) -> tuple[float, float, dict[str, float], int | None]:
     """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer."""
     s, x, y = swap.layers[0], swap.x[0], swap.x[1]
     generator = torch.Generator(device).manual_seed(0)
@@ -125,8 +125,8 @@ def measure(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.d
     synchronize(device)
     swap.streams.timeline.take()
     forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device, host)
-    slowest = host.max(*(-rate for rate in copy_rates(swap, device, pin)))
-    return Rates(forward_s, backward_s, recompute_s, *(-rate for rate in slowest), transient)
+    offload, prefetch = host.max(*(-rate for rate in copy_rates(swap, device, pin)))  # of the slowest
+    return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient)
 
 
 def main(argv: list[str]) -> None:

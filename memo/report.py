@@ -79,7 +79,7 @@ def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool
 
 def keep_folder(run: "Run") -> None:
     """Makes out_dir again where it was removed in mid-run. The next checkpoint is written there."""
-    if not is_locked(run.out, run.lock):
+    if run.lock is None or not is_locked(run.out, run.lock):
         run.lock = lock(run.out, run.owner)
         furnish(run, run.out)
         print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held",

@@ -26,13 +26,13 @@ class Copier:
             self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
             # protects the copy from an optimizer step that is still under way
             stream.wait_event(reached)
-            self.through(copies, [p.tensor for p in pieces], stream)
+            self.through(self.slab, copies, [p.tensor for p in pieces], stream)
         return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
 
-    def through(self, copies: list[torch.Tensor], tensors: list[torch.Tensor], stream: torch.cuda.Stream
-               ) -> None:
+    def through(self, slab: HostSlab, copies: list[torch.Tensor], tensors: list[torch.Tensor],
+                stream: torch.cuda.Stream) -> None:
         """Part by part through the two blocks: one is filled while the other one is emptied."""
-        blocks = self.slab.bytes.view(torch.float32).split(STAGED_BYTES // 4)
+        blocks = slab.bytes.view(torch.float32).split(STAGED_BYTES // 4)
         parts = [part for pair in zip(copies, tensors, strict=True)
                  for part in zip(*(t.view(-1).split(STAGED_BYTES // 4) for t in pair), strict=True)]
         filled = None

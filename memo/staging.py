@@ -77,12 +77,14 @@ class Staging:
         each."""
         return self.slab.pairs(4 * place, t.view(-1).view(torch.uint8))
 
-    def down(self, place: int, t: torch.Tensor) -> None:
-        copy_bytes([(host, device) for device, host in self.pairs(place, t)])
+    def down(self, *parts: tuple[int, torch.Tensor]) -> None:
+        """Copies each (first place on the host, tensor)."""
+        for place, t in parts:
+            copy_bytes([(host, device) for device, host in self.pairs(place, t)])
 
     def leave(self, k: int, piece: torch.Tensor, shard: slice, reduced: Callable[[], None]) -> None:
         reduced()
-        self.down(shard.start, piece)
+        self.down((shard.start, piece))
         self.model.bucket_grads[k].zero_()
 
     def arrived(self) -> None:
@@ -98,7 +100,7 @@ class Staging:
         compute.record(self.used)
         # protects the host from gradients that the compute stream still works on
         offload.wait(self.used)
-        offload.launch("gradients of all tp ranks", lambda: [self.down(*one) for one in last])
+        offload.launch("gradients of all tp ranks", self.down, *last)
         offload.synchronize()  # the host reads them next
 
     def send(self, k: int, own: "Range", weights: torch.Tensor) -> None:

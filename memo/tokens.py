@@ -194,13 +194,13 @@ def batches(documents: Iterable, chars: int) -> Iterator[list[tuple[str, bool]]]
     yield batch
 
 
-def encode(documents: Iterable, tokenizer: Tokenizer, total_bytes: int | None
-          ) -> Iterator[tuple[list[int], bool]]:
+def encode(documents: Iterable, tokenizer: Tokenizer,
+           total_bytes: int | None) -> Iterator[tuple[list[int], bool]]:
     """Yields (ids, whether they end their document), in order, encoded on all cores. `total_bytes`, for the
     bar, may be None."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True  # a document that merely mentions <|endoftext|> does not end there
-    end = tokenizer.token_to_id(end_of_document(tokenizer))
+    end: Any = tokenizer.token_to_id(end_of_document(tokenizer))
     chars, done = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 4, 0
     of = f" of {total_bytes / 1e6:,.0f}" if total_bytes else ""
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
@@ -217,8 +217,8 @@ def encode(documents: Iterable, tokenizer: Tokenizer, total_bytes: int | None
 
 # --- the folder ---
 
-def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]], dtype: np.dtype
-                ) -> dict[str, dict[str, int]]:
+def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
+                 dtype: np.dtype) -> dict[str, dict[str, int]]:
     """Writes whole documents to train.bin or val.bin: every 20th to val.bin; of fewer than 20 the last one;
     of a single one its last 20th -> {split: {tokens, documents}}. Errors: ConfigError: a split has fewer
     than two tokens."""

@@ -1,4 +1,5 @@
-"""An independent GPT in plain torch under autograd: the reference of the gradient tests, a rival in bench/."""
+"""An independent GPT in plain torch under autograd: the reference of the gradient tests, a rival in
+bench/."""
 
 from collections.abc import Iterable
 
@@ -73,7 +74,8 @@ class Twin(nn.Module):
 
     def memo_names(self) -> dict[tuple[str, ...], torch.Tensor]:
         """{memo's parameter names: parameter}, where memo's q, k and v are one below the other."""
-        names = {("wte",): self.wte.weight, ("lnf_w",): self.lnf.weight, ("lnf_b",): self.lnf.bias}
+        names: dict[tuple[str, ...], torch.Tensor] = {("wte",): self.wte.weight, ("lnf_w",): self.lnf.weight,
+                                                      ("lnf_b",): self.lnf.bias}
         if self.wpe is not None:
             names["wpe",] = self.wpe.weight
         for i, b in enumerate(self.blocks):

@@ -53,7 +53,7 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
             if len(row) != len(names):
                 raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first "
                                "line")
-            values = [row[places[0]].strip()]
+            values: list = [row[places[0]].strip()]
             try:
                 for place in places[1:]:
                     values.append(int(row[place]))

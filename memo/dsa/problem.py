@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memo.dsa import solvers
 from memo.errors import ConfigError
@@ -23,8 +23,9 @@ from memo.keys import shown
 SOLVERS = ("auto", "greedy", "mip", "cpsat")
 MOST_BYTES = 2**60  # of all buffers together
 # bounds of options, here and of memo.planner
-ALIGNMENT_BOUNDS = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
-TIME_LIMIT_BOUNDS = dict(least=0.0, most=1e6, why="that is eleven days; what is found by then is used")
+ALIGNMENT_BOUNDS: dict[str, Any] = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
+TIME_LIMIT_BOUNDS: dict[str, Any] = dict(least=0.0, most=1e6,
+                                         why="that is eleven days; what is found by then is used")
 
 
 class DsaError(ConfigError):
@@ -71,7 +72,8 @@ class Problem:
     def __post_init__(self) -> None:
         if self.alignment < 1:
             raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
-        first, total = {}, 0
+        first: dict[str, int] = {}
+        total = 0
         for i, b in enumerate(self.buffers):
             if b.lower >= b.upper:
                 raise DsaError(f"lower={shown(b.lower)} must be below upper={shown(b.upper)} (upper is "
@@ -214,7 +216,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> S
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)
     # the whole needs as much as its largest part: no other part gains by a lower peak
-    stop = problem.capacity // unit if decide else bound
+    stop = bound if problem.capacity is None else problem.capacity // unit
     offsets, peak, found_by = [0] * len(problem.buffers), 0, ["greedy"]
     for part, members in parts:
         placed, part_bound, name = _solve_part(part, solver, stop, decide, start + time_limit)
@@ -233,8 +235,8 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> S
     return solution
 
 
-def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool, deadline: float
-               ) -> tuple[list[int], int, str]:
+def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
+                deadline: float) -> tuple[list[int], int, str]:
     """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below
     `stop`."""
     best, bound, name = solvers.greedy(part, stop, deadline), part.load, "greedy"

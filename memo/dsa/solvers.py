@@ -12,16 +12,16 @@ import importlib.util
 import os
 import sys
 import time
-from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import ceil, inf, isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from memo.dsa.gaps import Gaps
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -42,7 +42,7 @@ COARSE_SHARE = 0.7  # of the time limit: all turns of coarse(); CP-SAT on the wh
 LONGER = 1.25  # each turn of coarse() lasts so many times the one before
 
 Found = tuple[list[int] | None, int]  # what a solver returns
-Relaxed = tuple[Sequence[float] | None, float]  # what a MIP solver returns: values or None, bound
+Relaxed = tuple[Any, float]  # what a MIP solver returns: values, an array or a list, or None; bound
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,13 @@ class Part:
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """(i, j): arrays of the conflicting buffers, i < j."""
         lower, upper = np.array(self.lower), np.array(self.upper)
-        later = [i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i]))
-                 for i in range(len(lower))]
+        later: list[np.ndarray] = [
+            i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i]))
+            for i in range(len(lower))]
         return np.repeat(np.arange(len(lower)), [len(j) for j in later]), np.concatenate(later)
 
 
-def part_of(lower: list[int], upper: list[int], size: list[int]) -> Part:
+def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> Part:
     """A Part of lifespans in any unit of time."""
     born, died, ranks, sets, grew = set(lower), set(upper), {}, 0, False
     for t in sorted(born | died):  # a set is a greatest one when the next thing that happens is a death
@@ -116,12 +117,12 @@ def greedy(part: Part, stop: int, deadline: float = inf) -> list[int]:
     return in_order(part) if best is None else best
 
 
-def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.ndarray, deadline: float
-             ) -> list[int] | None:
+def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.ndarray,
+              deadline: float) -> list[int] | None:
     """The offsets, or None where there is not the time."""
     sky, offsets = np.iinfo(np.int64).max, [0] * len(order)
     # the placed buffers, the lowest first: lower, upper, offset, end
-    table = np.empty((4, len(order)), dtype=np.int64)
+    table: np.ndarray = np.empty((4, len(order)), dtype=np.int64)
     for k, i in enumerate(order):
         if time.monotonic() > deadline:
             return None
@@ -152,60 +153,6 @@ def in_order(part: Part) -> list[int]:
     return offsets
 
 
-class Gaps:
-    """The free stretches of an address space without end, none of which touch."""
-
-    SHELVES = 1024
-
-    def __init__(self) -> None:
-        self.shelves = defaultdict(list)  # of (units, offset) in order, the smaller units on lower ones
-        self.used = 0  # a bit for each shelf that is not empty
-        self.starts, self.ends = {}, {}  # {offset: units} of each gap, by its start and by its end
-        self.add(0, inf)
-
-    def shelf(self, units: float) -> int:
-        """Sixteen for each power of two."""
-        if units == inf:
-            return self.SHELVES - 1
-        bits = units.bit_length()
-        return 16 * bits + (units << 5 >> bits) - 16
-
-    def add(self, at: int, units: float) -> None:
-        k = self.shelf(units)
-        insort(self.shelves[k], (units, at))
-        self.used |= 1 << k
-        self.starts[at] = self.ends[at + units] = units
-
-    def drop(self, at: int, units: float) -> None:
-        k = self.shelf(units)
-        del self.shelves[k][bisect_left(self.shelves[k], (units, at))], self.starts[at], self.ends[at + units]
-        if not self.shelves[k]:
-            self.used &= ~(1 << k)
-
-    def take(self, units: int) -> int:
-        """The offset of so many units, the lowest in the tightest gap."""
-        k = self.shelf(units)
-        place = bisect_left(self.shelves[k], (units,))
-        if place == len(self.shelves[k]):
-            above = self.used >> k + 1
-            k, place = k + (above & -above).bit_length(), 0
-        room, at = self.shelves[k][place]
-        self.drop(at, room)
-        if room > units:
-            self.add(at + units, room - units)
-        return at
-
-    def give(self, at: int, units: float) -> None:
-        if above := self.starts.get(at + units):
-            self.drop(at + units, above)
-            units += above
-        if below := self.ends.get(at):
-            at -= below
-            self.drop(at, below)
-            units += below
-        self.add(at, units)
-
-
 def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
     if len(part.size) > LARGE:
@@ -218,7 +165,8 @@ def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) 
                for lower, upper in zip(part.lower, part.upper, strict=True)]
     rows = [model.new_fixed_size_interval_var(*row, "") for row in zip(offsets, part.size, strict=True)]
     model.add_no_overlap_2d(columns, rows)
-    floor, twins = 0, {}
+    floor = 0
+    twins: dict[tuple, cp_model.IntVar] = {}
     for offset, kind in zip(offsets, zip(part.lower, part.upper, part.size, strict=True), strict=True):
         if kind[:2] == (0, max(part.upper)):  # alive all the time: may as well lie at the bottom
             model.add(offset == floor)
@@ -260,7 +208,8 @@ def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float)
         slot = min(end - time.monotonic(), seconds / BRIEFLY * LONGER**turn)
         if slot <= 0 or highest < stop:
             break
-        found, _ = cpsat(part_of(*list(zip(*blocks, strict=True))[:3]), None, stop, highest, slot)
+        lower, upper, size, _ = zip(*blocks, strict=True)
+        found, _ = cpsat(part_of(lower, upper, size), [], stop, highest, slot)
         if found is not None:
             offsets = [0] * n
             for at, (*_, members) in zip(found, blocks, strict=True):
@@ -270,8 +219,8 @@ def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float)
     return offsets, 0
 
 
-def _blocks(part: Part, ceiling: int, count: int, most_waste: float, seed: int
-           ) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
+def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
+            seed: int) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
     """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within
     the ceiling.
 
@@ -280,7 +229,8 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float, seed: int
     """
     n, noise = len(part.size), np.random.default_rng(seed)
     lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
-    there, load, members = np.ones(n, bool), np.zeros(upper.max(), int), [[(i, 0)] for i in range(n)]
+    there: np.ndarray = np.ones(n, bool)
+    load, members = np.zeros(upper.max(), int), [[(i, 0)] for i in range(n)]
     for i in range(n):
         load[lower[i]:upper[i]] += size[i]
 
@@ -333,7 +283,7 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) ->
         return None, 0
     i, j = part.pairs()
     k, a, one = np.arange(pairs), np.arange(n), np.ones(pairs)
-    z = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
+    z: np.ndarray = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
     rows = np.concatenate((k, k, k, pairs + k, pairs + k, pairs + k, 2 * pairs + a, 2 * pairs + a))
     columns = np.concatenate((i, j, z, j, i, z, a, np.full(n, n)))
     values = np.concatenate((one, -one, -M * one, one, -one, M * one, np.ones(n), -np.ones(n)))
@@ -344,17 +294,17 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) ->
                    first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))))
     program = {name: array.astype(float) for name, array in program.items()}
     seconds = max(0.1, seconds - (time.monotonic() - start))
-    values, bound = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
+    found, bound = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
-    return None if values is None else _dropped(part, i, j, values), proven
+    return None if found is None else _dropped(part, i, j, found), proven
 
 
 def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) -> list[int]:
     """Whole offsets in the order of the solver's, each as low as the order allows: rounding the solver's
     own could make buffers overlap."""
-    below = [[] for _ in part.size]
+    below: list[list[int]] = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):
         low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)
         below[high].append(low)

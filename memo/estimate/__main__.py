@@ -43,7 +43,7 @@ OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --ca
 
 def estimate_help() -> str:
     told = {"host_memory_bytes": "what a node grants", "device_memory_bytes": "of one GPU"}
-    rows = [(f"--{name}=", text) for name, text in OPTIONS.items()]
+    rows: list[tuple[str, str | None]] = [(f"--{name}=", text) for name, text in OPTIONS.items()]
     rows += [(f"--{name}", text) for name, text in FLAGS.items()]
     rows += [("figures of the hardware", None), *((f"--{name}=", told.get(name, "")) for name in FIGURES)]
     return f"{__doc__.strip()}\n\n{columns(rows)}"
@@ -55,9 +55,10 @@ def read_number(f: Field, text: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{f.name}={shown(text)[1:-1]} must be a number, as in 2e12") from None
-    if f.type is int and isfinite(value) and value % 1:
+    kind: Any = f.type
+    if kind is int and isfinite(value) and value % 1:
         raise ConfigError(f"{f.name}={text} must be a whole number")
-    check_value(f, f.type(value) if isfinite(value) else value)
+    check_value(f, kind(value) if isfinite(value) else value)
     return int(value) if value.is_integer() else value
 
 
@@ -66,7 +67,8 @@ def read_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     if {"--help", "-h"} & set(argv):
         print(estimate_help())
         sys.exit()
-    options, rest = {}, []
+    options: dict[str, Any] = {}
+    rest = []
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name not in (*FLAGS, *OPTIONS, *FIGURES):

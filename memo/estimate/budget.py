@@ -19,7 +19,7 @@ from memo.config import Config, communicators, degrees
 from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_bytes, with_buffers
 from memo.errors import ConfigError
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
-from memo.estimate.roofline import LayerSeconds, data_s, head_s, optimizer_s, swap_s
+from memo.estimate.roofline import LayerSeconds, micro_batches, step_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.formulas import mfu, parameters, tgs
@@ -199,7 +199,8 @@ class Estimate:
     @property
     def only_tight(self) -> bool:
         """Whether it would fit without the margin of device memory."""
-        return self.reason == "oom" and self.device_bytes - self.bytes_of("margin")[0] <= self.capacity
+        beside_margin = self.device_bytes - self.bytes_of("margin")[0]
+        return self.reason == "oom" and beside_margin <= (self.capacity or 0)
 
     @property
     def local_ranks(self) -> int:
@@ -223,12 +224,12 @@ class Estimate:
         names = {"overlap": "PCIe", "host": "host memory", "device": "device memory"}
         if not self.fits:
             return "device memory" if self.reason == "oom" else "host memory"
-        return names.get(self.plan and self.plan.binds, "compute")
+        return names[self.plan.binds] if self.plan and self.plan.binds else "compute"
 
     @property
     def layer_offload_s(self) -> float | None:
         """Of a layer that is swapped; None where none is."""
-        if self.alpha is None:
+        if self.plan is None or self.alpha is None:
             return None
         return self.plan.layer_offload_bytes / self.machine.node.pcie_bytes_per_s
 
@@ -242,11 +243,6 @@ class Estimate:
 def itemsize_of(cfg: Config, machine: Machine) -> int:
     """Bytes of an element in the dtype of the run."""
     return {"auto": 4 if machine.cpu else 2, "float32": 4, "bfloat16": 2}[cfg.dtype]
-
-
-def micro_batches(cfg: Config, world: int) -> int:
-    """Of a rank, in a step."""
-    return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
 
 
 def host_capacity(cfg: Config, machine: Machine, world: int) -> int:
@@ -317,36 +313,19 @@ def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> i
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
-def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | None, room: Room
-           ) -> tuple[Placement, alpha.SwapPlan | None, str | None]:
+def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | None,
+            room: Room) -> tuple[Placement, alpha.SwapPlan | None, str | None]:
     """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
     rate = machine.node.pcie_bytes_per_s
-    rates = layer and Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None)
+    rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None) if layer else None
     try:
         return *decide(cfg, itemsize, rates, room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
         problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
         least = problem.swapped_layers * problem.nbytes[INPUT] if cfg.finds_alpha else 2**62
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
+        assert plan is not None  # of a mode that copies
         return placement, replace(plan, limits=problem.limits), str(e)
-
-
-def step_s(cfg: Config, machine: Machine, world: int, itemsize: int, layer: LayerSeconds,
-           placement: Placement, numel: int, data: int) -> dict[str, float]:
-    """{part: seconds} of a step, which add up to its "step"."""
-    tensors, micros = tensors_of(cfg, itemsize), micro_batches(cfg, world)
-    recompute = [layer.recompute_s(placement.missing(i)) for i in range(cfg.n_layer)]
-    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s,
-                                      recompute.__getitem__, machine.node.pcie_bytes_per_s)
-    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
-             "recompute": sum(recompute), "stall": stall}
-    parts["rest of the layers"] = forward + backward - sum(parts.values())
-    parts["head and embedding"] = head_s(cfg, machine, itemsize)
-    parts = {name: micros * seconds for name, seconds in parts.items()}
-    parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
-    local_ranks = min(world, machine.node.gpus_per_node)
-    parts["optimizer"] = optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward)
-    return parts | {"step": sum(parts.values())}
 
 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:
@@ -384,11 +363,13 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     rate = tgs(tokens, world, seconds["step"]) if seconds else None
     got = Estimate(cfg, machine, world, dp, tuple(lines), placement, plan, layer, seconds,
                    mfu(cfg, rate, peak) if rate else None, rate, capacity, host, None, None)
-    return replace(got, **verdict(got, why))
+    reason, why = verdict(got, why)
+    return replace(got, reason=reason, why=why)
 
 
-def verdict(got: Estimate, why: str | None) -> dict[str, str | None]:
-    """Whether it fits: dict(reason=, why=). `why`: the message of OutOfHostMemory, if there was one."""
+def verdict(got: Estimate, why: str | None) -> tuple[str | None, str | None]:
+    """Whether it fits: an Estimate's (reason, why). `why`: the message of OutOfHostMemory, if there
+    was one."""
     device, node, reasons = got.device_bytes, got.machine.node, []
 
     def lacks(reason: str, needs: float, has: float, what: str) -> None:
@@ -405,5 +386,5 @@ def verdict(got: Estimate, why: str | None) -> dict[str, str | None]:
     else:
         lacks("oohm", got.host_bytes, got.host_capacity, "host memory to swap to on a node")
     if not reasons:
-        return dict(reason=None, why=None)
-    return dict(reason=reasons[0][0], why="; and ".join(text for _, text in reasons))
+        return None, None
+    return reasons[0][0], "; and ".join(text for _, text in reasons)

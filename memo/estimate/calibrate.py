@@ -52,7 +52,7 @@ def median_seconds(call: Callable, device: torch.device, host: Axis) -> float:
 def opened_arena(device: torch.device) -> Iterator[Arena | NoArena]:
     """The arena of temporary tensors, as a run has it."""
     try:
-        arena = Arena(device)
+        arena: Arena | NoArena = Arena(device)
     except Unavailable:
         arena = NoArena()
     try:

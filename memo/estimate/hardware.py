@@ -206,7 +206,7 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"--{kind}={name}: unknown {kind}; the nearest known: {', '.join(near)}")
 
 
-def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: float) -> Machine:
+def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -> Machine:
     """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many
     ranks. Any figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
     Errors: ConfigError with the nearest names."""
@@ -292,14 +292,15 @@ def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
         yield name, name in measured and (measured[name] is None or number(measured[name]))
     capability = measured.get("capability")
     yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
-    node, speeds = measured.get("node"), measured.get("speeds")
-    wanted = {f.name: f.type for f in fields(Node)}
+    node: Any = measured.get("node")
+    speeds: Any = measured.get("speeds")
+    wanted: dict[str, Any] = {f.name: f.type for f in fields(Node)}
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
     yield "speeds", isinstance(speeds, dict) and speeds.keys() == operations
     for op, points in speeds.items():
-        pairs = isinstance(points, list) and points and all(isinstance(p, list) and len(p) == 2
+        pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
                                                             for p in points)
         sizes = [size for size, _ in points] if pairs else []
         yield op, pairs and all(number(n) for pair in points for n in pair) and sizes == sorted(set(sizes))

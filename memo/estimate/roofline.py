@@ -13,7 +13,17 @@ from math import fsum, sqrt
 from memo.backends import kernel_of
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
-from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation, Tensor, group_heads, head_rows, layer_of
+from memo.layer import (
+    ATTENTION,
+    CHUNK_ROWS,
+    SPLIT_ROWS,
+    Operation,
+    Tensor,
+    group_heads,
+    head_rows,
+    layer_of,
+    tensors_of,
+)
 from memo.swap.placement import Placement
 from memo.swap.schedule import Step, schedule, times_of
 
@@ -39,6 +49,7 @@ class LayerSeconds:
     rows; `kernel`: of attention, see memo/backends.py."""
 
     def __init__(self, cfg: Config, machine: Machine, itemsize: int) -> None:
+        assert machine.speeds is not None  # seconds are asked for only where they are known
         self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
         self.kernel = kernel_of(cfg, machine)
         self.layer = layer_of(cfg)
@@ -64,7 +75,8 @@ class LayerSeconds:
     def products_by_half(self) -> tuple[list[list[Operation]], list[list[Operation]]]:
         """(products before attention, products behind it): each a list, for every input, of the list of its
         operations."""
-        halves, attention = ([], []), False
+        halves: tuple[list[list[Operation]], list[list[Operation]]] = [], []
+        attention = False
         for op in self.operations:
             attention = attention or op.reads == ATTENTION
             if op.kind not in ("column", "row"):
@@ -231,10 +243,10 @@ def swap_s(placement: Placement, tensors: dict[str, Tensor], forward_s: float, b
     return forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s
 
 
-def head_s(cfg: Config, machine: Machine, itemsize: int) -> float:
+def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
     """Seconds of final norm, logits, loss and their gradients, chunk by chunk; of the embedding and its
     gradient."""
-    speeds, rows, C = machine.speeds, cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
+    rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
     chunk = head_rows(V, machine.cpu)
     dw = speeds.seconds("copy", 8 * V * C * rows / chunk, 8 * V * C)  # read and written in fp32 by each chunk
@@ -251,12 +263,12 @@ def stages(cfg: Config, machine: Machine) -> bool:
     return cfg.optimizer_device == "cpu" and not machine.cpu
 
 
-def optimizer_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, local_ranks: int,
-                forward_s: float) -> float:
+def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, itemsize: int, data: int,
+                local_ranks: int, forward_s: float) -> float:
     """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
     weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
     meanwhile and in the next forward."""
-    speeds, shard = machine.speeds, numel / data
+    shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
     if stages(cfg, machine):
@@ -280,3 +292,26 @@ def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, 
     if stages(cfg, machine):  # a layer's place is free when its gradients are summed and gone
         gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
     return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
+
+
+def micro_batches(cfg: Config, world: int) -> int:
+    """Of a rank, in a step."""
+    return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
+
+
+def step_s(cfg: Config, machine: Machine, world: int, itemsize: int, layer: LayerSeconds,
+           placement: Placement, numel: int, data: int) -> dict[str, float]:
+    """{part: seconds} of a step, which add up to its "step"."""
+    tensors, micros = tensors_of(cfg, itemsize), micro_batches(cfg, world)
+    recompute = [layer.recompute_s(placement.missing(i)) for i in range(cfg.n_layer)]
+    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s,
+                                      recompute.__getitem__, machine.node.pcie_bytes_per_s)
+    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
+             "recompute": sum(recompute), "stall": stall}
+    parts["rest of the layers"] = forward + backward - sum(parts.values())
+    parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
+    parts = {name: micros * seconds for name, seconds in parts.items()}
+    parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
+    local_ranks = min(world, machine.node.gpus_per_node)
+    parts["optimizer"] = optimizer_s(cfg, machine, layer.speeds, numel, itemsize, data, local_ranks, forward)
+    return parts | {"step": sum(parts.values())}

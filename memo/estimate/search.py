@@ -27,7 +27,7 @@ def config_with(cfg: Config, **keys: Any) -> Config | None:
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
     """The Estimate, or None where the config cannot be or has no such layout."""
     try:
-        return cfg and estimate(cfg, machine, world, arena)
+        return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
 
@@ -57,8 +57,8 @@ def layouts(cfg: Config, machine: Machine, world: int) -> Iterator[Config]:
                     yield one
 
 
-def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena, best: int = 5
-          ) -> list[Estimate]:
+def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
+           best: int = 5) -> list[Estimate]:
     """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`.
     Where none fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all
     for so many ranks."""

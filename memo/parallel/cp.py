@@ -10,6 +10,7 @@ makes the host wait for a GPU.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -41,7 +42,8 @@ def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
 def ring_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, causal: bool, scale: float) -> Result:
     assert causal  # meeting_parts() knows no other
-    T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
+    T = q.shape[1]
+    kv: Any = [k.contiguous(), v.contiguous()]
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None  # meanwhile the next block travels
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
@@ -55,10 +57,12 @@ def ring_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Ten
 
 
 def ring_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                  v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
-                 ) -> Gradients:
+                  v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+                  scale: float) -> Gradients:
     assert causal
-    T, kv, gradients = q.shape[1], [k.contiguous(), v.contiguous()], None
+    T = q.shape[1]
+    kv: Any = [k.contiguous(), v.contiguous()]
+    gradients: Any = None  # the Works of dk and dv
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
@@ -99,8 +103,8 @@ def ulysses_forward(attention: Attention, axis: Axis, q: torch.Tensor, k: torch.
 
 
 def ulysses_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
-                    ) -> Gradients:
+                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+                     scale: float) -> Gradients:
     B, T, H, _ = q.shape
     gradients = attention.backward(*(to_heads(axis, t) for t in (dout, q, k, v, out)),
                                    lse.view(B, H // axis.size, axis.size * T), causal, scale)

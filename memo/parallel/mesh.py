@@ -58,8 +58,8 @@ def borrowed(t: torch.Tensor) -> torch.Tensor:
 CALLER = ThreadPoolExecutor(1, "memo gloo")
 
 
-def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup
-                    ) -> Any:
+def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
+                     group: dist.ProcessGroup) -> Any:
     """The work of call(received, sent), a collective of torch.distributed."""
     start = partial(call, borrowed(received), borrowed(sent), group=group, async_op=True)
     return CALLER.submit(start).result() if sent.is_cpu else start()
@@ -110,7 +110,7 @@ class Axis:
                 dist.all_reduce(borrowed(x), op, group=self.group)
         return x
 
-    def max(self, *numbers: float) -> list[float]:
+    def max(self, *numbers: float) -> Sequence[float]:
         """[the largest of all ranks' first numbers, of their second numbers, ...]."""
         if self.size == 1:
             return numbers

@@ -129,7 +129,7 @@ def column_linear_backward(axis: Axis, dys: list[torch.Tensor], x: torch.Tensor,
 
 # --- row-parallel: y = residual + x w^T + b, where each rank has some of x's columns ---
 
-def row_linear_forward(axis: Axis, residual: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor,
+def row_linear_forward(axis: Axis, residual: torch.Tensor, x: torch.Tensor, w: torch.Tensor,
                        b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     # (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C)
     def piece(r: slice) -> Iterator[None]:

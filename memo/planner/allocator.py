@@ -146,7 +146,8 @@ class Arena:
 
     def __init__(self, device: torch.device, solver: str = "auto", guard: bool = False,
                  flags: Sequence[str] = ()) -> None:
-        self.device, self.solver, self.plans, self.lib = device, solver, [], load_library(*flags)
+        self.device, self.solver, self.lib = device, solver, load_library(*flags)
+        self.plans: list[Planned] = []
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.init()

@@ -94,12 +94,13 @@ class CachingAllocator:
     def __init__(self, capacity: int | None = None, ties: str | None = None) -> None:
         self.capacity_bytes = math.inf if capacity is None else capacity
         self.ties, self.ages = ties or tie_rule(installed_torch()), count(1)
-        self.pools = {True: [], False: []}  # small or not: its free blocks, sorted: (bytes, age, address)
-        self.blocks = {}  # address: CachedBlock
-        self.segments = []  # the rows of history that are reserved now, sorted by address
+        # small or not: its free blocks, sorted: (bytes, age, address)
+        self.pools: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
+        self.blocks: dict[int, CachedBlock] = {}  # by address
+        self.segments: list[list] = []  # the rows of history that are reserved now, sorted by address
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.cuda_mallocs = self.reorganisations = self.time = 0
-        self.history = []
+        self.history: list[list] = []
 
     def malloc(self, nbytes: int) -> int:
         """The address of nbytes. Errors: SimulatedOutOfMemory."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from memo.backends import workspaces
 from memo.planner.allocator import Arena
-from memo.planner.trace import Trace, checked_trace
+from memo.planner.trace import Entry, Trace, checked_trace
 from memo.swap.schedule import compute_only, schedule
 from memo.swap.streams import open_streams
 
@@ -31,7 +31,9 @@ class Rehearsal:
     its first like}."""
 
     def __init__(self, arena: "Arena | FakeArena") -> None:
-        self.arena, self.first, self.order = arena, {}, {}
+        self.arena = arena
+        self.first: dict[str, str] = {}
+        self.order: dict[str, str] = {}
 
     def run(self, label: str, work: Callable, *args: Any) -> None:
         name, _, number = label.rpartition(" ")
@@ -49,13 +51,14 @@ def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena") -> Trace:
     one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
-    steps, before, model.arena = swap.steps, model.arena, Rehearsal(arena)
+    steps, before, rehearsal = swap.steps, model.arena, Rehearsal(arena)
+    model.arena = rehearsal
     swap.set_steps(compute_only(steps))
     try:
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
-        return arena.recorded().repeated(model.arena.order.items())
+        return arena.recorded().repeated(rehearsal.order.items())
     finally:
         swap.set_steps(steps)
         model.arena = before
@@ -116,7 +119,9 @@ class FakeArena(TorchDispatchMode):
 
     def __init__(self, requests: RequestsOf | None = None) -> None:
         super().__init__()
-        self.log, self.known, self.ids, self.requests = [], weakref.WeakKeyDictionary(), 0, requests
+        self.requests, self.ids = requests, 0
+        self.log: list[Entry] = []
+        self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
 
     def run(self, label: str, work: Callable, *args: Any) -> Any:
         self.log.append(("begin", label, 0))
@@ -125,8 +130,8 @@ class FakeArena(TorchDispatchMode):
         self.log.append(("end", label, 0))
         return result
 
-    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-                          ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **kwargs)

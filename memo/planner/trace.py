@@ -37,7 +37,8 @@ class Trace:
     @property
     def segments(self) -> dict[str, list[Entry]]:
         """{label: [events], marks included}, in their order."""
-        out, label = {}, OUTSIDE
+        out: dict[str, list[Entry]] = {}
+        label = OUTSIDE
         for event in self.events:
             label = event[1] if event[0] == "begin" else label
             if label != OUTSIDE:
@@ -68,8 +69,8 @@ class Trace:
                            for i, (verb, name, nbytes) in enumerate(self.events)))
 
 
-def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = None, where: str = "requests"
-                 ) -> Trace:
+def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = None,
+                  where: str = "requests") -> Trace:
     """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
     freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
     nested, repeated or left open."""

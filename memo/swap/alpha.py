@@ -131,7 +131,7 @@ def plan(problem: AlphaProblem, fractions: dict[str, float]) -> SwapPlan:
     lacking = layers * layer - problem.host_bytes
     input_only = min(layers, max(0, int(-(-lacking // (layer - x)))))
     host = input_only * x + (layers - input_only) * layer
-    lowest = min(limits, key=limits.get)
+    lowest = min(limits, key=limits.__getitem__)
     binds = lowest if limits[lowest] < 1 else None
     offload = layer if input_only < layers else x if layers else 0
     return SwapPlan(fractions, others / problem.others_bytes, limits, binds, input_only, offload, host,
@@ -198,8 +198,8 @@ def rows(fraction: float, n_rows: int, granularity: int) -> int:
     return int(wanted / granularity) * granularity
 
 
-def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1, alpha: float | None = None
-                      ) -> float:
+def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,
+                       alpha: float | None = None) -> float:
     """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of
     all layers; or x, attn_out and `alpha` of the others.
 
@@ -234,8 +234,8 @@ def n_buffers(cfg: Config, problem: AlphaProblem, spare_bytes: float, cpu: bool 
     return fit, inf
 
 
-def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int, recompute_s: dict[str, float] | None = None
-              ) -> tuple[Placement, SwapPlan | None]:
+def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
+               recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
     cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
     per_tensor, which needs it.

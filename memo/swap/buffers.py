@@ -43,7 +43,8 @@ class Swap:
         nbytes = p.buffer_bytes(tensors)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         self.streams = streams or open_streams(device)
-        self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device) for name, n in nbytes.items()}
+        self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
+                             for name, n in nbytes.items()}
 
         def view(name: str, buffer: int) -> torch.Tensor:
             t = tensors[name]
@@ -68,9 +69,11 @@ class Swap:
 
     def swapped_pairs(self) -> list[Pairs]:
         """Of each layer [(bytes on the device, their bytes in the slab)]; empty where nothing is copied."""
-        pairs, end = [], 0
+        pairs: list[Pairs] = [[] for _ in self.layers]
+        end = 0
+        if self.slab is None:
+            return pairs
         for i, layer in enumerate(self.layers):
-            pairs.append([])
             for name, (first, n) in self.placement.swapped(i, self.tensors).items():
                 flat = getattr(layer, name).view(-1).view(torch.uint8)
                 pairs[i] += self.slab.pairs(end, flat[first:first + n])
@@ -100,7 +103,7 @@ class Swap:
     def close(self) -> None:
         """Waits for the copies under way and gives the memory back."""
         close_streams(self.streams)
-        self.pairs = self.layers = self.x = self.buffers = None
+        self.pairs, self.layers, self.x, self.buffers = [], [], [], None
         if self.slab is not None:
             self.slab.close()
             self.slab = None

@@ -13,6 +13,7 @@ import platform
 import resource
 import sys
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -136,7 +137,7 @@ class HostSlab:
     """
 
     def __init__(self, nbytes: int, device: torch.device, pin: bool = True) -> None:
-        self.unlock = []  # of each locked piece
+        self.unlock: list[Callable] = []  # of each locked piece
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:

@@ -25,7 +25,8 @@ class Event:
     for."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.mark = name, None
+        self.name = name
+        self.mark: Any = None  # a CudaMark or CpuMark
 
 
 class Timeline:
@@ -33,7 +34,7 @@ class Timeline:
     them."""
 
     def __init__(self) -> None:
-        self.spans = []
+        self.spans: list[tuple] = []
 
     def add(self, *span: Any) -> None:  # stream's name, kind, label, mark before, mark behind
         self.spans.append(span)
@@ -102,7 +103,8 @@ class CudaStream:
 
 class CpuMark:
     def __init__(self) -> None:
-        self.reached, self.time, self.error = threading.Event(), None, None
+        self.reached, self.time = threading.Event(), 0.0
+        self.error: BaseException | None = None
 
     def reach(self, error: BaseException | None = None) -> None:
         self.time, self.error = time.perf_counter(), error
@@ -121,9 +123,10 @@ class CpuStream:
     """
 
     def __init__(self, name: str, timeline: Timeline, threaded: bool = True) -> None:
-        self.name, self.timeline, self.error = name, timeline, None
-        self.jobs = SimpleQueue() if threaded else None
-        self.worker = None  # started by the first job
+        self.name, self.timeline, self.threaded = name, timeline, threaded
+        self.error: BaseException | None = None
+        self.jobs: SimpleQueue[Callable | None] = SimpleQueue()
+        self.worker: threading.Thread | None = None  # started by the first job
 
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -134,7 +137,7 @@ class CpuStream:
             job = None  # noqa: F841  a job holds its tensors, and the next one may be long in coming
 
     def put(self, job: Callable) -> None:
-        if self.jobs is None:
+        if not self.threaded:
             job()
             return
         if self.worker is None:
