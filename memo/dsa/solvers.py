@@ -357,7 +357,7 @@ def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nd
             kinds = np.where(columns > n, "B", "C")  # binary, continuous
             x = model.addMVar(len(lower), lower, upper, (columns == n).astype(float), kinds)
             model.addMConstr(matrix, x, "<", most)
-            x.Start = first
+            x.setAttr("Start", first)
             for name, value in settings.items():
                 model.setParam(name, value)
             model.optimize()
