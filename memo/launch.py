@@ -194,7 +194,7 @@ class Pulse:
                 dist.recv(heard, self.before, self.group)
         except RuntimeError:
             time.sleep(1)  # another thread may know the cause and report it first
-            leave(f"{rank_name(dist.get_rank())}: lost rank {self.before}; the last checkpoint is whole")
+            leave(f"{rank_name(dist.get_rank())}: lost rank {self.before}; what is saved is whole")
 
     def beat(self) -> None:
         with suppress(RuntimeError):  # the next rank is gone: another rank, which listens to it, reports that
