@@ -114,8 +114,9 @@ def test_a_rank_lost_by_a_calibration_is_one_line_without_a_checkpoint(monkeypat
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer\nmore of it")
     monkeypatch.setattr(profiler, "calibrate", lose)
     assert run(profiler.main, ["--calibrate", "--device=cpu"]) == 1
-    assert capsys.readouterr() == ("", "error: lost another rank ([gloo/transport/tcp/pair.cc:534] Connection closed by "
-                                       "peer); what is saved is whole; the other ranks' errors say why\n")
+    assert capsys.readouterr() == (
+        "", "error: lost another rank ([gloo/transport/tcp/pair.cc:534] Connection closed by peer); what is saved is "
+            "whole; the other ranks' errors say why\n")
 
 
 @pytest.mark.slow
