@@ -154,6 +154,25 @@ def fill(ax: "Axes", rectangles: Sequence[Rectangle], colour: str, unit: int, li
     ax.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edges, linewidths=linewidth))
 
 
+def on_segments(rectangles: Sequence[Rectangle], start: int, begins: Sequence[int]) -> list[Rectangle]:
+    """Rectangles of a step that starts at request `start`, with the numbers of segments in the place of
+    request numbers. `begins`: at which request of the step each segment begins, and the last one ends."""
+    at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
+              for end in ("start", "stop"))
+    return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
+
+
+def name_segments(ax: "Axes", labels: Sequence[str]) -> None:
+    """A tick at the first segment of each kind in TICKS. `labels`: those of the segments."""
+    numbered = [(segment_kind(label), i) for i, label in enumerate(labels)]
+    # backwards, so that the first of each kind stays
+    firsts = {kind: i for kind, i in reversed(numbered) if kind in TICKS}
+    ax.set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
+           xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
+    for tick in ax.get_xticklabels():
+        tick.set_horizontalalignment("left")
+
+
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
                 before: Sequence[Trace] = ()) -> None:
     """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
@@ -169,16 +188,10 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
         raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this "
                          "trace")
     cache = simulate_caching([*before, trace], planned_only=True)
-    start, stop = cache.starts[-2:]
+    start, _ = cache.starts[-2:]
     labels, begins = zip(*segment_starts(trace), strict=True)
-
-    def on_the_axis(rectangles: Sequence[Rectangle], start: int) -> list[Rectangle]:
-        # request numbers -> segments
-        at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
-                  for end in ("start", "stop"))
-        return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
-    tensors = on_the_axis(tensors, 0)
-    cached, segments = on_the_axis(cache.steps[-1], start), on_the_axis(cache.segments, start)
+    tensors = on_segments(tensors, 0, begins)
+    cached, segments = (on_segments(r, start, begins) for r in (cache.steps[-1], cache.segments))
     arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
     unit, name = scale(plan.arena_bytes)
     tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]
@@ -210,13 +223,7 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
     axes[0].set_title(f"planned: {size_text(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
     axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
                       f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
-    numbered = [(segment_kind(label), i) for i, label in enumerate(labels)]
-    # backwards, so that the first of each kind stays
-    firsts = {kind: i for kind, i in reversed(numbered) if kind in TICKS}
-    axes[1].set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
-                xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
-    for tick in axes[1].get_xticklabels():
-        tick.set_ha("left")
+    name_segments(axes[1], labels)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=k)
                for k, c in {**colours, "reserved, unused": HOLE}.items()]
     handles += [plt.Line2D([], [], **line) for line in lines]
