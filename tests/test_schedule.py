@@ -83,6 +83,7 @@ def rule_of_wait(step, wait, instance):
     return ARRIVED
 
 
+@pytest.mark.slow
 def test_each_wait_of_a_schedule_is_needed_or_it_is_known_why_not():
     seen = set()
     for instance in instances(600, seed=1):
@@ -146,9 +147,10 @@ def rule_of_step(step, instance):
     return COMPLETE, "there is no embedding backward"
 
 
+@pytest.mark.slow
 def test_a_schedule_without_one_of_its_steps_is_not():
     seen = set()
-    for instance in instances(400, seed=2):
+    for instance in instances(100, seed=2):
         steps = schedule(*instance)
         for k, step in enumerate(steps):
             why = refusal(without(steps, k), instance)
