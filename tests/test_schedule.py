@@ -107,8 +107,10 @@ def without(steps, k):
     next step of its stream has its waits: the order of the others stays."""
     gone = steps[k]
     before = [step.key for step in steps[:k] if step.stream == gone.stream][-1:]
-    others = [step._replace(waits=tuple(w for wait in step.waits for w in (before if wait == gone.key else [wait])))
-              for step in steps[:k] + steps[k + 1:]]
+    others = []
+    for step in steps[:k] + steps[k + 1:]:
+        waits = [before if wait == gone.key else [wait] for wait in step.waits]
+        others.append(step._replace(waits=tuple(sum(waits, []))))
     after = next((j for j in range(k, len(others)) if others[j].stream == gone.stream), None)
     if after is not None:
         others[after] = others[after]._replace(waits=(*gone.waits, *others[after].waits))
@@ -116,8 +118,8 @@ def without(steps, k):
 
 
 def rule_of_step(step, instance):
-    """(the rule that a schedule breaks without this step, the kind of step that breaks it); (None, None) where
-    it breaks none."""
+    """(the rule that a schedule breaks without this step, the kind of step that breaks it); (None, None)
+    where it breaks none."""
     fates, layers, subsequences, order = instance
     units = units_in_order(layers, subsequences, order)
     k, layer = units.index(step.unit), step.unit[0]
@@ -159,7 +161,8 @@ def test_a_schedule_without_one_of_its_steps_is_not():
             assert (found.groups() if found else (None, None)) == (rule, kind), (step, why, rule, instance)
             seen.add((step.kind, rule))
     assert {kind for kind, _ in seen} == {step.kind for step in steps} | {"offload", "prefetch", "recompute"}
-    assert {rule for _, rule in seen} == {COMPUTED, COPIED, ABOVE, FETCHED, ARRIVED, READ, DROPPED, COMPLETE, None}
+    rules = {COMPUTED, COPIED, ABOVE, FETCHED, ARRIVED, READ, DROPPED, COMPLETE, None}
+    assert {rule for _, rule in seen} == rules
 
 
 def test_a_schedule_whose_steps_change_places_is_not():
