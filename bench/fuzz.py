@@ -331,7 +331,8 @@ def main():
     parser.add_argument("--only", default="", help="run these cases alone, 17 or 17,23, and show them")
     parser.add_argument("--out", default=ROOT / "bench/results/fuzz.json")
     args = parser.parse_args()
-    from bench.fuzz_cases import KINDS, TINY, flags, prepare  # not in the children: they never need it
+    from bench.fuzz_cases import KINDS  # not in the children: they never need it
+    from bench.fuzz_there import TINY, flags, prepare
     names = args.kinds.split(",") if args.kinds else list(KINDS)
     began, scratch = time.monotonic(), Path(tempfile.mkdtemp(prefix="memo-fuzz-"))
     connections, job = start_servers(2)

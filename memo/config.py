@@ -3,7 +3,9 @@ device is touched."""
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from memo.errors import ConfigError
@@ -115,7 +117,7 @@ class Config:
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
                     why="seeds have 63 bits")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for f in fields(self):
             check_value(f, getattr(self, f.name))
         C, H = self.n_embd, self.n_head
@@ -148,7 +150,7 @@ class Config:
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 
-    def check_sizes(self):
+    def check_sizes(self) -> None:
         """What nothing could hold is refused here, before anything of that size is planned."""
         B, S = self.batch_size, self.block_size
         found = (B * S // self.cp, self.gradient_accumulation_steps * B * S,
@@ -157,7 +159,7 @@ class Config:
             if value > most:
                 raise ConfigError(f"{what}={value} must be at most {most} ({why})")
 
-    def check_layout(self):
+    def check_layout(self) -> None:
         """tp and cp must divide what they share out."""
         H, S, tp, cp = self.n_head, self.block_size, self.tp, self.cp
         if H % tp:
@@ -243,13 +245,13 @@ def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
     return path, values
 
 
-def stored_config(stored: dict[str, Any], **changes) -> Config:
+def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
     """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
     left out. Errors: ConfigError."""
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
+def starting_keys(given: dict[str, Any], passed_over: Mapping[Path, str]) -> dict[str, Any]:
     """The keys that the run starts from: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
@@ -274,7 +276,7 @@ def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
     return {k: v for k, v in base.items() if k in KEYS}
 
 
-def load_keys(argv: list[str], passed_over=()) -> dict[str, Any]:
+def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str, Any]:
     """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
     counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
     warmup is cut to the length of the decay."""
@@ -297,7 +299,7 @@ def load_keys(argv: list[str], passed_over=()) -> dict[str, Any]:
     return keys
 
 
-def load_config(argv: list[str], passed_over=()) -> Config:
+def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
     """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as
     newest() in memo/manifest.py has them."""
     return Config(**load_keys(argv, passed_over))

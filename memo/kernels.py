@@ -90,12 +90,13 @@ def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_
     tl.store(lse + b * lse_b + h * lse_h + t, both, mask=rows)
 
 
-def warps(block):
+def warps(block: int) -> int:
     """Of a program: about 16 elements a thread."""
     return min(32, max(1, block // 512))
 
 
-def launch_layernorm_forward(x, w, b, out, mean, rstd, eps):
+def launch_layernorm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
+                             mean: torch.Tensor, rstd: torch.Tensor, eps: float) -> None:
     assert x.is_contiguous() and out.is_contiguous()
     N, C = x.shape
     block = triton.next_power_of_2(C)
@@ -103,7 +104,9 @@ def launch_layernorm_forward(x, w, b, out, mean, rstd, eps):
                               num_warps=warps(block))
 
 
-def launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
+def launch_layernorm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
+                              mean: torch.Tensor, rstd: torch.Tensor, w: torch.Tensor, sums: torch.Tensor,
+                              out: torch.Tensor) -> None:
     """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
     too."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
@@ -114,7 +117,7 @@ def launch_layernorm_backward(residual, dy, x, mean, rstd, w, sums, out):
         residual is not None, len(sums) == 2, block, num_warps=warps(block))
 
 
-def launch_rotary(x, turn, back):
+def launch_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
     """x: (rows, heads * D), rows any distance apart; turn: (rows, D/2) complex64. In place."""
     assert x.stride(1) == 1
     rows, width = x.shape
@@ -124,7 +127,7 @@ def launch_rotary(x, turn, back):
         x, angles, width, angles.shape[1], x.stride(0), angles.stride(0), back, block, num_warps=warps(block))
 
 
-def launch_merge(out, lse, out_, lse_):
+def launch_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
     """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is
     contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))

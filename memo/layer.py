@@ -12,6 +12,10 @@ of rows. Source: MEMO 3.1 and 4.1.
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memo.config import Config
 
 # what bounds the temporary tensors of a layer and of the head
 CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices stay below 2^31 too
@@ -154,12 +158,12 @@ def gpt_layer(C: int, H: int, bias: bool = False, rope: bool = False) -> Layer:
     return Layer(parameters, () if bias else tuple(biases), skeletal, Operation("row", "gelu_out", F, C), H)
 
 
-def layer_of(cfg) -> Layer:
+def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return gpt_layer(cfg.n_embd, cfg.n_head, cfg.bias, cfg.position == "rope")
 
 
-def model_parameters(cfg) -> dict[str, Parameter]:
+def model_parameters(cfg: "Config") -> dict[str, Parameter]:
     """{name: Parameter} of the whole model: the embeddings, layer by layer "h.<i>.<name>", the final norm."""
     C, layer = cfg.n_embd, layer_of(cfg)
     made = {"wte": Parameter((cfg.padded_vocab_size, C), 0)}
@@ -173,7 +177,7 @@ def model_parameters(cfg) -> dict[str, Parameter]:
 
 # --- the shape of a run ---
 
-def tensors_of(cfg, itemsize: int) -> dict[str, Tensor]:
+def tensors_of(cfg: "Config", itemsize: int) -> dict[str, Tensor]:
     """The skeletal tensors of one layer on one rank of a config."""
     return layer_of(cfg).tensors(cfg.batch_size, cfg.block_size // cfg.cp, itemsize, cfg.tp)
 
@@ -187,7 +191,7 @@ def groups_of(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
     return groups
 
 
-def n_rows(cfg) -> int:
+def n_rows(cfg: "Config") -> int:
     """Rows of a rank's own."""
     return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
 
@@ -204,7 +208,7 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1) -> int:
     return min(heads, max(1, GROUP_ELEMENTS // (rows * D * multiple)) * multiple)
 
 
-def group_heads(cfg) -> int:
+def group_heads(cfg: "Config") -> int:
     """Heads of a rank of a config that attention takes at a time."""
     rows = cfg.batch_size * cfg.block_size // cfg.cp
     multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1

@@ -41,13 +41,14 @@ Ops.__doc__ = """How norms, rotary positions and merges are computed:
 
 # --- with torch's kernels ---
 
-def layernorm_operands(*tensors):
+def layernorm_operands(*tensors: torch.Tensor | None) -> list:
     """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000
     rows)."""
     return [t if t is None or not t.is_cpu else t.float() for t in tensors]
 
 
-def layernorm_forward(x, w, b, out, mean, rstd):
+def layernorm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
+                      mean: torch.Tensor, rstd: torch.Tensor) -> None:
     for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd):
         x_, w, b = layernorm_operands(x_, w, b)
         y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, LAYERNORM_EPS)
@@ -56,7 +57,9 @@ def layernorm_forward(x, w, b, out, mean, rstd):
         rstd_.copy_(r.view(-1))
 
 
-def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+def layernorm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor,
+                       rstd: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, dw: torch.Tensor,
+                       db: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
     for out_, dy_, x_, mean_, rstd_, *residual_ in chunks(*rows):
         dy_, x_, w, b = layernorm_operands(dy_, x_, w, b)
@@ -69,7 +72,7 @@ def layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     return out
 
 
-def rotary(x, turn, back):
+def rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> torch.Tensor:
     turn = turn.conj() if back else turn
     for x_, turn_ in chunks(x, turn):
         pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
@@ -81,7 +84,7 @@ def rotary(x, turn, back):
     return x
 
 
-def merge(out, lse, out_, lse_):
+def merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
     both = torch.logaddexp(lse, lse_)
     mine, theirs = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (lse, lse_))  # (B, T, H, 1)
     out.mul_(mine).addcmul_(out_, theirs)
@@ -96,13 +99,16 @@ TORCH = Ops("torch", layernorm_forward, layernorm_backward, rotary, merge)
 PROGRAMS = 512  # share the rows of a norm's backward, each with own sums for dw and db: enough for any GPU
 
 
-def fused_layernorm_forward(x, w, b, out, mean, rstd):
+def fused_layernorm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
+                            mean: torch.Tensor, rstd: torch.Tensor) -> None:
     if not x.is_meta:
         from memo import kernels
         kernels.launch_layernorm_forward(x, w, b, out, mean, rstd, LAYERNORM_EPS)
 
 
-def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+def fused_layernorm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
+                             mean: torch.Tensor, rstd: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None,
+                             dw: torch.Tensor, db: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
     if not x.is_meta:
         from memo import kernels
@@ -113,14 +119,14 @@ def fused_layernorm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     return out
 
 
-def fused_rotary(x, turn, back):
+def fused_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> torch.Tensor:
     if not x.is_meta:
         from memo import kernels
         kernels.launch_rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
     return x
 
 
-def fused_merge(out, lse, out_, lse_):
+def fused_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
     if not out.is_meta:
         from memo import kernels
         kernels.launch_merge(out, lse, out_, lse_)
@@ -129,7 +135,7 @@ def fused_merge(out, lse, out_, lse_):
 TRITON = Ops("triton", fused_layernorm_forward, fused_layernorm_backward, fused_rotary, fused_merge)
 
 
-def lacking(device):
+def lacking(device: torch.device) -> str:
     """Why the fused kernels cannot serve on a device, as far as can be said without touching it; else
     empty."""
     if device.type == "meta":  # where a GPU's requests are traced
@@ -139,9 +145,9 @@ def lacking(device):
     return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
 
-def failing(device):
+def failing(device: torch.device) -> str:
     """Why the fused kernels cannot be launched on a CUDA device, in bf16; empty where they were."""
-    def zeros(*shape, dtype=torch.bfloat16):
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
     x, w, (mean, rstd, lse, dw) = zeros(1, 16), zeros(16), zeros(4, 16, dtype=torch.float32)
     heads = zeros(1, 1, 1, 16)

@@ -117,6 +117,16 @@ def test_an_error_of_a_file_names_it(capsys):
     assert capsys.readouterr().err == "error: /no/such/file: No such file or directory\n"
 
 
+def test_a_rank_lost_by_a_calibration_is_one_line_without_a_checkpoint(monkeypatch, capsys):
+    def lose(*args):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer\nmore of it")
+    monkeypatch.setattr(profiler, "calibrate", lose)
+    assert run(profiler.main, ["--calibrate", "--device=cpu"]) == 1
+    assert capsys.readouterr() == (
+        "", "error: lost another rank ([gloo/transport/tcp/pair.cc:534] Connection closed by peer); what "
+            "is saved is whole; the other ranks' errors say why\n")
+
+
 @pytest.mark.slow
 def test_a_start_imports_nothing_that_can_wait():
     late = "matplotlib torch.distributed.checkpoint scipy highspy ortools wandb transformers"

@@ -351,9 +351,11 @@ def modules():
 
 
 def imports(path):
-    """The modules that a file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    """The modules that a file imports, anywhere in it, but those for annotations alone."""
+    names, tree = set(), ast.parse((ROOT / path).read_text())
+    tree.body = [node for node in tree.body
+                 if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -204,7 +204,7 @@ def test_a_rank_that_says_nothing_for_long_is_lost(tmp_path):
     ranks.processes[1].kill()
     lines = (tmp_path / "0").read_text().splitlines()
     assert lines == ["0 lives",
-                     f"error: rank 0 ({socket.gethostname()}): lost rank 1; the last checkpoint is whole"]
+                     f"error: rank 0 ({socket.gethostname()}): lost rank 1; what is saved is whole"]
 
 
 def talk(host, dtype):
