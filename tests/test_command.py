@@ -43,6 +43,7 @@ COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.convert", "to-hf", "out
             ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
     for name in ("torch", "matplotlib"):
@@ -59,6 +60,7 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
         assert max(map(len, told.splitlines())) <= 125
 
 
+@pytest.mark.slow
 def test_an_installed_command_is_python_m():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts.values()) == {"memo.command:installed"}

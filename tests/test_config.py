@@ -363,6 +363,7 @@ def imports(path):
     return names
 
 
+@pytest.mark.slow
 def test_tests_and_benches_import_neither_each_other_nor_a_test():
     for folder, others in (("tests", ("bench", "tests.test_")), ("bench", ("tests",)),
                            ("testing", ("bench", "tests")), ("memo", ("bench", "tests", "testing"))):
