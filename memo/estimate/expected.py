@@ -59,6 +59,14 @@ class OutOfMemory(RunFailed):
     """The device's memory is used up on this rank. One line."""
 
 
+def lack_of_memory(e: RuntimeError) -> str | None:
+    """What an error says that comes of a lack of the device's memory; None where it comes of anything else."""
+    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    # torch has no class of its own for a lack of the CPU's memory
+    lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return text.split(". ")[0] if lack else None  # CUDA's goes on about all that torch's allocator holds
+
+
 @contextlib.contextmanager
 def naming_region(expected: Estimate | None, device: torch.device, region: str):
     """Turns a lack of memory inside the block into an OutOfMemory that names `region`, a budget.Line.region:
@@ -66,10 +74,7 @@ def naming_region(expected: Estimate | None, device: torch.device, region: str):
     try:
         yield
     except RuntimeError as e:
-        text = str(e).splitlines()[0] if str(e) else type(e).__name__
-        # torch has no class of its own for a lack of the CPU's memory
-        lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
-        if isinstance(e, OutOfMemory) or not lack:
+        text = lack_of_memory(e)
+        if isinstance(e, OutOfMemory) or text is None:
             raise
-        text = text.split(". ")[0]  # CUDA's goes on about all that torch's allocator holds
         raise OutOfMemory(explain(expected, region, own_bytes(device), text)) from e
