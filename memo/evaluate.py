@@ -144,8 +144,8 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     data = open_dataset(cfg.dataset, 1)
     check_lengths(lengths, cfg, data)
     if not NEEDLE <= data.vocab_size <= cfg.vocab_size:
-        raise ConfigError(f"dataset={cfg.dataset}: vocab_size={data.vocab_size} must be at least {NEEDLE} (the "
-                          f"tokens of a needle differ) and at most {cfg.vocab_size}, the model's; give a "
+        raise ConfigError(f"dataset={cfg.dataset}: vocab_size={data.vocab_size} must be at least {NEEDLE} "
+                          f"(a needle's tokens differ) and at most {cfg.vocab_size}, the model's; give a "
                           "--dataset of the model's tokenizer")
     check_same_tokenizer(data, args.out_dir, f"the weights of out_dir={args.out_dir}")
     questions = Questions(data, lengths, args.needle_depths, args.batches, args.seed)

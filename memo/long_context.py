@@ -108,7 +108,8 @@ def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> t
         # the same on all tp ranks, which make their logits together
         rows = wanted[:, mine].reshape(-1, tp.size).any(1).nonzero()[:, 0].to(device)
         found = torch.zeros(2, *targets.shape, device=device)
-        for part in rows.split(model.own_head_rows):  # logits of a million tokens would fill the device
+        # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
+        for part in rows.split(model.own_head_rows) if len(rows) else ():
             # rows of a gather come rank by rank, tokens by turns
             scores = target_scores(model, x[part], targets[part].t().reshape(-1))
             found[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)

@@ -304,10 +304,10 @@ def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, ti
     top, bottom = axes[0, 0], axes[-1, 0]
     end = losses["end"]
     edges = [end[0] / 2, *end]  # no logarithm has a place for 0
-    top.stairs(losses["loss"], edges, baseline=None, color=BLUE, lw=2,
+    top.stairs(losses["loss"], edges, baseline=None, color=BLUE, lw=2, zorder=3,
                label=f"context of {losses['length']:,}")
     if cut:
-        top.stairs(losses["cut_loss"], edges, baseline=None, color=ORANGE, lw=2,
+        top.stairs(losses["cut_loss"], edges, baseline=None, color=ORANGE, lw=4,  # seen below the other
                    label=f"the same tokens, at most {cut:,} seen")
         bottom.stairs(losses["gain"], edges, fill=True, color=PALE)
         if losses["gain_error"][0] is not None:
@@ -321,7 +321,8 @@ def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, ti
         ax.spines[["top", "right"]].set_visible(False)
     if end[0] < trained_length < end[-1]:
         top.annotate("trained length", (trained_length, 1), xycoords=("data", "axes fraction"),
-                     xytext=(4, -4), textcoords="offset points", va="top", color=GREY, fontsize=9)
+                     xytext=(-4, -4), textcoords="offset points", ha="right", va="top", color=GREY,
+                     fontsize=9)
     top.set(ylabel="loss (nats per token)", title=title.replace("$", r"\$"))
     top.legend(frameon=False)
     bottom.set_xscale("log", base=2)
