@@ -152,7 +152,7 @@ class GPT:
         loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
         return loss
 
-    def hidden(self, tokens):  # (B, T) -> (n, C)
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (n, C)
         """The last layer's output, of own rows, where reserve() has taken memory for (B, T). The next pass
         writes over it."""
         self.tokens, self.scale = tokens.reshape(-1), None

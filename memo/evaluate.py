@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from typing import Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 from memo.config import KEYS
 from memo.keys import check_value, option, typed
 
 
-def numbers(name: str, text: str, kind: type, **bounds) -> list:
+def numbers(name: str, text: str, kind: type, **bounds: Any) -> list:
     """The numbers of a list such as 4096,65536, each once, in ascending order. Errors: ConfigError."""
     f, found = option(name, kind, **bounds), set()
     for part in text.split(","):
