@@ -37,8 +37,9 @@ def read_argv(argv: list[str]) -> Namespace:
                   least=1)
     parser.option("--seed", int, 1337, "of places in the split, and of needles", least=0, below=2**63,
                   why="seeds have 63 bits")
-    for name in ("tp", "cp", "context_parallel"):
-        parser.option(f"--{name}", KEYS[name].type, KEYS[name].default, **KEYS[name].metadata)
+    for key in (KEYS[name] for name in ("tp", "cp", "context_parallel")):
+        kind: Any = key.type
+        parser.option(f"--{key.name}", kind, key.default, **key.metadata)
     parser.device_options()
     args = parser.parse_args(argv)
     if args.lengths is not None:

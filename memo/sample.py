@@ -2,12 +2,14 @@
 ..."""
 
 import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> Namespace:
     parser = Arguments(prog="python -m memo.sample", description="Generate text from a checkpoint.")
     parser.option("out_dir", help="the folder a run wrote its checkpoint to", least=1)
     parser.add_argument("--prompt", required=True, help="text, or @file")
@@ -38,7 +40,7 @@ from memo.tokens import load_tokenizer, tokenizer_vocab_size
 from model import GPT
 
 
-def forward_rows(model, tokens, rows):
+def forward_rows(model: GPT, tokens: torch.Tensor, rows: slice) -> torch.Tensor:
     """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in
     fp32.
 
@@ -52,7 +54,8 @@ def forward_rows(model, tokens, rows):
     return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
 
 
-def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0):
+def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: float = 1.0,
+             top_k: int | None = None, seed: int = 0) -> Iterator[int]:
     """Yields up to `max_new_tokens` token ids behind the ids `prompt`. temperature=0 takes the likeliest."""
     length = len(prompt) + max_new_tokens
     if not prompt or max_new_tokens < 1 or length > model.cfg.block_size:
@@ -75,9 +78,9 @@ def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0)
         tokens, start = [token], end
 
 
-def load_model(out_dir, device="auto", dtype="auto"):
+def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> GPT:
     """The model of a checkpoint, for evaluation only."""
-    def read(ckpt):
+    def read(ckpt: checkpoint.Checkpoint) -> GPT:
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto")
         model = GPT(cfg, *pick_device(cfg), grads=False)
         checkpoint.restore(ckpt, model)
@@ -85,7 +88,7 @@ def load_model(out_dir, device="auto", dtype="auto"):
     return checkpoint.read_newest(out_dir, read)
 
 
-def read_prompt(given):
+def read_prompt(given: str) -> str:
     """The text of --prompt. Errors: ConfigError where it is a file that cannot be read."""
     if not given.startswith("@"):
         return given.encode(errors="replace").decode()  # an argument can hold what is no UTF-8
@@ -95,7 +98,7 @@ def read_prompt(given):
         raise ConfigError(f"prompt={given} cannot be read ({reason(e)}); give a text file in UTF-8") from None
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     args = read_argv(argv)
     path = Path(args.out_dir) / "tokenizer.json"
     if not path.exists():
