@@ -320,9 +320,9 @@ def check_model(ckpt: Checkpoint, model: "GPT", prefixes: list[str]) -> None:
     """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
     shape; or the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
-    stored_keys = {k: ckpt.config.get(k, KEYS[k].default) for k in MODEL_KEYS}  # older ones lack some
-    other = {k for k in MODEL_KEYS if stored_keys[k] != cfg[k]}
-    keys = ", ".join(f"{k}={stored_keys[k]}, not {cfg[k]}" for k in sorted(other))
+    theirs = {k: ckpt.config.get(k, KEYS[k].default) for k in MODEL_KEYS}  # keys may be younger than it
+    other = {k for k in MODEL_KEYS if theirs[k] != cfg[k]}
+    keys = ", ".join(f"{k}={theirs[k]}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
         stored = ckpt.shapes(prefix)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 VALUE = 8  # tokens
 NEEDLE = 2 * VALUE  # a key and a value
 LEAST_LENGTH = 4 * NEEDLE  # half of the text is text then, the rest needle and query
-BUCKETS = 11  # of positions
+POSITION_BUCKETS = 11  # of positions
 COUNTED = 2**24  # tokens of the split, which tell the usual ones from the rest
 
 
@@ -132,7 +132,7 @@ def over_sequences(model: "GPT", n: int, work: Callable[[int], np.ndarray]) -> n
 
 def bucket_edges(length: int) -> list[int]:
     """Where buckets of positions begin, and where the last one ends. Each holds as many as all before it."""
-    return sorted({0, *(length >> k for k in range(BUCKETS))})
+    return sorted({0, *(length >> k for k in range(POSITION_BUCKETS))})
 
 
 def token_losses(model: "GPT", ids: torch.Tensor, context: int) -> np.ndarray:
