@@ -136,6 +136,12 @@ class GPT:
                              *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
             self.turn = turn.unflatten(0, (-1, tp.size))  # (n, tp, D/2): rows as q's and k's
 
+    def reserve_forward(self, B: int, T: int) -> None:
+        """reserve() for forward passes without a backward: all layers take turns in the memory of one."""
+        names = [t.name for t in layer_of(self.cfg).skeletal]
+        N = B * T // self.mesh.weights.size
+        self.reserve(B, T, Placement(self.cfg.n_layer, 1, N, dict.fromkeys(names, 0)))
+
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
         done."""

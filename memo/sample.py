@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -31,7 +32,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 
 from memo import checkpoint
-from memo.attention import BACKENDS
+from memo.attention import Attention
 from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
@@ -40,16 +41,35 @@ from memo.tokens import load_tokenizer, tokenizer_vocab_size
 from model import GPT
 
 
-def forward_rows(model: GPT, tokens: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in
-    fp32.
+def open_cache(model: GPT, length: int) -> list[SimpleNamespace]:
+    """The activations of each layer for one sequence of so many tokens. Each layer has keys and values of its
+    own, which later tokens read; all else is the same memory for all layers."""
+    model.reserve_forward(1, length)
+    return [SimpleNamespace(**vars(s) | dict(k=torch.empty_like(s.k), v=torch.empty_like(s.v)))
+            for s in model.swap.layers]
 
-    The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at
-    0, or it is a single row, for which the plain mathematics serves (not every kernel takes one query).
-    """
-    swap, attention = model.swap, model.attention if len(tokens) > 1 else BACKENDS["math"]
+
+def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
+                      scale: float) -> tuple[torch.Tensor, None]:
+    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D), which are not copied; no
+    logsumexp. Not every kernel takes a single query."""
+    out = torch.empty_like(q)
+    heads = q[0, 0].unflatten(0, (k.shape[2], -1))  # (Hkv, those that share keys, D)
+    for i, (q_, k_, v_) in enumerate(zip(heads, k[0].unbind(1), v[0].unbind(1), strict=True)):
+        p = torch.softmax(q_ @ k_.t() * scale, 1, dtype=torch.float32)
+        out[0, 0].unflatten(0, (k.shape[2], -1))[i] = p.to(v.dtype) @ v_
+    return out, None
+
+
+ONE_QUERY = Attention("one query", one_query_forward, None)
+
+
+def forward_rows(model: GPT, cache: list[SimpleNamespace], tokens: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Runs the tokens at positions `rows` of a sequence; returns the last one's logits (V,) in fp32. `cache`
+    has the keys and values of the positions before. Either `rows` starts at 0, or it is a single row."""
+    swap, attention = model.swap, model.attention if len(tokens) > 1 else ONE_QUERY
     model.embed(tokens, model.positions[rows], out=swap.x[0][rows])
-    for block, s, out in zip(model.blocks, swap.layers, swap.x[1:], strict=True):
+    for block, s, out in zip(model.blocks, cache, swap.x[1:], strict=True):
         block.extend(s, model.turn, rows, attention, out)
     return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
 
@@ -62,11 +82,12 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
         raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at "
                           f"least 1 each and at most block_size={model.cfg.block_size} together; change "
                           "one of them")
-    model.reserve(1, length)
+    cache = open_cache(model, length)
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, start = prompt, 0
     for end in range(len(prompt), length):
-        logits = forward_rows(model, torch.tensor(tokens, device=model.device), slice(start, end)).double()
+        ids = torch.tensor(tokens, device=model.device)
+        logits = forward_rows(model, cache, ids, slice(start, end)).double()
         if temperature == 0:
             token = logits.argmax().item()
         else:

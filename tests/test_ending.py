@@ -15,11 +15,11 @@ import pytest
 
 import train
 from memo import checkpoint, command, dcp, ending, plots, report, signals
+from memo.block import Block
 from memo.console import Attempts, Console
 from memo.errors import TrainingError
 from memo.loggers import JsonlLogger, StepStats, read_metrics
 from memo.signals import StepGivenUp, StopSignal
-from model import Block
 from tests.helpers import ROOT, argv, losses
 
 

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, models
 
 import train
 from memo import checkpoint, dcp, sample
+from memo.block import Block
 from memo.command import run
 from memo.config import load_config
 from memo.errors import ConfigError, TrainingError
 from memo.loggers import read_metrics
 from memo.out_dir import lock
 from memo.swap.slab import HostSlab
-from model import Block
-from tests.helpers import ROOT, VOCAB, argv, losses
+from tests.helpers import LLAMA, ROOT, VOCAB, argv, losses
 from train import learning_rate
 
 
@@ -258,8 +258,9 @@ def test_learning_rate_schedule(dataset, tmp_path):
     assert learning_rate(cfg, 100) == pytest.approx(1e-3) == learning_rate(cfg, 1000)
 
 
-def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path, capsys):
-    train.main(argv(dataset, tmp_path, max_iters=40))
+@pytest.mark.parametrize("keys", [{}, LLAMA | dict(n_head=4, qk_norm=True)], ids=["gpt", "llama"])
+def test_the_cached_sampler_agrees_with_the_whole_forward(keys, dataset, tmp_path, capsys):
+    train.main(argv(dataset, tmp_path, max_iters=40, **keys))
     model = sample.load_model(tmp_path, device="cpu")
     prompt = [3, 1, 4]
     got = list(sample.generate(model, prompt, 20, temperature=0))
