@@ -28,12 +28,13 @@ from memo.long_context import (
     measure_losses,
     measure_needles,
     needle_text,
+    over_sequences,
     room_for,
     token_losses,
     token_scores,
     usual_tokens,
 )
-from memo.parallel.mesh import ALONE
+from memo.parallel.mesh import ALONE, Axis
 from model import GPT, initial_weights
 from testing.ranks import pool
 from testing.twin import Twin
@@ -174,6 +175,45 @@ def test_a_model_that_copies_finds_all_needles_and_an_untrained_one_none(words):
     assert found["mean_score"] <= 0.01 and np.abs(gain).max() < 0.5
 
 
+def induction_weights(V, S):
+    """(keys of a Config, {name: weight}) of two layers that copy. The residual stream holds the token, the
+    position, the token before (layer 0 looks one position back) and the prediction (layer 1 looks for places
+    behind the present token)."""
+    P, frequencies = 32, 2 * torch.rand(16, generator=torch.Generator().manual_seed(0)).double()
+    C, token, before, out = 3 * V + P, slice(0, V), slice(V + P, 2 * V + P), slice(2 * V + P, None)
+    cfg = dict(n_layer=2, n_head=1, head_dim=V, n_inner=1, n_embd=C, vocab_size=V, block_size=S,
+               norm="rmsnorm", position="learned", tie_embeddings=False)
+    w = {name: torch.zeros_like(w) for name, w in initial_weights(Config(**cfg), 0, CPU)}
+    for name in w:
+        if name.endswith(("ln1_w", "ln2_w", "lnf_w")):
+            w[name].fill_(1.0)
+    one = torch.eye(V)
+    w["wte"][:V, token] = one
+    w["head_w"][:V, out] = one
+    angles = torch.outer(torch.arange(S), frequencies)
+    w["wpe"][:, V:V + P] = torch.stack((angles.cos(), angles.sin()), -1).flatten(1)
+    back = torch.block_diag(*(torch.tensor([[f.cos(), f.sin()], [-f.sin(), f.cos()]]) for f in frequencies))
+    w["h.0.q_w"][:P, V:V + P] = 100 * back.float()  # a turn by one position
+    w["h.0.k_w"][:P, V:V + P] = torch.eye(P)
+    w["h.0.v_w"][:, token] = w["h.1.v_w"][:, token] = one
+    w["h.0.proj_w"][before] = w["h.1.proj_w"][out] = one
+    w["h.1.q_w"][:, token] = 100 * one
+    w["h.1.k_w"][:, before] = one
+    return cfg, w
+
+
+def test_a_gpt_with_an_induction_head_finds_all_needles(words):
+    keys, w = induction_weights(600, 256)
+    model = GPT(Config(**keys), CPU, torch.float32, grads=False)
+    model.load(w.items())
+    found = measure_needles(model, Questions(words, [64, 256], [0.0, 0.6, 1.0], 2, 5), quiet)
+    assert found["mean_score"] == 1.0 and np.min(found["gain"]) > 3
+    w["h.0.q_w"].neg_()  # it looks anywhere but one position back
+    model.load(w.items())
+    found = measure_needles(model, Questions(words, [64], [0.0, 0.6, 1.0], 2, 5), quiet)
+    assert found["mean_score"] < 0.1
+
+
 def test_a_needle_is_where_it_is_said_to_be(words):
     """A model that remembers the last 100 tokens finds the needles that are as near, and no others."""
     near = type("Near", (Copier,), dict(reach=100))
@@ -207,13 +247,19 @@ def measured(host, folder, cfg):
     model = built(cfg, mesh)
     asked = Questions(open_dataset(str(folder), 1), [64, 160], [0.0, 0.7], 3, 1)
     made = measure_losses(model, asked, quiet), measure_needles(model, asked, quiet)
+    windows = torch.randint(0, VOCAB, (1, 161), generator=torch.Generator().manual_seed(2))
+    windows[0, 1:] = twin_logits(cfg, windows[:, :-1])[0].argmax(1)  # some are the likeliest
+
+    def right(i):
+        return token_scores(model, windows, torch.ones(1, 160, dtype=torch.bool))[1].numpy()
+    likeliest = over_sequences(model, 1, right)
     model.close()
-    return made
+    return *made, dict(likeliest=likeliest)
 
 
-def flat(result):
-    losses, found = result
-    return np.concatenate([np.ravel(part[name]) for part in (losses, found) for name in sorted(part)])
+def flat(results):
+    """All numbers of dicts."""
+    return np.concatenate([np.ravel(result[name]) for result in results for name in sorted(result)])
 
 
 @pytest.mark.slow
@@ -226,11 +272,10 @@ def test_every_layout_gives_the_answers_of_one_process(text, kind, family, datas
     cfg = Config(**keys, tp=size["tp"], cp=size["cp"], context_parallel=kind,
                  gradient_accumulation_steps=size["dp"])
     ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(measured, dataset, cfg)
-    asked = Questions(open_dataset(str(dataset), 1), [64, 160], [0.0, 0.7], 3, 1)
-    model = built(Config(**keys))
-    alone = flat((measure_losses(model, asked, quiet), measure_needles(model, asked, quiet)))
+    alone = measured(Axis("host"), dataset, Config(**keys))
+    assert 0 < alone[2]["likeliest"].sum() < 160
     for rank in ranks:
-        assert np.abs(flat(rank) - alone).max() <= 1e-5
+        assert np.abs(flat(rank) - flat(alone)).max() <= 1e-5
 
 
 # --- the command ---
