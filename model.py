@@ -166,6 +166,14 @@ class GPT:
         loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
         return loss
 
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (n, C)
+        """The last layer's output, of own rows, where reserve() has taken memory for (B, T). The next pass
+        writes over it."""
+        self.tokens, self.scale = tokens.reshape(-1), None
+        self.follow(("embedding", "forward"))
+        self.swap.streams.timeline.clear()  # nobody asks for these times
+        return self.swap.x[-1]
+
     def backward(self, done: Callable[[int], None] = lambda bucket: None) -> torch.Tensor:
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
         input (n, C). done(bucket) is called when those of a bucket are complete."""
