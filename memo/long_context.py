@@ -24,9 +24,7 @@ import torch
 from memo.batch import Data
 from memo.errors import RunFailed
 from memo.estimate.expected import lack_of_memory
-from memo.layer import layer_of
 from memo.parallel.tp import own_ids, softmax
-from memo.swap.placement import Placement
 
 if TYPE_CHECKING:
     from model import GPT
@@ -73,9 +71,7 @@ def reserve(model: "GPT", B: int, length: int) -> None:
     all layers use in turns."""
     T = length // model.mesh.tokens.size
     if model.shape != (B, T):
-        names = layer_of(model.cfg).tensors(B, T, 1)
-        N = B * T // model.mesh.weights.size
-        model.reserve(B, T, Placement(model.cfg.n_layer, 1, N, dict.fromkeys(names, 0)))
+        model.reserve_forward(B, T)
 
 
 def target_scores(model: "GPT", x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
