@@ -3,6 +3,8 @@ on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value
 --force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
 import signal
+from collections.abc import Mapping
+from pathlib import Path
 
 from memo.signals import handle
 
@@ -18,7 +20,7 @@ from memo.console import guard_console
 from memo.manifest import Damaged
 
 
-def read_argv(argv: list[str], passed_over=()) -> tuple[Config, bool]:
+def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
     """(Config, whether --force is given). --help ends the process. `passed_over`: checkpoints not
     to resume from."""
     if "--help" in argv or "-h" in argv:
@@ -81,10 +83,10 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
         if found.ckpt is not None:
             together(host, checkpoint.restore, found.ckpt, model, optimizer)
             optimizer.publish()
-        elif found.hf:
+        elif hf := found.hf:
             # each rank reads its own part of the files
             mine = mesh.weights.rank, mesh.weights.size
-            together(host, lambda: optimizer.load(hf_tensors(found.hf, cfg, *mine)))
+            together(host, lambda: optimizer.load(hf_tensors(hf, cfg, *mine)))
         else:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 
@@ -163,11 +165,13 @@ def train(run: Run, stop: StopSignal) -> None:
             loss = forward_backward(run, it)
             # clip and optimizer are segments of the memory plan: their temporary tensors have addresses
             grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
-            # the one place where the host waits for the device; the tensors go, before the optimizer's come
+            # The one place where the host waits for the device. The two names now hold numbers: their tensors
+            # are free before the optimizer makes its own.
             loss, grad_norm = torch.stack((loss, grad_norm)).tolist()
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
-        spans = swap.streams.timeline.take()  # before weights come up from the host: no picture shows that
+        # without the weights that come up from the host next: the picture shows forward and backward
+        spans = swap.streams.timeline.take()
         run.saver.copied()  # the save under way still reads the states that the optimizer is about to change
         run.whole = False  # an error in here leaves states of neither step: nothing could be saved
         arena.run("optimizer", run.optimizer.step, lr)

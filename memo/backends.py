@@ -9,7 +9,9 @@ flash-attention csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), fla
 from dataclasses import dataclass, field
 from math import ceil
 
+from memo.config import Config
 from memo.errors import ConfigError
+from memo.estimate.hardware import Machine
 
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
 # up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it
@@ -97,7 +99,7 @@ def choose(name: str, facts: Facts) -> tuple[str, str]:
     return name, "; ".join(f"{one} {whys[one].removeprefix('it ')}" for one in before)
 
 
-def kernel_of(cfg, machine) -> str:
+def kernel_of(cfg: Config, machine: Machine) -> str:
     """The kernel that a run of this config would take on a hardware.Machine: what is named counts as
     installed, `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
     device = "cpu" if machine.cpu else "cuda"
@@ -113,7 +115,7 @@ def workspaces(name: str, B: int, T: int, H: int, D: int, deterministic: bool = 
     alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2, where
     deterministic, in so many copies that each multiprocessor has one. What cuDNN takes is not published: a
     guess. Counters are left out."""
-    def up(n, multiple):
+    def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
     rows = 4 * B * H * up(T, 128)  # an fp32 number for each
     if name == "flash_attn_3":

@@ -7,6 +7,7 @@ Both ways go tensor by tensor: a few of them are in memory at once. The files of
 """
 
 import sys
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from memo.command import Arguments, answer_early, end_with_reader, run
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> Namespace:
     parser = Arguments(prog="python -m memo.convert",
                        description="Models of Hugging Face <-> memo checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -37,6 +38,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     answer_early(read_argv)
 
 import torch
+from tokenizers import Tokenizer
 
 from memo import checkpoint
 from memo.config import Config, stored_config
@@ -58,7 +60,7 @@ from memo.tokens import (
 from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, save_weights
 
 
-def tokenizer_in(folder: Path, cfg: Config) -> Any:
+def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
     """The tokenizer beside the weights, None where there is none. Errors: ConfigError: it cannot be used, or
     has more tokens than the model."""
     if not (folder / TOKENIZER).exists():
@@ -133,21 +135,22 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
     print(f"{hf_folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
 
 
-def end_token(tokenizer: Any) -> str | None:
+def end_token(tokenizer: Tokenizer | None) -> str | None:
     """The token that ends a document."""
     return next((token for token in ENDS if tokenizer and tokenizer.token_to_id(token) is not None), None)
 
 
-def token_ids(out_dir: Path, tokenizer: Any) -> dict[str, Any]:
+def token_ids(out_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Where generation begins and ends: as the model came, or the end of a document."""
     if (out_dir / GENERATION).exists():
         stored = load_json(out_dir / GENERATION, "remove it")
         return {name: stored.get(name) for name in ("bos_token_id", "eos_token_id")}
     end = end_token(tokenizer)
-    return dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.token_to_id(end) if end else None)
+    found = tokenizer.token_to_id(end) if tokenizer and end else None
+    return dict(bos_token_id=found, eos_token_id=found)
 
 
-def tokenizer_config(out_dir: Path, cfg: Config, tokenizer: Any) -> dict[str, Any]:
+def tokenizer_config(out_dir: Path, cfg: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What transformers.AutoTokenizer needs beside a tokenizer.json: as the model came, with the length of
     its context now."""
     if (out_dir / TOKENIZER_CONFIG).exists():
@@ -159,7 +162,7 @@ def tokenizer_config(out_dir: Path, cfg: Config, tokenizer: Any) -> dict[str, An
     return stored | dict(model_max_length=cfg.block_size)
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     args = read_argv(argv)
     if args.command == "from-hf":
         from_hf(Path(args.hf_folder), Path(args.out_dir))

@@ -1,9 +1,9 @@
 """Rotary positions beyond the length that a model was trained at: `rope_scaling`, as a config.json of Hugging
 Face writes it. Without torch.
 
-Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by one
-more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv 2407.21783,
-and the reference code of its release).
+Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by
+one more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv
+2407.21783, and the reference code of its release).
 """
 
 import json
@@ -23,7 +23,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 LEAST = dict(factor=1, original_max_position_embeddings=1)
 MAY_BE_0 = ("mscale", "mscale_all_dim")  # which then count for nothing
-REMEDY = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
+EXAMPLE = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
           '"original_max_position_embeddings": 8192}\'')
 
 
@@ -37,7 +37,7 @@ def parse_scaling(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise ConfigError(f"rope_scaling={text!r:.100} must be a JSON object, {REMEDY}")
+        raise ConfigError(f"rope_scaling={text!r:.100} must be a JSON object, {EXAMPLE}")
     return checked_scaling(given, "rope_scaling")
 
 
@@ -54,7 +54,7 @@ def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"{where}: rope_type={kind} has no {unknown[0]!r:.100}; leave it out")
     if lacking := [name for name, default in known.items() if default is None and name not in given]:
-        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {REMEDY}")
+        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {EXAMPLE}")
     for name, value in given.items():
         if name == "truncate":
             right, rule = type(value) is bool, "true or false"
@@ -99,7 +99,7 @@ def llama3_multiplier(frequency: float, scaling: Mapping[str, Any]) -> float:
 def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
     """Pairs that turn more than beta_fast times in the original length stay, those that turn less than
     beta_slow times are slowed by `factor`, those between get a part of each, by their number j."""
-    def pair_of(turns):  # the pair, not whole, that turns so often in the original length
+    def pair_of(turns: float) -> float:  # the pair, not whole, that turns so often in the original length
         return D * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (
             2 * math.log(theta))
     first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
@@ -113,7 +113,7 @@ def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Any]) -> list[f
 
 def attention_factor(scaling: Mapping[str, Any]) -> float:
     """What multiplies rotated queries and keys: attention over more tokens wants a sharper softmax."""
-    def sharper(weight):
+    def sharper(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0
     if scaling["attention_factor"]:
         return scaling["attention_factor"]

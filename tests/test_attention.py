@@ -1,4 +1,4 @@
-"""Attention: each kernel against the mathematics, the packages' interfaces of several versions, which kernel is taken."""
+"""Attention: each kernel against the mathematics, several versions' interfaces, which kernel is taken."""
 
 
 
@@ -10,7 +10,15 @@ import torch
 
 from memo import attention as attention_module
 from memo import backends
-from memo.attention import BACKENDS, Unusable, attend, attend_backward, facts_of, installed_kernel, resolve_attention
+from memo.attention import (
+    BACKENDS,
+    Unusable,
+    attend,
+    attend_backward,
+    facts_of,
+    installed_kernel,
+    resolve_attention,
+)
 from memo.backends import Facts, choose, missing, workspaces
 from memo.config import Config, load_config
 from memo.errors import ConfigError
@@ -55,15 +63,17 @@ def test_backends_agree_with_the_mathematics(name, causal):
     want, want_lse, *gradients = exact(q, k, v, dout, causal, 0.125)
     assert lse.shape == (2, 3, 200) and lse.dtype == torch.float32
     assert error(lse, want_lse) < limit and error(out.float(), want) < limit
-    for got, g in zip(BACKENDS[name].backward(dout, q, k, v, out, lse, causal, 0.125), gradients, strict=True):
+    ours = BACKENDS[name].backward(dout, q, k, v, out, lse, causal, 0.125)
+    for got, g in zip(ours, gradients, strict=True):
         assert got.shape == q.shape and error(got.float(), g) < limit
 
 
 # --- the packages ---
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("version, takes_out", [("2.8.3", False), ("3 of 2.8.3", True), ("3", False), ("4 beta 0", True),
-                                                ("4 beta 27", True)])
+@pytest.mark.parametrize("version, takes_out",
+                         [("2.8.3", False), ("3 of 2.8.3", True), ("3", False), ("4 beta 0", True),
+                          ("4 beta 27", True)])
 def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, deterministic, monkeypatch):
     fakes.install(monkeypatch, version)
     kernel = installed_kernel(fakes.KERNEL[version[0]])
@@ -109,7 +119,8 @@ def test_what_cannot_be_called_is_not_there(monkeypatch, tmp_path):
     assert installed_kernel("flash_attn_4").takes_out
     with pytest.raises(Unusable, match="^it is not installed$"):  # although there is a folder flash_attn
         installed_kernel("flash_attn_2")
-    with pytest.raises(Unusable, match="^it cannot be imported .No module named 'a_library_of_another_torch'.$"):
+    with pytest.raises(Unusable,
+                       match="^it cannot be imported .No module named 'a_library_of_another_torch'.$"):
         installed_kernel("flash_attn_3")
 
 
@@ -125,7 +136,8 @@ def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtyp
     (facts((9, 0), packages=["flash_attn_2"]), "cudnn", "flash_attn_3 is not installed"),
     (facts((9, 0), cudnn=91501), "cudnn", "flash_attn_3 is not installed"),
     (facts((9, 0), cudnn=91500, packages=["flash_attn_2"]), "flash_attn_2",
-     "flash_attn_3 is not installed; cudnn is 9.15: 9.15 and older are wrong where the tokens are no multiple of 128"),
+     "flash_attn_3 is not installed; cudnn is 9.15: 9.15 and older are wrong where the tokens are no "
+     "multiple of 128"),
     (facts((9, 0), cudnn=0), "flash",
      "flash_attn_3 is not installed; cudnn is not part of this torch; flash_attn_2 is not installed"),
     (facts((9, 0), deterministic=True), "flash",
@@ -141,15 +153,17 @@ def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtyp
     (facts((8, 0)), "flash", "flash_attn_2 is not installed"),
     (facts((8, 9)), "flash", "flash_attn_2 is not installed"),
     (facts((12, 0)), "flash", "flash_attn_2 is not installed"),
-    (facts((8, 9), 208), "math", "flash_attn_2 is not installed; flash has no backward for n_embd/n_head=208 on this GPU; "
-                                 "cudnn needs n_embd/n_head=208 to be at most 128"),
+    (facts((8, 9), 208), "math",
+     "flash_attn_2 is not installed; flash has no backward for n_embd/n_head=208 on this GPU; "
+     "cudnn needs n_embd/n_head=208 to be at most 128"),
     (facts((8, 0), 208), "flash", "flash_attn_2 is not installed"),
 ])
 def test_auto_takes_the_fastest_kernel_and_says_why_not_another(given, kernel, why):
     assert choose("auto", given) == (kernel, why)
 
 
-@pytest.mark.parametrize("given", [facts((7, 5)), facts((9, 0), 65), facts((9, 0), 264), facts((9, 0), dtype="float32")])
+@pytest.mark.parametrize("given", [facts((7, 5)), facts((9, 0), 65), facts((9, 0), 264),
+                                   facts((9, 0), dtype="float32")])
 def test_without_a_kernel_it_is_the_mathematics(given):
     assert choose("auto", replace(given, packages=ALL))[0] == "math"
 
@@ -167,7 +181,7 @@ def test_without_a_kernel_it_is_the_mathematics(given):
 def test_a_named_kernel_that_cannot_serve_is_an_error(name, given, why):
     with pytest.raises(ConfigError, match=f"^attention={name} is not available: {why}; try attention=auto$"):
         choose(name, given)
-    assert choose("cudnn", facts((9, 0), cudnn=91002)) == ("cudnn", "")  # by name also one that auto passes over
+    assert choose("cudnn", facts((9, 0), cudnn=91002)) == ("cudnn", "")  # a name beats what auto passes over
 
 
 def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
@@ -193,7 +207,7 @@ def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
 
 # --- memory and speed ---
 
-@pytest.mark.parametrize("shape, deterministic, requests", [  # recorded from torch's kernel on a GPU of 132 multiprocessors
+@pytest.mark.parametrize("shape, deterministic, requests", [  # of torch's kernel on 132 multiprocessors
     ((1, 16384, 32, 128), False, [2097152, 268435456]), ((1, 16384, 32, 128), True, [2097152, 1342177280]),
     ((1, 131072, 4, 128), False, [2097152, 268435456]), ((1, 131072, 4, 128), True, [2097152, 8858370048]),
     ((1, 1000, 32, 128), True, [131072, 83886080])])
@@ -218,7 +232,8 @@ def test_a_trace_has_the_requests_of_its_kernel(name):
     arena.run("forward", attend, kernel, q, k, v, True, 0.125, out, lse)
     arena.run("backward", kernel.backward, dout, q, k, v, out, lse, True, 0.125)
     segments = arena.recorded().segments
-    sizes = {label: [event[-1] for event in events if event[0] == "malloc"] for label, events in segments.items()}
+    sizes = {label: [event[-1] for event in events if event[0] == "malloc"]
+             for label, events in segments.items()}
     tensor, row = 2 * 256 * 4 * 64, 4 * 256 * 4
     wanted = workspaces(name, *shape, True, 9)
     assert sum(wanted) == row * {"flash": 193, "flash_attn_2": 193, "cudnn": 65}.get(name, 66)
@@ -234,12 +249,14 @@ def test_the_estimate_knows_the_kernel():
     assert of().layer.kernel == "cudnn" and of(hardware.machine("b200")).layer.kernel == "cudnn"
     assert of(hardware.machine("a800-80gb")).layer.kernel == "flash" == of(deterministic=True).layer.kernel
     assert of(attention="flash").seconds["step"] > 1.5 * of().seconds["step"]
-    kernels_s = [sum(of(attention=name).layer.kernels_s()) for name in ("flash_attn_3", "cudnn", "flash_attn_2", "flash")]
+    kernels_s = [sum(of(attention=name).layer.kernels_s())
+                 for name in ("flash_attn_3", "cudnn", "flash_attn_2", "flash")]
     assert kernels_s[0] < kernels_s[1] < kernels_s[2] == kernels_s[3]
     T, H = cfg.block_size // 2, 8
     flops = 2 * T * 2 * T / 2 * 2 / 2 * H * 128  # of the forward: two products, half of the scores, cp=2
     assert kernels_s[1] == pytest.approx(2 * flops / 539e12 + 5 * flops / 516e12, rel=2e-3)
-    with pytest.raises(ConfigError, match="^attention=flash_attn_3 is not available: it needs compute capability 9.x"):
+    with pytest.raises(ConfigError,
+                       match="^attention=flash_attn_3 is not available: it needs compute capability 9.x"):
         of(hardware.machine("a800-80gb"), attention="flash_attn_3")
 
 
@@ -252,7 +269,8 @@ def test_the_copies_of_a_deterministic_backward_are_counted_and_have_a_remedy():
     assert 0.97 * copies < more < 1.02 * copies and not got.fits and plain.fits
     assert any("--attention=flash_attn_3" in text for text, _ in search.remedies(got))
     a100 = hardware.machine("a100-80gb")
-    got = budget.estimate(replace(cfg, block_size=2**19), replace(a100, memory_bytes=40 * 2**30), 8, budget.fast_arena)
+    got = budget.estimate(replace(cfg, block_size=2**19), replace(a100, memory_bytes=40 * 2**30), 8,
+                          budget.fast_arena)
     assert any("--deterministic=False" in text for text, _ in search.remedies(got))
 
 

@@ -66,9 +66,10 @@ def test_rotary_turns_every_pair(kind, heads, D, dtype, limit):
 def test_merged_parts_are_attention_to_all_keys(kind, dtype):
     B, T, H, D, keys = 2, 37, 3, 24, 10
     scores, v = torch.randn(B, H, T, keys).double() * 5, torch.randn(B, H, keys, D).double()
-    halves = [(torch.einsum("bhqk,bhkd->bqhd", s.softmax(-1), v_).to(dtype), s.logsumexp(-1).float()) for s, v_ in
-              zip(scores.split(5, -1), v.split(5, 2), strict=True)]
-    (out, lse), (out_, lse_) = halves
+    halves = zip(scores.split(5, -1), v.split(5, 2), strict=True)
+    (out, lse), (out_, lse_) = (
+        (torch.einsum("bhqk,bhkd->bqhd", s.softmax(-1), v_).to(dtype), s.logsumexp(-1).float())
+        for s, v_ in halves)
     longer = torch.zeros(B, T + 3, H, D), torch.zeros(B, H, T + 3)  # views of something else, as in a ring
     out, lse = longer[0][:, 3:].copy_(out), longer[1][..., 3:].copy_(lse)
     kind.merge(out, lse, out_, lse_)
@@ -80,7 +81,8 @@ def test_merged_parts_are_attention_to_all_keys(kind, dtype):
 
 def test_a_range_of_rows_gets_the_bits_of_all(kind):
     x, w = torch.randn(40, 96).bfloat16(), torch.randn(96).bfloat16()
-    whole, part, mean, rstd = torch.empty_like(x), torch.empty(9, 96).bfloat16(), torch.empty(40), torch.empty(40)
+    whole, part, mean, rstd = (torch.empty_like(x), torch.empty(9, 96).bfloat16(), torch.empty(40),
+                               torch.empty(40))
     kind.layernorm_forward(x, w, None, whole, mean, rstd)
     kind.layernorm_forward(x[7:16], w, None, part, mean[:9], rstd[:9])
     assert torch.equal(part, whole[7:16])
@@ -97,5 +99,6 @@ def test_what_fused_kernels_request_is_traced_without_triton():
 def test_absent_kernels_are_an_error_only_by_name():
     assert resolve_ops("auto", CPU) == (TORCH, "they need a CUDA device")
     assert resolve_ops("torch", CPU) == (TORCH, "")
-    with pytest.raises(ConfigError, match="ops=triton is not available: they need a CUDA device; try ops=auto"):
+    with pytest.raises(ConfigError,
+                       match="ops=triton is not available: they need a CUDA device; try ops=auto"):
         resolve_ops("triton", CPU)
