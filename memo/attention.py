@@ -236,11 +236,11 @@ def installed_kernel(name):
 
 # --- without a GPU: what the packages' kernels request, for a trace ---
 
-torch.library.define("memo::attention_backward", "(str kernel, Tensor q) -> ()")
+torch.library.define("memo::attention_backward", "(str kernel, Tensor q, Tensor k) -> ()")
 
 
 @torch.library.impl("memo::attention_backward", "Meta")
-def _(kernel, q):
+def _(kernel, q, k):
     """Stands for a package's kernel: what it takes for itself, memo.profiler adds to a trace."""
 
 
@@ -251,7 +251,7 @@ def meta_forward(q, k, v, causal, scale, out=None):
 
 def meta_backward(name, dout, q, k, v, out, lse, causal, scale):
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    torch.ops.memo.attention_backward(name, q)
+    torch.ops.memo.attention_backward(name, q, k)
     return gradients
 
 

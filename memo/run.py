@@ -126,7 +126,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
         check_same_tokenizer(data, hf or out, f"the weights of init_from={cfg.init_from}")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
-    attention = resolve_attention(cfg.attention, device, dtype, cfg.n_embd // cfg.n_head)
+    attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
     limit = memory.host_limit(cfg, launch)
     memory.check_memory(cfg, device, dtype, limit)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)

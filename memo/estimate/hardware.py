@@ -224,9 +224,10 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures) -> Mac
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         hidden = {"hidden": [(1, REST["hidden"])]}  # which is not measured
         hidden = {} if measured["memory_bytes"] is None else hidden
+        added = {op: measured["speeds"][like] for op, like in ADDED.items()}
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
+                       Speeds(added | measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
                        measured["threads"], tuple(measured["capability"]), measured["multiprocessors"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
@@ -249,6 +250,9 @@ MESSAGES = {"gather", "scatter", "exchange", "shift"}
 # that --calibrate measures
 OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary",
               "gelu forward", "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}
+# that calibrations of before lack, and whose speeds they have in their place
+ADDED = {f"{op} {way}": f"{like} {way}" for op, like in (("rms norm", "norm"), ("swiglu", "gelu"))
+         for way in ("forward", "backward")}
 
 
 def calibration_path(ranks: int) -> Path:
@@ -295,7 +299,7 @@ def rules(measured, ranks):
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
-    yield "speeds", isinstance(speeds, dict) and speeds.keys() == operations
+    yield "speeds", isinstance(speeds, dict) and speeds.keys() in (operations, operations | ADDED.keys())
     for op, points in speeds.items():
         pairs = isinstance(points, list) and points and all(isinstance(p, list) and len(p) == 2
                                                             for p in points)
