@@ -33,6 +33,8 @@ from tests.helpers import ROOT
 from tests.helpers import argv as arguments
 
 A800 = hardware.machine("a800-80gb")
+LLAMA = dict(n_head=4, n_kv_head=2, head_dim=24, n_inner=192, norm="rmsnorm", mlp="swiglu", qk_norm=True,
+             tie_embeddings=False)  # every key of the family, each width unlike GPT's
 SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
 
 
@@ -127,11 +129,11 @@ def test_every_byte_is_in_a_line_and_a_region():
                                   dict(dtype="bfloat16"), dict(optimizer_device="cpu", cp=2),
                                   dict(optimizer_device="cpu", tp=2, gradient_accumulation_steps=4, bias=True),
                                   dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
-                                  dict(activation="recompute")])
+                                  dict(activation="recompute"), LLAMA, dict(LLAMA, tp=2, cp=2),
+                                  dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True)])
 def test_lines_are_the_bytes_of_a_real_model(keys):
-    keys = dict(gradient_accumulation_steps=2) | keys
-    keys |= dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
-    cfg = Config(**keys)
+    shape = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
+    cfg = Config(**shape | dict(gradient_accumulation_steps=2) | keys)
     cpu, world = torch.device("cpu"), 2 * cfg.tp * cfg.cp
     here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40), None, None, None)
     got = budget.estimate(cfg, here, world, fast_arena)
@@ -149,8 +151,8 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
 
 
 @cache
-def traced_arenas(*argv, device="cuda"):
-    cfg = load_config(["config/7b_1m.py", *argv])
+def traced_arenas(*argv, device="cuda", preset="7b_1m"):
+    cfg = load_config([f"config/{preset}.py", *argv])
     machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
     return traced_arena(cfg, machine), fast_arena(cfg, machine)
 
@@ -164,8 +166,26 @@ def test_the_fast_bound_is_one_and_is_near(text):
     assert exact <= bound <= 2 * exact
 
 
-def test_a_run_finds_what_was_estimated(dataset, tmp_path):
-    train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1, warmup_iters=0))
+NARROW = "--n_embd=1024 --n_head=16 --n_inner=1024 --vocab_size=512"  # attention is wider than all else
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset, text", [
+    ("llama3_8b_1m", "--tp=8 --cp=1"), ("llama3_8b_1m", "--tp=4 --cp=2 --block_size=4194304"),
+    ("llama3_8b_1m", "--tp=1 --cp=8"), ("llama3_8b_1m", "--tp=1 --cp=1 --block_size=8192"),
+    ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
+    ("llama3_8b_1m", "--tp=8 --cp=1 --n_inner=28672 --block_size=65536"),
+    ("qwen3_8b_1m", "--tp=8 --cp=1"), ("qwen3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
+    ("qwen3_8b_1m", f"{NARROW} --n_kv_head=2 --tp=2 --cp=1 --batch_size=4 --block_size=32768"),
+    ("llama2_70b_1m", "")])
+def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
+    exact, bound = (sum(arena) for arena in traced_arenas(*text.split(), preset=preset))
+    assert exact <= bound <= 1.45 * exact
+
+
+@pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False, qkv_bias=True)])
+def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
+    train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1, warmup_iters=0, **family))
     plan = json.loads((tmp_path / "plan.json").read_text())
     guessed, measured = plan["estimate"]["device_bytes"], {}
     guessed["transient"] += guessed["head"]
