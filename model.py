@@ -14,17 +14,20 @@ With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are 
 """
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from memo.attention import resolve_attention
 from memo.block import BLOCKS
+from memo.config import Config
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_token_ranges
-from memo.parallel.mesh import ALONE
+from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.tp import (
     accumulate_product,
     chunks,
@@ -38,11 +41,12 @@ from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
+from memo.swap.schedule import Step
 
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 
 
-def initial_weights(cfg, seed, device):
+def initial_weights(cfg: Config, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over
     sqrt(2L)."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -68,7 +72,8 @@ class GPT:
     (memo/flat.py: gradient_slots).
     """
 
-    def __init__(self, cfg, device, dtype, grads=True, mesh=ALONE):
+    def __init__(self, cfg: Config, device: torch.device, dtype: torch.dtype, grads: bool = True,
+                 mesh: Mesh = ALONE) -> None:
         device = torch.device(device)
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
@@ -92,25 +97,27 @@ class GPT:
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
                      for tensors in (weights, gradients))
             self.blocks.append(BLOCKS[cfg.mlp](cfg, w, dw, self.attention, self.ops, mesh.weights))
-        self.shape = self.swap = None  # reserve() takes the activations' memory
-        self.arriving = {}  # {bucket: what brings its parameters}, for the next forward to wait for
-        self.arena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
+        self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
+        self.swap: Any = None  # and their Swap
+        self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
+        self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     @staticmethod
-    def named(tensors, prefix, absent):
+    def named(tensors: dict[str, torch.Tensor], prefix: str,
+              absent: Sequence[str]) -> dict[str, torch.Tensor | None]:
         """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are
         None."""
         depth = prefix.count(".")
         return dict.fromkeys(absent) | {name.removeprefix(prefix): t for name, t in tensors.items()
                          if name.startswith(prefix) and name.count(".") == depth}
 
-    def load(self, named_tensors):
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, whole tensor) pairs into the parameters."""
         mine = views(self.layout, self.params)
         for name, tensor in named_tensors:
             mine[name].copy_(local(tensor, self.layout[name].whole.split_dim, self.mesh.weights))
 
-    def reserve(self, B, T, placement=None, **kw):
+    def reserve(self, B: int, T: int, placement: Placement | None = None, **kw: Any) -> None:
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
         every layer keeps its own on the device. `kw`: see Swap."""
         cfg, tp, cp = self.cfg, self.mesh.weights, self.mesh.tokens
@@ -129,7 +136,13 @@ class GPT:
                              *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
             self.turn = turn.unflatten(0, (-1, tp.size))  # (n, tp, D/2): rows as q's and k's
 
-    def close(self):
+    def reserve_forward(self, B: int, T: int) -> None:
+        """reserve() for forward passes without a backward: all layers take turns in the memory of one."""
+        names = [t.name for t in layer_of(self.cfg).skeletal]
+        N = B * T // self.mesh.weights.size
+        self.reserve(B, T, Placement(self.cfg.n_layer, 1, N, dict.fromkeys(names, 0)))
+
+    def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
         done."""
         for bucket in list(self.arriving):  # the messages still write into the parameters
@@ -138,7 +151,8 @@ class GPT:
             self.swap.close()
         self.shape = self.swap = None
 
-    def forward(self, tokens, targets, scale=None):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
+                scale: float | None = None) -> torch.Tensor:
         """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale *
         loss."""
         if self.shape != tokens.shape:
@@ -152,17 +166,18 @@ class GPT:
         loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
         return loss
 
-    def backward(self, done=lambda bucket: None):
+    def backward(self, done: Callable[[int], None] = lambda bucket: None) -> torch.Tensor:
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
         input (n, C). done(bucket) is called when those of a bucket are complete."""
         done(len(self.blocks) + 1)  # the final norm's: the head, in the forward, has its backward too
         self.follow(("recompute", "backward", "prefetch", "embedding backward"), done)
         return self.swap.x[0]
 
-    def follow(self, kinds, done=lambda bucket: None):
+    def follow(self, kinds: Sequence[str], done: Callable[[int], None] = lambda bucket: None) -> None:
         """Executes the steps of the schedule that are of these kinds: the host launches them in their order,
         and the waits between streams are theirs. done(bucket): see backward()."""
-        (B, T), complete = self.shape, []
+        complete: list[int] = []
+        B, T = self.shape
         for step in self.swap.steps:
             if step.kind not in kinds:
                 continue
@@ -184,14 +199,14 @@ class GPT:
         while complete:
             done(complete.pop())
 
-    def bucket_of(self, step):
+    def bucket_of(self, step: Step) -> int:
         """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
         norm's."""
         layer, _ = step.unit
         others = {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}
         return others.get(step.kind, layer + 1)
 
-    def work_of(self, step):
+    def work_of(self, step: Step) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
         plan."""
         i, _ = step.unit
@@ -212,13 +227,14 @@ class GPT:
                 return "embedding backward", self.embed_backward, self.tokens, x
         raise ValueError(f"{step.kind} is no step that computes")
 
-    def arrive(self, bucket):
+    def arrive(self, bucket: int) -> None:
         """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all
         ranks."""
         if works := self.arriving.pop(bucket, None):
             works.wait()
 
-    def embed(self, tokens, positions, out):  # (N,), (N,) -> (n, C)
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        # (N,), (N,) -> (n, C)
         tp = self.mesh.weights
         embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)  # each rank has some rows of wte
         if self.w.wpe is not None:
@@ -226,7 +242,7 @@ class GPT:
                 out_ += self.w.wpe[positions_]  # (n, C): own rows, tokens rank, rank + tp, ...
         return out
 
-    def embed_backward(self, tokens, dx):  # (N,), (n, C)
+    def embed_backward(self, tokens: torch.Tensor, dx: torch.Tensor) -> None:  # (N,), (n, C)
         tp = self.mesh.weights
         # the head has added to the same gradient: the embedding's matrix serves twice
         embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
@@ -236,12 +252,12 @@ class GPT:
                 self.dw.wpe.index_add_(0, positions, dx_.float())
 
     @staticmethod
-    def head_matrix(w):
+    def head_matrix(w: SimpleNamespace) -> torch.Tensor:
         """The head's matrix (V/tp, C) among parameters or gradients: where the two are tied, the
         embedding's."""
         return w.wte if w.head_w is None else w.head_w
 
-    def logits(self, x):
+    def logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), and logits
         (tp * n, V/tp)."""
         h = torch.empty_like(x)  # x stays for the norm's backward
@@ -255,7 +271,7 @@ class GPT:
         logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
         return h, mean, rstd, logits
 
-    def head(self, x, targets, scale, loss):
+    def head(self, x: torch.Tensor, targets: torch.Tensor, scale: float | None, loss: torch.Tensor) -> None:
         """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x
         (n, C).
 
@@ -268,11 +284,11 @@ class GPT:
             loss += self.head_chunk(x_, target.t().reshape(-1), scale, len(targets))
 
     @property
-    def own_head_rows(self):
+    def own_head_rows(self) -> int:
         """A rank's own rows in a chunk of the head."""
         return max(1, head_rows(len(self.w.wte), self.device.type == "cpu") // self.mesh.weights.size)
 
-    def head_chunk(self, x, target, scale, N):
+    def head_chunk(self, x: torch.Tensor, target: torch.Tensor, scale: float | None, N: int) -> torch.Tensor:
         """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
         targets (tp * n,)."""
         w, dw, tp = self.w, self.dw, self.mesh.weights

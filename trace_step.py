@@ -7,9 +7,10 @@ Layers that make the same requests are run once; of the chunks of the head, whic
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from memo.command import answer_early, end_with_reader, run
-from memo.config import keys_help, load_config
+from memo.config import Config, keys_help, load_config
 from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
 
@@ -17,7 +18,7 @@ MULTIPROCESSORS = option("multiprocessors", int, 0, "of the GPU", least=0, most=
                          why="no GPU has as many")
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> tuple[Config, int]:
     """(Config, multiprocessors). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(f"{__doc__}\n{keys_help()}")
@@ -40,23 +41,25 @@ import torch
 
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.rehearsal import kernel_requests, traced_requests
+from memo.planner.trace import Trace
 from model import GPT
 
 
 class Short(GPT):
     """Its head ends after two chunks."""
 
-    def head(self, x, targets, *args):
+    def head(self, x: torch.Tensor, targets: torch.Tensor, *args: Any) -> None:
         rows = 2 * self.own_head_rows
         super().head(x[:rows], targets[:rows * self.mesh.weights.size], *args)
 
 
-def trace_step(cfg, device, threads=1, multiprocessors=0):
+def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
     """The Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
     so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's. dtype=auto is
     resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
-    cfg = replace(cfg, n_layer=1, activation="keep", alpha="auto")
+    keep: dict[str, Any] = dict(activation="keep", alpha="auto")
+    cfg = replace(cfg, n_layer=1, **keep)
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp))
@@ -64,7 +67,7 @@ def trace_step(cfg, device, threads=1, multiprocessors=0):
                            cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", requests)
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     cfg, multiprocessors = read_argv(argv)
     device = "cpu" if cfg.device == "cpu" else "cuda"
     print(trace_step(cfg, device, torch.get_num_threads(), multiprocessors).text, end="")

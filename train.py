@@ -3,6 +3,8 @@ on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value
 --force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
 import signal
+from collections.abc import Mapping
+from pathlib import Path
 
 from memo.signals import handle
 
@@ -18,7 +20,7 @@ from memo.console import guard_console
 from memo.manifest import Damaged
 
 
-def read_argv(argv: list[str], passed_over=()) -> tuple[Config, bool]:
+def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
     """(Config, whether --force is given). --help ends the process. `passed_over`: checkpoints not
     to resume from."""
     if "--help" in argv or "-h" in argv:
@@ -80,8 +82,8 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
         if found.ckpt is not None:
             together(host, checkpoint.restore, found.ckpt, model, optimizer)
             optimizer.publish()
-        elif found.hf:
-            together(host, lambda: optimizer.load(convert.hf_tensors(found.hf, cfg)))
+        elif hf := found.hf:
+            together(host, lambda: optimizer.load(convert.hf_tensors(hf, cfg)))
         else:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 

@@ -1,7 +1,7 @@
 """Tokens/s of a whole training step on the CPU, fp32: memo with its memory plan and without, an autograd
-twin, transformers' GPT-2, and the floor.
+twin, transformers' GPT-2 and Llama, and the floor.
 
-    python -m bench.cpu_step [--threads=2] [--rounds=7]
+    python -m bench.cpu_step [--threads=2] [--rounds=7] [--models gpt2 default llama]
 
 Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process, there and back; figures
 are medians over the rounds. Writes bench/results/cpu_step.json.
@@ -25,7 +25,8 @@ from model import GPT, initial_weights
 from testing.twin import Twin
 
 MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"),
-          "default": dict(position="rope", bias=False, gelu="exact")}
+          "default": dict(position="rope", bias=False, gelu="exact"),
+          "llama": dict(norm="rmsnorm", mlp="swiglu", n_kv_head=2, n_inner=704, tie_embeddings=False)}
 SHAPES = ((1024, 4), (8192, 1))
 VOCAB = 4096
 
@@ -47,9 +48,21 @@ def autograd_step(module, loss):
 def gpt2_of_transformers(cfg):
     from transformers import GPT2Config, GPT2LMHeadModel
     return GPT2LMHeadModel(GPT2Config(
-        vocab_size=cfg.vocab_size, n_positions=cfg.block_size, n_embd=cfg.n_embd, n_layer=cfg.n_layer, n_head=cfg.n_head,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
+        vocab_size=cfg.vocab_size, n_positions=cfg.block_size, n_embd=cfg.n_embd, n_layer=cfg.n_layer,
+        n_head=cfg.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        attn_implementation="sdpa",
         activation_function="gelu_pytorch_tanh"))  # torch's fused kernel; gelu_new is slower still
+
+
+def llama_of_transformers(cfg):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.inner_width,
+        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.kv_heads,
+        max_position_embeddings=cfg.block_size, use_cache=False, attn_implementation="sdpa"))
+
+
+TRANSFORMERS = {"gpt2": gpt2_of_transformers, "llama": llama_of_transformers}
 
 
 def rivals(cfg, B, name):
@@ -77,29 +90,32 @@ def rivals(cfg, B, name):
     twin = Twin(cfg).load(initial_weights(cfg, 0, "cpu"))
     steps = {"memo": memo(cfg), "unplanned": unplanned, "floor": kernels.run,
              "twin": autograd_step(twin, lambda: twin(tokens, targets))}
-    if name == "gpt2":
-        hf = gpt2_of_transformers(cfg)
+    if name in TRANSFORMERS:
+        hf = TRANSFORMERS[name](cfg)
         steps["transformers"] = autograd_step(hf, lambda: hf(input_ids=tokens, labels=tokens).loss)
     return steps
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []
     shown = ("memo", "unplanned", "twin", "transformers")
     print(f"{'model':8} {'S':>6} {'B':>2}  " + "".join(f"{n + ' tok/s':>20}" for n in shown)
           + f"{'memo/twin':>11}{'memo/tf':>9}{'memo over floor':>17}{'twin over floor':>17}")
-    for name, keys in MODELS.items():
+    for name, keys in ((name, MODELS[name]) for name in args.models):
         for S, B in SHAPES:
-            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B, vocab_size=VOCAB, **keys)
+            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B,
+                         vocab_size=VOCAB, **keys)
             steps = rivals(cfg, B, name)
             times = {n: [] for n in steps}
             for r in range(args.rounds + 1):
-                for n, step in list(steps.items())[::-1 if r % 2 else 1]:  # who comes first finds other caches
+                for n, step in list(steps.items())[::-1 if r % 2 else 1]:  # the first finds other caches
                     start = time.perf_counter()
                     step()
                     times[n].append(time.perf_counter() - start)
@@ -113,9 +129,10 @@ def main():
             rows.append(row)
             print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / s.get(n, tf):20.0f}" for n in shown)
                   + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}"
-                  f"{s['twin'] / s['floor']:17.2f}", flush=True)
+                    f"{s['twin'] / s['floor']:17.2f}", flush=True)
     out = Path(__file__).parent / "results" / "cpu_step.json"
-    out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows), indent=1) + "\n")
+    out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows),
+                              indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The dry run against what others and we measured.
 
-    python -m bench.estimate paper        fits the efficiencies to the paper's 7B rows, predicts all of Tables 3 to 5
+    python -m bench.estimate paper        fits efficiencies to the paper's 7B rows, predicts Tables 3 to 5
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
-    python -m bench.estimate here [--device=cuda]     runs on this machine, after --calibrate: bytes and seconds
+    python -m bench.estimate here [--device=cuda]     runs here, after --calibrate: bytes and seconds
     python -m bench.estimate all
 """
 
@@ -38,7 +38,8 @@ def fitted_rows():
     t4, t5 = PAPER["table4"], PAPER["table5"]
     for name, mode in (("full_recompute+plan", "recompute"), ("full_swap+plan", "swap")):
         cells = zip(t4["seq_tokens"], t4["mfu_percent"][name], strict=True)
-        rows += [(paper_config("7B", S, activation=mode), mfu, 1.0) for S, mfu in cells if mfu not in ("oom", "oohm")]
+        rows += [(paper_config("7B", S, activation=mode), mfu, 1.0) for S, mfu in cells
+                 if mfu not in ("oom", "oohm")]
     for S, cells in t5["mfu_percent"].items():
         for alpha, mfu in zip(t5["alpha"], cells, strict=True):
             rows.append((paper_config("7B", int(S), alpha=alpha), mfu, 0.7))
@@ -56,9 +57,11 @@ def fit():
 
     def misses(x):
         here.update(zip(FITTED, x, strict=True))
-        return [(mfu_of(cfg, 8, lambda cfg, machine: ArenaBytes(0, 0)) - mfu) * weight for cfg, mfu, weight in rows]
+        return [(mfu_of(cfg, 8, lambda cfg, machine: ArenaBytes(0, 0)) - mfu) * weight
+                for cfg, mfu, weight in rows]
     try:
-        return dict(zip(FITTED, least_squares(misses, [0.7, 0.65, 0.6], diff_step=0.01).x.round(4).tolist(), strict=True))
+        return dict(zip(FITTED, least_squares(misses, [0.7, 0.65, 0.6], diff_step=0.01).x.round(4).tolist(),
+                        strict=True))
     finally:
         here.update(before)
 
@@ -72,9 +75,10 @@ def paper():
             got = estimate(paper_config(model, S), machine, GPUS[model], fast_arena)
             same = max((one for one in of_that_width(model, S) if one.fits), key=lambda one: one.mfu)
             best = search(same.cfg, machine, GPUS[model], fast_arena, best=1)[0]
-            rows.append(dict(S=S, paper=mfu, preset=100 * got.mfu, alpha=got.alpha, fits=got.fits, best_cp=100 * same.mfu,
-                             its_cp=same.cfg.cp, best_of_all=100 * best.mfu,
-                             best_layout=f"tp{best.cfg.tp} cp{best.cfg.cp} dp{best.dp} {best.cfg.activation}"))
+            rows.append(dict(S=S, paper=mfu, preset=100 * got.mfu, alpha=got.alpha, fits=got.fits,
+                             best_cp=100 * same.mfu, its_cp=same.cfg.cp, best_of_all=100 * best.mfu,
+                             best_layout=f"tp{best.cfg.tp} cp{best.cfg.cp} dp{best.dp} "
+                                         f"{best.cfg.activation}"))
         out[f"table3 {model}"] = rows
         for which in ("preset", "best_cp", "best_of_all"):
             off = np.abs([row[which] - row["paper"] for row in rows])
@@ -83,16 +87,17 @@ def paper():
     for i, S in enumerate(t4["seq_tokens"]):
         memo, recompute, swap = (estimate(paper_config("7B", S, **keys), machine, 8, fast_arena)
                                  for keys in ({}, dict(activation="recompute"), dict(activation="swap")))
-        cells.append(dict(S=S, recompute_over_memo=recompute.mfu / memo.mfu, memo=100 * memo.mfu, swap=100 * swap.mfu,
-                          swap_reason=swap.reason, paper={k: v[i] for k, v in t4["mfu_percent"].items()}))
+        cells.append(dict(S=S, recompute_over_memo=recompute.mfu / memo.mfu, memo=100 * memo.mfu,
+                          swap=100 * swap.mfu, swap_reason=swap.reason,
+                          paper={k: v[i] for k, v in t4["mfu_percent"].items()}))
     out["table4"] = cells
     t5 = {}
     for S, mfus in PAPER["table5"]["mfu_percent"].items():
         got = estimate(paper_config("7B", int(S)), machine, 8, fast_arena)
         best = PAPER["table5"]["alpha"][int(np.argmax(mfus))]
         predicted = [mfu_of(paper_config("7B", int(S), alpha=alpha), 8) for alpha in PAPER["table5"]["alpha"]]
-        t5[S] = dict(alpha=got.alpha, on_the_papers_grid=int(got.alpha * 8) / 8, papers_best=best, limits=got.plan.limits,
-                     predicted=predicted, paper=mfus)
+        t5[S] = dict(alpha=got.alpha, on_the_papers_grid=int(got.alpha * 8) / 8, papers_best=best,
+                     limits=got.plan.limits, predicted=predicted, paper=mfus)
     out["table5"] = t5
     draw(out)
     return out
@@ -103,12 +108,17 @@ def draw(out):
     for ax, model in zip(axes, ("7B", "13B", "30B"), strict=True):
         rows = out[f"table3 {model}"]
         S = [row["S"] / 1024 for row in rows]
-        ax.plot(S, [row["paper"] for row in rows], "o-", color="#d9730d", label="MEMO paper, Table 3, measured")
-        ax.plot(S, [row["preset"] for row in rows], "s-", color="#2563a8", ms=4, label="estimated, the preset's layout")
-        ax.plot(S, [row["best_cp"] for row in rows], "--", color="#7fb2e5", label="estimated, best cp, 16 sequences a step")
-        ax.plot(S, [row["best_of_all"] for row in rows], ":", color="#8a8f98", label="estimated, best of all layouts")
-        ax.set(xscale="log", xlabel="context, K tokens", title=f"{model}, {GPUS[model]} A800" + ", fitted" * (model == "7B"),
-               ylim=(0, 60), xticks=[64, 128, 256, 512, 1024], xticklabels=["64", "128", "256", "512", "1024"])
+        ax.plot(S, [row["paper"] for row in rows], "o-", color="#d9730d",
+                label="MEMO paper, Table 3, measured")
+        ax.plot(S, [row["preset"] for row in rows], "s-", color="#2563a8", ms=4,
+                label="estimated, the preset's layout")
+        ax.plot(S, [row["best_cp"] for row in rows], "--", color="#7fb2e5",
+                label="estimated, best cp, 16 sequences a step")
+        ax.plot(S, [row["best_of_all"] for row in rows], ":", color="#8a8f98",
+                label="estimated, best of all layouts")
+        ax.set(xscale="log", xlabel="context, K tokens",
+               title=f"{model}, {GPUS[model]} A800" + ", fitted" * (model == "7B"), ylim=(0, 60),
+               xticks=[64, 128, 256, 512, 1024], xticklabels=["64", "128", "256", "512", "1024"])
         ax.minorticks_off()
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)
@@ -137,7 +147,8 @@ def contexts():
         for tp in degrees_of(8):
             for kind in ("ring", "ulysses"):
                 for where in ("auto", "cpu"):
-                    one = config_with(granted, tp=tp, cp=8 // tp, context_parallel=kind, optimizer_device=where)
+                    one = config_with(granted, tp=tp, cp=8 // tp, context_parallel=kind,
+                                      optimizer_device=where)
                     found.append(one and longest(one, machine, 8, fast_arena))
         best = max(filter(None, found), key=lambda most: (most.cfg.block_size, most.mfu))
         most = longest(best.cfg, machine, 8, traced_arena)
@@ -156,11 +167,13 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
             (2, "--cp=2 --n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --alpha=0.5"),
             (2, "--cp=2 --context_parallel=ulysses --n_layer=4 --n_embd=256 --n_head=4 --block_size=8192 "
                 "--activation=recompute"),
-            (2, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --gradient_accumulation_steps=2 --activation=keep"),
-            (2, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --gradient_accumulation_steps=2 --alpha=0.25")]
+            (2, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 "
+                "--gradient_accumulation_steps=2 --activation=keep"),
+            (2, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 "
+                "--gradient_accumulation_steps=2 --alpha=0.25")]
 GPU_RUNS = [(1, f"--n_layer={L} --n_embd=4096 --n_head=32 --vocab_size=50257 --block_size={S}{more}")
-            for L, S, more in ((8, 16384, ""), (8, 32768, ""), (8, 65536, ""), (8, 131072, ""), (8, 262144, ""),
-                               (8, 262144, " --activation=recompute"), (8, 393216, ""))]
+            for L, S, more in ((8, 16384, ""), (8, 32768, ""), (8, 65536, ""), (8, 131072, ""),
+                               (8, 262144, ""), (8, 262144, " --activation=recompute"), (8, 393216, ""))]
 
 
 def random_tokens(folder, tokens, vocab_size):
@@ -197,8 +210,9 @@ def here(device, steps):
 
 def a_run(out_dir, data, ranks, keys, device, steps):
     """One run of `steps` steps beside its estimate."""
-    started(ranks, "train.py", f"--dataset={data}", f"--device={device}", f"--max_iters={steps}", "--warmup_iters=0",
-            "--eval_interval=0", "--save_interval=0", f"--out_dir={out_dir}", *keys.split())
+    started(ranks, "train.py", f"--dataset={data}", f"--device={device}", f"--max_iters={steps}",
+            "--warmup_iters=0", "--eval_interval=0", "--save_interval=0", f"--out_dir={out_dir}",
+            *keys.split())
     plan = json.loads((out_dir / "plan.json").read_text())
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     expected, measured = plan["estimate"], {}
@@ -207,18 +221,22 @@ def a_run(out_dir, data, ranks, keys, device, steps):
     guessed = dict(expected["device_bytes"])
     guessed["transient"] += guessed["head"]  # one arena
     ratios = {name: guessed[name] / n for name, n in measured.items() if n}
-    ratios["host slab"] = expected["host_bytes"]["total"] / ranks / plan["host_bytes"] if plan["host_bytes"] else 1.0
+    ratios["host slab"] = (expected["host_bytes"]["total"] / ranks / plan["host_bytes"]
+                           if plan["host_bytes"] else 1.0)
     step_s = median(line["step_s"] for line in lines[2:])
-    outside = ("margin", "context", "communication", "capacity", "total", "head")  # torch does not count these, or twice
+    # torch does not count these, or counts them twice
+    outside = ("margin", "context", "communication", "capacity", "total", "head")
     torchs = sum(n for name, n in guessed.items() if name not in outside)
-    row = dict(ranks=ranks, keys=keys, bytes_ratio=ratios, bytes_ratio_worst=max(ratios.values(), key=lambda r: abs(r - 1)),
-               measured_bytes=measured, step_s=step_s, estimated_step_s=expected["seconds"]["step"],
-               step_ratio=expected["seconds"]["step"] / step_s, alpha=plan["alpha"], estimated_alpha=expected["alpha"],
-               device_peak_bytes=lines[-1]["device_peak_bytes"], estimated_device_bytes=expected["device_bytes"]["total"])
+    row = dict(ranks=ranks, keys=keys, bytes_ratio=ratios,
+               bytes_ratio_worst=max(ratios.values(), key=lambda r: abs(r - 1)), measured_bytes=measured,
+               step_s=step_s, estimated_step_s=expected["seconds"]["step"],
+               step_ratio=expected["seconds"]["step"] / step_s, alpha=plan["alpha"],
+               estimated_alpha=expected["alpha"], device_peak_bytes=lines[-1]["device_peak_bytes"],
+               estimated_device_bytes=expected["device_bytes"]["total"])
     if device == "cuda":
         row["device_peak_ratio"] = torchs / lines[-1]["device_peak_bytes"]
-    print(f"{keys}: step {step_s:.3f} s, estimated {row['step_ratio']:.3f} of it; bytes {row['bytes_ratio_worst']:.4f}",
-          flush=True)
+    print(f"{keys}: step {step_s:.3f} s, estimated {row['step_ratio']:.3f} of it; "
+          f"bytes {row['bytes_ratio_worst']:.4f}", flush=True)
     return row
 
 
@@ -227,7 +245,8 @@ def speed():
     out, command = {}, [sys.executable, "-m", "memo.estimate", "config/7b_1m.py", "--gpu=a800-80gb", "--json"]
     with tempfile.TemporaryDirectory() as cache:
         for name, more in (("7B at 1M, no cache", []), ("7B at 1M, cached", []),
-                           ("search over 64 GPUs", ["--gpus=64", "--gradient_accumulation_steps=8", "--search"])):
+                           ("search over 64 GPUs",
+                            ["--gpus=64", "--gradient_accumulation_steps=8", "--search"])):
             start = time.perf_counter()
             subprocess.run([*command, *more], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
                            env=os.environ | dict(XDG_CACHE_HOME=cache))
@@ -236,19 +255,22 @@ def speed():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("paper", "contexts", "here", "speed", "all"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    parts = {"paper": paper, "contexts": contexts, "speed": speed, "here": lambda: here(args.device, args.steps)}
+    parts = {"paper": paper, "contexts": contexts, "speed": speed,
+             "here": lambda: here(args.device, args.steps)}
     for name in parts if args.part == "all" else (args.part,):
         result = parts[name]()
         suffix = f"_{args.device}" if name == "here" else ""
         save_json(result, args.out / f"estimate_{name}{suffix}.json")
         if name != "contexts":
-            print(json.dumps({k: v for k, v in result.items() if k not in ("runs", "machine")}, indent=1)[:6000])
+            print(json.dumps({k: v for k, v in result.items() if k not in ("runs", "machine")},
+                             indent=1)[:6000])
 
 
 if __name__ == "__main__":

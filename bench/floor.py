@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.addmm.default: 1, aten.addmm.out: 1, aten.addmm_.default: 1,
-            aten.addmm.dtype_out: 1}
+PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.addmm.default: 1, aten.addmm.out: 1,
+            aten.addmm_.default: 1, aten.addmm.dtype_out: 1}
 
 
 class Kernels(TorchDispatchMode):

@@ -4,8 +4,8 @@ trained?
     python -m bench.fuzz [--seed=0] [--cases=2000] [--kinds=argv,json] [--out=bench/results/fuzz.json]
     python -m bench.fuzz --seed=0 --only=17      one case again: its commands, files and output, which stay
 
-Seeded random cases of the kinds in bench/fuzz_cases.py. A black box: command lines and files, a copy of the sources
-in a scratch folder, nothing of memo is imported here. Each command must end
+Seeded random cases of the kinds in bench/fuzz_cases.py. A black box: command lines and files, a copy of the
+sources in a scratch folder, nothing of memo is imported here. Each command must end
   traceback   without a traceback, a backtrace or a crash,
   hang        within 20 s,
   exit        with 0, 1 (a run that failed), 2 (bad input), 3 (memo.dsa only), or by a signal that was sent,
@@ -53,11 +53,13 @@ LIMIT_S = 20
 MEMORY_BYTES = 10 * 2**30  # of a command: a machine of 24 GiB must outlive what asks for too much
 FILE_BYTES = 2 * 2**30
 CRASH = re.compile(r"Traceback \(most recent call last\)|Exception ignored|Segmentation|terminate called"
-                   r"|Fatal Python|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free|panicked at")
-LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.metadata", "torch.optim.adamw",
-             "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "numpy", "tokenizers", "tqdm",
-             "matplotlib.figure", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch",
-             "scipy.optimize", "ortools.sat.python.cp_model", "datasets", "pyarrow.parquet")
+                   r"|Fatal Python|C\+\+ CapturedTraceback|frame #\d+:|stack smashing|double free"
+                   r"|panicked at")
+LIBRARIES = ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.metadata",
+             "torch.optim.adamw", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "numpy",
+             "tokenizers", "tqdm", "matplotlib.figure", "matplotlib.pyplot",
+             "matplotlib.backends.backend_agg", "safetensors.torch", "scipy.optimize",
+             "ortools.sat.python.cp_model", "datasets", "pyarrow.parquet")
 
 
 # --- a server: forks, waits, sends signals; its children become the commands ---
@@ -191,7 +193,8 @@ class Case:
         text = text.encode(errors="backslashreplace").decode()
         return text if len(text) <= most else f"{text[:most // 2]} ... {text[-most // 2:]}"
 
-    def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False, file_bytes=FILE_BYTES):
+    def run(self, *argv, at=(), stdout=None, stderr=None, head=0, watch=None, real=False,
+            file_bytes=FILE_BYTES):
         """Runs a command and judges how it ends. `at`: [(seconds, "signal", "remove", "truncate" or
         "replace", what)]. stdout, stderr: a file, or "pipe", which is closed after `head` lines. `watch`: a
         file whose lines are counted when something happens. `real`: as a process of its own. `file_bytes`: no
@@ -201,23 +204,25 @@ class Case:
         if argv[0] != "-m":
             argv[0] = str(self.there.sources / argv[0])
         out, err = self.folder / f"out{len(self.codes)}", self.folder / f"err{len(self.codes)}"
-        env = dict(PATH=os.environ["PATH"], HOME=str(self.folder), XDG_CACHE_HOME=str(self.cache), LANG="C.UTF-8",
-                   PYTHONPATH=str(self.there.sources), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
-                   WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TMPDIR=str(self.folder),
-                   PYTHONDONTWRITEBYTECODE="1")
+        env = dict(PATH=os.environ["PATH"], HOME=str(self.folder), XDG_CACHE_HOME=str(self.cache),
+                   LANG="C.UTF-8", PYTHONPATH=str(self.there.sources), OMP_NUM_THREADS="1",
+                   OPENBLAS_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1",
+                   HF_DATASETS_OFFLINE="1", TMPDIR=str(self.folder), PYTHONDONTWRITEBYTECODE="1")
         self.command = shlex.join(["python", *argv])
         self.server.send(dict(argv=argv, cwd=str(self.cwd), env=env, at=list(at), head=head, real=real,
                               stdout=str(stdout or out), stderr=str(stderr or err), file_bytes=file_bytes,
                               watch=str(watch) if watch else None))
         ended = SimpleNamespace(program=program, **self.server.recv())
-        ended.out, ended.err = (p.read_bytes().decode(errors="replace") if p.exists() else "" for p in (out, err))
+        ended.out, ended.err = (p.read_bytes().decode(errors="replace") if p.exists() else ""
+                                for p in (out, err))
         ended.sent = [event[2] for event, _ in ended.happened if event[1] == "signal"]
         ended.piped, ended.heard = "pipe" in (stdout, stderr), stderr is None and file_bytes == FILE_BYTES
         self.codes.append("killed after 20 s" if ended.hung else ended.code)
         self.longest = max(self.longest, ended.seconds)
         self.judge(ended)
         if self.verbose:
-            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n  exit {ended.code}, {ended.seconds:.2f} s\n"
+            print(f"$ {self.command[:2000]}\n  happened: {ended.happened}\n"
+                  f"  exit {ended.code}, {ended.seconds:.2f} s\n"
                   f"  stdout: {ended.out[-3000:]}\n  stderr: {ended.err[-6000:]}")
         return ended
 
@@ -225,7 +230,8 @@ class Case:
         if self.canary.exists():
             self.breaks("canary", "planted code ran")
         if ended.hung:
-            self.breaks("hang", f"killed after {LIMIT_S} s; said last: {(ended.out + ended.err).strip()[-150:]}")
+            self.breaks("hang",
+                        f"killed after {LIMIT_S} s; said last: {(ended.out + ended.err).strip()[-150:]}")
             return
         text = ended.err + ended.out
         early = ended.sent and str(self.there.sources) not in text  # a signal before the program's first line
@@ -239,7 +245,7 @@ class Case:
             allowed.add(3)
         if ended.piped and ended.program != "train.py":
             allowed |= {-signal.SIGPIPE, 128 + signal.SIGPIPE}
-        if ended.code == 1 and ended.program != "train.py" or ended.code == 1 and ended.heard and not ended.out:
+        if ended.code == 1 and (ended.program != "train.py" or ended.heard and not ended.out):
             self.breaks("exit", f"exit code 1 before a run began: bad input is 2; {ended.err.strip()[-200:]}")
         if ended.code not in allowed and not (early and ended.code == 1):
             self.breaks("exit", f"exit code {ended.code}; {text.strip()[-200:]}")
@@ -300,7 +306,8 @@ def results(args, done, began):
     import torch
 
     from bench.machine import machine
-    broken = sorted((b for case in done for b in case.broken), key=lambda b: (b["rule"], b["kind"], b["number"]))
+    broken = sorted((b for case in done for b in case.broken),
+                    key=lambda b: (b["rule"], b["kind"], b["number"]))
     seconds = {}
     for case in done:
         seconds[case.kind] = max(seconds.get(case.kind, 0), case.longest)
@@ -308,21 +315,24 @@ def results(args, done, began):
                 cases=len(done), cases_by_kind=Counter(c.kind for c in done),
                 commands=sum(len(c.codes) for c in done),
                 ended_by_exit_code=Counter(str(code) for c in done for code in c.codes),
-                broken_cases=len({b["number"] for b in broken}), broken_by_rule=Counter(b["rule"] for b in broken),
+                broken_cases=len({b["number"] for b in broken}),
+                broken_by_rule=Counter(b["rule"] for b in broken),
                 broken_by_kind=Counter(b["kind"] for b in broken), longest_s_by_kind=seconds,
                 seconds=time.monotonic() - began, broken=broken)
 
 
 def main():
     """Runs the cases. Returns in the children of the servers only: what they are to become."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--kinds", default="")
     parser.add_argument("--only", default="", help="run these cases alone, 17 or 17,23, and show them")
     parser.add_argument("--out", default=ROOT / "bench/results/fuzz.json")
     args = parser.parse_args()
-    from bench.fuzz_cases import KINDS, TINY, flags, prepare  # not in the children: they never need it
+    from bench.fuzz_cases import KINDS  # not in the children: they never need it
+    from bench.fuzz_there import TINY, flags, prepare
     names = args.kinds.split(",") if args.kinds else list(KINDS)
     began, scratch = time.monotonic(), Path(tempfile.mkdtemp(prefix="memo-fuzz-"))
     connections, job = start_servers(2)

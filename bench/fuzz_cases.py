@@ -1,164 +1,36 @@
 """The kinds of cases of bench/fuzz.py: functions (case, there) that draw from case.rng, write files, and run
-commands.
-
-`there`: what prepare() made once: a dataset, a run with its checkpoints, a GPT-2 of Hugging Face, a cache,
-the losses of a run that nobody disturbed, the keys that each command's --help lists.
-"""
+commands. `there`: see bench/fuzz_there.py."""
 
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 from bench import fuzz_odd as odd
-
-ITERS = 40
-TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=64, batch_size=1, gradient_accumulation_steps=1,
-            max_iters=ITERS, lr_decay_iters=ITERS, warmup_iters=4, eval_interval=10, eval_iters=1, save_interval=5,
-            device="cpu")
-SHORT = dict(max_iters=2, lr_decay_iters=2, warmup_iters=1)
-ESTIMATE = ("-m", "memo.estimate", "--gpu=a800-80gb", "--gpus=1", "--fast")
-ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a run saves, then ends
-OUTPUTS = {"out_dir", "o", "output", "plot"}
-
-
-# --- what is there ---
-
-def flags(**keys):
-    return [f"--{k}={v}" for k, v in keys.items()]
-
-
-def train(case, out, **keys):
-    return ["train.py", *flags(**TINY | dict(dataset=case.there.dataset, out_dir=out) | keys)]
-
-
-def sample(out):
-    return ["-m", "memo.sample", str(out), "--prompt=the memory", "--max_new_tokens=8", "--temperature=0"]
-
-
-def convert(what, source, target):
-    return ["-m", "memo.convert", what, source, target]
-
-
-def must(ended):
-    if ended.code:
-        raise SystemExit(f"the bench cannot prepare: {ended.program}: {ended.err or ended.out}")
-    return ended
-
-
-def prepare(there, case, kinds):
-    """Makes what cases of these `kinds` start from, with the project's own commands."""
-    there.cache.mkdir(mode=0o700)
-    calibration = calibrate(case) if "json" in kinds else None
-    for name in ("dataset", "out", "alone", "learned", "hf"):
-        setattr(there, name, there.scratch / name)
-    text = there.scratch / "text.jsonl"
-    text.write_text("".join(json.dumps(dict(text=d)) + "\n" for d in odd.documents(case.rng)))
-    must(case.run("data/text/prepare.py", f"--source={text}", "--tokenizer=train:300", f"--out_dir={there.dataset}"))
-    must(case.run(*train(case, there.out, max_iters=ITERS // 2)))
-    there.alone_s = must(case.run(*train(case, there.alone))).seconds
-    there.losses = losses(there.alone)
-    must(case.run(*train(case, there.learned, max_iters=2, warmup_iters=1, position="learned")))
-    must(case.run(*convert("to-hf", there.learned, there.hf)))
-    weights = (there.hf / "model.safetensors").rename(there.hf / "model-1.safetensors").read_bytes()
-    names = json.loads(weights[8:8 + int.from_bytes(weights[:8], "little")])
-    index = dict(metadata={}, weight_map={n: "model-1.safetensors" for n in names if n != "__metadata__"})
-    (there.hf / "model.safetensors.index.json").write_text(json.dumps(index))
-    there.samples = set()  # of each checkpoint alone
-    for saved in checkpoints(there.out):
-        only = Path(shutil.copytree(there.out, there.scratch / f"only{saved.name}"))
-        for other in {p.name for p in checkpoints(only)} - {saved.name}:
-            shutil.rmtree(only / "ckpt" / other)
-        there.samples.add(must(case.run(*sample(only))).out)
-    there.keys = {}
-    for command in COMMANDS:
-        ended = case.run(*command.split(), "--help")
-        keys = sorted(set(re.findall(r"--(\w+)", ended.out)) - {"help"})
-        there.keys[command] = keys or there.keys["train.py"]
-    if calibration is not None:
-        if calibration.wait():
-            raise SystemExit("the bench cannot prepare: --calibrate failed")
-        must(case.run("-m", "memo.estimate", "--gpu=here", *flags(**TINY, dataset=there.dataset)))
-
-
-def calibrate(case):
-    """Half a minute, longer than a case may take: a process beside."""
-    env = os.environ | dict(XDG_CACHE_HOME=str(case.cache), PYTHONPATH=str(case.there.sources))
-    return subprocess.Popen([sys.executable, "-m", "memo.profiler", "--calibrate", "--device=cpu"], env=env,
-                            cwd=case.cwd, stdout=subprocess.DEVNULL)
-
-
-def losses(out):
-    """{iter: (loss, grad_norm)} of a run's metrics.jsonl."""
-    found, path = {}, out / "metrics.jsonl"
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-            found[row["iter"]] = row["loss"], row["grad_norm"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass
-    return found
-
-
-def checkpoints(out):
-    return sorted((p for p in (out / "ckpt").glob("*") if re.fullmatch("[0-9]+", p.name)), key=lambda p: int(p.name))
-
-
-def last_saved(out):
-    return max((int(p.name) for p in checkpoints(out)), default=0)
-
-
-def copied(case, folder, name):
-    return Path(shutil.copytree(folder, case.cwd / name))
-
-
-# --- nothing is lost ---
-
-def go_on(case, out, complete=True):
-    """Takes up the run in `out` and ends it: its losses must be those of the run that nobody disturbed."""
-    first = last_saved(out)
-    ended = case.run(*train(case, out, **dict(init_from="resume") if first else {}))
-    if ended.code:
-        case.breaks("loss", f"a run with checkpoint {first} cannot go on: exit code {ended.code}, {ended.err[-200:]}")
-    elif first < ITERS:
-        same_losses(case, out, range(ITERS) if complete else range(first, ITERS))
-
-
-def same_losses(case, out, steps):
-    there, alone = losses(out), case.there.losses
-    wrong = [i for i in sorted({*steps, *there}) if there.get(i) != alone.get(i)]
-    if wrong:
-        case.breaks("loss", f"{len(wrong)} losses are not those of the undisturbed run; first step {wrong[0]}: "
-                            f"{there.get(wrong[0])}, must be {alone.get(wrong[0])}")
-
-
-def kept_all(case, out, ended):
-    """A run that could save had to save the last step that it did."""
-    done, saved = max(losses(out), default=-1) + 1, last_saved(out)
-    if done != saved and not ended.hung:
-        case.breaks("loss", f"{done} steps were done, the last checkpoint is {saved}; exit code {ended.code}, "
-                            f"{(ended.err or ended.out).strip()[-150:]}")
-
+from bench.fuzz_there import (
+    COMMANDS,
+    ESTIMATE,
+    ITERS,
+    SHORT,
+    TINY,
+    checkpoints,
+    convert,
+    copied,
+    flags,
+    go_on,
+    kept_all,
+    last_saved,
+    losses,
+    same_losses,
+    sample,
+    train,
+)
 
 # --- argv ---
 
-COMMANDS = {  # arguments that are right, or fail soon
-    "train.py": [*flags(**TINY | SHORT), "--dataset=DATA", "--out_dir=out"],
-    "trace_step.py": [*flags(**TINY), "--dataset=DATA"],
-    "-m memo.estimate": [*ESTIMATE[2:], *flags(**TINY), "--dataset=DATA"],
-    "-m memo.sample": ["OUT", "--prompt=the", "--max_new_tokens=3"],
-    "-m memo.dsa": ["requests.csv", "--time_limit=1", "-o", "plan.csv"],
-    "-m memo.planner": ["requests.log", "--time_limit=1", "-o", "plan.json"],
-    "-m memo.convert": ["from-hf", "HF", "converted"],
-    "-m memo.profiler": ["--calibrate", "--dtype=float64"],
-    "data/stdlib/prepare.py": ["--out_dir=made", "--vocab_size=1"],
-    "data/text/prepare.py": ["--source=text.txt", "--tokenizer=train:300", "--out_dir=made"],
-}
-ENDS = {"-m memo.profiler": ["--dtype=float64"], "data/stdlib/prepare.py": ["--vocab_size=1"]}  # else half a minute
+OUTPUTS = {"out_dir", "o", "output", "plot"}
+# else these take half a minute
+ENDS = {"-m memo.profiler": ["--dtype=float64"], "data/stdlib/prepare.py": ["--vocab_size=1"]}
 OF_CONFIG = ("train.py", "trace_step.py", "-m memo.estimate")
 
 
@@ -173,7 +45,7 @@ def argv(case, there):
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         key = rng.choice(there.keys[command])
         value = rng.choice(odd.VALUES if key in OUTPUTS or rng.random() < 0.8 else odd.PATHS)
-        what = rng.choice(("value", "value", "value", "value", "typo", "loose", "bare", "drop", "split", "help"))
+        what = rng.choice(("value",) * 4 + ("typo", "loose", "bare", "drop", "split", "help"))
         if what == "value":
             args = [a for a in args if not a.startswith(f"--{key}=")] + [f"--{key}={value}"]
         elif what == "typo":
@@ -206,8 +78,8 @@ def config(case, there):
 # --- JSON ---
 
 def json_files(case, there):
-    case.rng.choice((meta_json, tokenizer_json, hf_json, checkpoint_json, resealed_json, resealed_json, resealed_json,
-                     cached_json, cached_json, cached_json, metrics_jsonl))(case, there)
+    case.rng.choice((meta_json, tokenizer_json, hf_json, checkpoint_json, resealed_json, resealed_json,
+                     resealed_json, cached_json, cached_json, cached_json, metrics_jsonl))(case, there)
 
 
 def meta_json(case, there):
@@ -224,8 +96,9 @@ def tokenizer_json(case, there):
     odd.spoil(case.rng, folder / "tokenizer.json", odd.json_bytes)
     (case.cwd / "text.txt").write_text("\n".join(odd.documents(case.rng, 5)))
     own = ["data/text/prepare.py", "--source=text.txt", f"--tokenizer={folder}", "--out_dir=made"]
-    case.run(*case.rng.choice((own, dict(dataset=train(case, "new", dataset=folder, **SHORT), out=sample("out"),
-                                         hf=convert("from-hf", "hf", "converted"))[name])))
+    others = dict(dataset=train(case, "new", dataset=folder, **SHORT), out=sample("out"),
+                  hf=convert("from-hf", "hf", "converted"))
+    case.run(*case.rng.choice((own, others[name])))
 
 
 def hf_json(case, there):
@@ -255,7 +128,8 @@ def resealed_json(case, there):
 
 def cached_json(case, there):
     rng = case.rng
-    case.cache, what = copied(case, there.cache, "cache"), rng.choice(("calibration", "calibration", "arena", "plan"))
+    case.cache, what = (copied(case, there.cache, "cache"),
+                        rng.choice(("calibration", "calibration", "arena", "plan")))
     files = sorted(case.cache.rglob(f"{what}-*.json"))
     for file in files if rng.random() < 0.5 else rng.sample(files, min(1, len(files))):
         odd.spoil(rng, file, odd.json_bytes)
@@ -268,12 +142,13 @@ def metrics_jsonl(case, there):
     rng, out = case.rng, copied(case, there.out, "out")
 
     def lines(rng, data):
-        return b"".join(odd.json_bytes(rng, line) + b"\n" * (rng.random() < 0.95) if rng.random() < 0.2 else line
-                        for line in data.splitlines(True))
+        return b"".join(odd.json_bytes(rng, line) + b"\n" * (rng.random() < 0.95) if rng.random() < 0.2
+                        else line for line in data.splitlines(True))
     odd.spoil(rng, out / "metrics.jsonl", lines)
     ended = case.run(*train(case, out, init_from="resume"))
     if ended.code or losses(out).get(ITERS - 1) != there.losses[ITERS - 1]:
-        case.breaks("loss", f"odd metrics kept the run from going on: exit code {ended.code}, {ended.err[-200:]}")
+        case.breaks("loss", f"odd metrics kept the run from going on: exit code {ended.code}, "
+                            f"{ended.err[-200:]}")
 
 
 # --- requests ---
@@ -281,12 +156,13 @@ def metrics_jsonl(case, there):
 def csv(case, there):
     rng, header = case.rng, ["id", "lower", "upper", "size"]
     n = rng.choice((0, 1, 2, 20, 20, 200, 5000))
-    rows = [[f"b{i}", (low := rng.randrange(100)), low + rng.randrange(1, 50), rng.randrange(1, 10**rng.randrange(1, 10))]
-            for i in range(n)]
+    rows = [[f"b{i}", (low := rng.randrange(100)), low + rng.randrange(1, 50),
+             rng.randrange(1, 10**rng.randrange(1, 10))] for i in range(n)]
     for row in rng.sample(rows, min(n, rng.randrange(3))):
         row[rng.randrange(4)] = odd.number(rng)
     if rng.random() < 0.2:
-        header[rng.randrange(4)] = rng.choice(("id", "size", "", "Lower", "start", " size", "\ufeffid", "x" * 200000))
+        header[rng.randrange(4)] = rng.choice(("id", "size", "", "Lower", "start", " size", "\ufeffid",
+                                               "x" * 200000))
     if rng.random() < 0.2:
         rows = [row[:rng.randrange(6)] + ["more"] * rng.randrange(3) for row in rows]
     if rows and rng.random() < 0.1:
@@ -309,7 +185,8 @@ def log(case, there):
         lines.insert(rng.randrange(i + 1, len(lines) + 1), f"end {label}")
     for i in rng.sample(range(len(lines)), min(len(lines), rng.randrange(3))):
         words = lines[i].split()
-        words[rng.randrange(len(words))] = rng.choice((odd.number(rng), "malloc", "keep", "begin", "end", "t1", "#"))
+        words[rng.randrange(len(words))] = rng.choice((odd.number(rng), "malloc", "keep", "begin",
+                                                       "end", "t1", "#"))
         lines[i] = rng.choice((" ".join(words), lines[i] + " more", "", "# x", lines[i].replace(" ", "\t"),
                                "\x85".join(words)))
     requests(case, "memo.planner", "requests.log", "\n".join(lines) + "\n", "plan.json",
@@ -323,7 +200,8 @@ def requests(case, command, name, text, output, *options):
     if rng.random() < 0.3:
         odd.spoil(rng, file)
     keys = ["alignment"] + ["capacity"] * (command == "memo.dsa")
-    options = [*options, *(f"--{key}={odd.number(rng)}".replace("\0", "") for key in keys if rng.random() < 0.15)]
+    options = [*options,
+               *(f"--{key}={odd.number(rng)}".replace("\0", "") for key in keys if rng.random() < 0.15)]
     options += [f"--solver={rng.choice(('greedy', 'mip', 'cpsat', 'x', ''))}"] * (rng.random() < 0.4)
     case.run("-m", command, name, f"--time_limit={rng.choice((0, 0.01, 1, 2))}", "-o",
              rng.choice((output,) * 8 + (f"nowhere/{output}", ".", name)), *options)
@@ -332,21 +210,24 @@ def requests(case, command, name, text, output, *options):
 # --- checkpoints and datasets ---
 
 def rename(rng, newest):
-    newest.rename(newest.with_name(rng.choice(("7", "00020", "99", "9" * 200, "0", "\uff12\uff10", "-3", "x", "20.tmp",
-                                               "1_0"))))
+    newest.rename(newest.with_name(rng.choice(("7", "00020", "99", "9" * 200, "0", "\uff12\uff10", "-3", "x",
+                                               "20.tmp", "1_0"))))
 
 
 def newer(rng, newest):
     path = newest.with_name(rng.choice(("99", "9" * 30, "\u0663\u0663\u0663", "21.tmp", "x")))
-    rng.choice((path.mkdir, path.touch, lambda: path.symlink_to("nowhere"), lambda: path.symlink_to(newest.name),
-                lambda: os.mkfifo(path), lambda: shutil.copytree(newest, path)))()
+    rng.choice((path.mkdir, path.touch, lambda: path.symlink_to("nowhere"),
+                lambda: path.symlink_to(newest.name), lambda: os.mkfifo(path),
+                lambda: shutil.copytree(newest, path)))()
 
 
 def names(rng, newest):
-    stored, name = odd.stored(newest), rng.choice(("../../tokenizer.json", "/dev/zero", "/etc/passwd", "..", "", "\0",
-                                                   "a" * 5000, "fifo", ".metadata/x"))
+    stored = odd.stored(newest)
+    name = rng.choice(("../../tokenizer.json", "/dev/zero", "/etc/passwd", "..", "", "\0", "a" * 5000,
+                       "fifo", ".metadata/x"))
     os.mkfifo(newest / "fifo")
-    odd.seal(newest, stored | {"files": stored["files"] | {name: rng.choice(([0, 0], [4, 5], [None, 1], ["x"], {}, 7))}})
+    sizes = rng.choice(([0, 0], [4, 5], [None, 1], ["x"], {}, 7))
+    odd.seal(newest, stored | {"files": stored["files"] | {name: sizes}})
 
 
 def swap(rng, newest):
@@ -360,12 +241,13 @@ def swap(rng, newest):
 def checkpoint(case, there):
     rng, out = case.rng, copied(case, there.out, "out")
     *others, newest = checkpoints(out)
-    what = rng.choice(("damage", "damage", "damage", "odd", "odd", "swap", "plant", "plant", "names", "rename", "newer",
-                       "none"))
+    what = rng.choice(("damage", "damage", "damage", "odd", "odd", "swap", "plant", "plant", "names",
+                       "rename", "newer", "none"))
     file = rng.choice(sorted(newest.iterdir()))
-    {"damage": lambda: file.write_bytes(odd.damaged(rng, file.read_bytes())), "odd": lambda: odd.replace(rng, file),
-     "swap": lambda: swap(rng, newest), "plant": lambda: odd.plant(rng, newest, case.canary),
-     "names": lambda: names(rng, newest), "rename": lambda: rename(rng, newest), "newer": lambda: newer(rng, newest),
+    {"damage": lambda: file.write_bytes(odd.damaged(rng, file.read_bytes())),
+     "odd": lambda: odd.replace(rng, file), "swap": lambda: swap(rng, newest),
+     "plant": lambda: odd.plant(rng, newest, case.canary), "names": lambda: names(rng, newest),
+     "rename": lambda: rename(rng, newest), "newer": lambda: newer(rng, newest),
      "none": lambda: odd.replace(rng, out / "ckpt")}[what]()
     command = rng.choice(("sample", "resume", "resume", "to-hf"))
     ended = case.run(*dict(sample=sample(out), resume=train(case, out, init_from="resume"),
@@ -376,7 +258,8 @@ def checkpoint(case, there):
     if command == "resume" and bytes_only and ended.code == 0:
         same_losses(case, out, range(ITERS))
     if others and bytes_only and command != "to-hf" and ended.code:
-        case.breaks("loss", f"{what} {file.name}: no fall back to checkpoint {others[-1].name}: {ended.err[-150:]}")
+        case.breaks("loss", f"{what} {file.name}: no fall back to checkpoint {others[-1].name}: "
+                            f"{ended.err[-150:]}")
     if ended.code and what != "none" and not all((p / "checkpoint.json").is_file() for p in others):
         case.breaks("loss", "another checkpoint was removed")
 
@@ -385,7 +268,8 @@ def dataset(case, there):
     rng, data, out, at = case.rng, copied(case, there.dataset, "data"), case.cwd / "out", []
     file = data / rng.choice(("train.bin", "val.bin"))
     ids = bytearray(file.read_bytes())
-    before, during = ("ids", "damage", "odd", "counted"), ("cut", "bin", "data", "out", "ckpt", "out file", "metrics")
+    before = ("ids", "damage", "odd", "counted")
+    during = ("cut", "bin", "data", "out", "ckpt", "out file", "metrics")
     what = rng.choice(before if rng.random() < 0.5 else during)
     if what == "ids":
         for _ in range(rng.choice((1, 10, 1000))):
@@ -402,7 +286,8 @@ def dataset(case, there):
         meta["counts"][file.stem]["tokens"] = n
         (data / "meta.json").write_text(json.dumps(meta))
     else:
-        path = {"cut": file, "bin": file, "data": data, "ckpt": out / "ckpt", "metrics": out / "metrics.jsonl"}
+        path = {"cut": file, "bin": file, "data": data, "ckpt": out / "ckpt",
+                "metrics": out / "metrics.jsonl"}
         does = {"cut": "truncate", "out file": "replace"}.get(what, "remove")
         at = [(rng.uniform(0.3, there.alone_s), does, str(path.get(what, out)))]
     ended = case.run(*train(case, out, dataset=data), at=at, watch=out / "metrics.jsonl")
@@ -410,11 +295,14 @@ def dataset(case, there):
     if what not in ("out", "ckpt", "out file", "metrics"):
         kept_all(case, out, ended)
     elif in_loop and what != "out file" and (ended.code or last_saved(out) != ITERS):
-        case.breaks("loss", f"{what} went in mid-run: exit code {ended.code}, the last checkpoint is {last_saved(out)}; "
-                            f"{ended.err.strip()[-150:]}")
+        case.breaks("loss", f"{what} went in mid-run: exit code {ended.code}, the last checkpoint is "
+                            f"{last_saved(out)}; {ended.err.strip()[-150:]}")
 
 
 # --- signals and consoles ---
+
+ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a run saves, then ends
+
 
 def signals(case, there):
     rng, out, resumed = case.rng, case.cwd / "out", case.rng.random() < 0.3
@@ -457,13 +345,15 @@ def text(case, there):
             file.write_bytes(odd.jsonl(rng) if suffix == ".jsonl" else odd.text(rng).encode())
         if rng.random() < 0.2:
             odd.spoil(rng, file)
-    tokenizer = rng.choice(("train:257", "train:300", "train:300", "train:400", "train:256", there.dataset, there.dataset))
+    tokenizer = rng.choice(("train:257", "train:300", "train:300", "train:400", "train:256", there.dataset,
+                            there.dataset))
     column = [f"--text_key={rng.choice(('other', 'x', ''))}"] * (rng.random() < 0.1)
-    ended = case.run("data/text/prepare.py", f"--source={rng.choice((source, source, *sorted(source.iterdir())))}",
+    ended = case.run("data/text/prepare.py",
+                     f"--source={rng.choice((source, source, *sorted(source.iterdir())))}",
                      f"--tokenizer={tokenizer}", "--out_dir=made", *column)
     if ended.code == 0 and rng.random() < 0.5:
         case.run(*train(case, "out", dataset="made", block_size=8, **SHORT))
 
 
-KINDS = dict(argv=argv, config=config, json=json_files, csv=csv, log=log, checkpoint=checkpoint, dataset=dataset,
-             signals=signals, text=text)
+KINDS = dict(argv=argv, config=config, json=json_files, csv=csv, log=log, checkpoint=checkpoint,
+             dataset=dataset, signals=signals, text=text)

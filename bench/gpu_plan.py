@@ -38,8 +38,9 @@ def train(job):
     from model import GPT, initial_weights
 
     C, longest = job["n_embd"], max(job["lengths"])
-    cfg = Config(n_layer=job["layers"], n_embd=C, n_head=max(1, C // 128), vocab_size=50257, block_size=longest,
-                 activation="keep", device=job["device"], memory_plan=job["plan"], memory_plan_check=job["check"])
+    cfg = Config(n_layer=job["layers"], n_embd=C, n_head=max(1, C // 128), vocab_size=50257,
+                 block_size=longest, activation="keep", device=job["device"], memory_plan=job["plan"],
+                 memory_plan_check=job["check"])
     set_deterministic(job["deterministic"])
     device, dtype = pick_device(cfg)
     cuda = device.type == "cuda"
@@ -72,7 +73,8 @@ def train(job):
     figures = dict(tokens_per_s=tokens_done / seconds, losses=losses, grad_norms=norms, misses=stats.misses,
                    arena_bytes=stats.arena_bytes)
     if cuda:
-        figures |= dict(reserved_bytes=torch.cuda.max_memory_reserved(), allocated_bytes=torch.cuda.max_memory_allocated(),
+        figures |= dict(reserved_bytes=torch.cuda.max_memory_reserved(),
+                        allocated_bytes=torch.cuda.max_memory_allocated(),
                         reorganisations=torch.cuda.memory_stats()["num_alloc_retries"])
     return figures
 
@@ -80,8 +82,8 @@ def train(job):
 def measure(system, args, lengths, steps, room_gb=0, check=False):
     """The figures of one process, or {"outcome": "oom"}, or {"outcome": its last line}."""
     plan, conf = SYSTEMS[system]
-    job = dict(plan=plan, lengths=lengths, steps=steps, room_gb=room_gb, layers=args.layers, n_embd=args.n_embd,
-               device=args.device, deterministic=check, check=check and plan != "off")
+    job = dict(plan=plan, lengths=lengths, steps=steps, room_gb=room_gb, layers=args.layers,
+               n_embd=args.n_embd, device=args.device, deterministic=check, check=check and plan != "off")
     command = [sys.executable, "-m", "bench.gpu_plan", f"--job={json.dumps(job)}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
                           env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf})
@@ -99,7 +101,8 @@ def checked(args):
     same = all(r["outcome"] == "ok" for r in rows.values()) and rows["plan"]["misses"] == 0
     errors = [abs(a - b) / abs(b) for key in ("losses", "grad_norms")
               for a, b in zip(*(r[key] for r in rows.values()), strict=True)] if same else [float("inf")]
-    print(f"check: {'ok' if same else rows}, losses and gradient norms differ by at most {max(errors):.1e}", flush=True)
+    print(f"check: {'ok' if same else rows}, losses and gradient norms differ by at most {max(errors):.1e}",
+          flush=True)
     return max(errors) == 0
 
 
@@ -121,7 +124,8 @@ def longest(system, args, over):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="16384,65536")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--n_embd", type=int, default=4096)
@@ -157,7 +161,8 @@ def main():
 
 
 def show(row):
-    keys = ("tokens", "tokens_per_s", "reserved_bytes", "allocated_bytes", "arena_bytes", "reorganisations", "misses")
+    keys = ("tokens", "tokens_per_s", "reserved_bytes", "allocated_bytes", "arena_bytes",
+            "reorganisations", "misses")
     print(f"{row['what']:>18} {row['system']:10} {row['outcome']:4}",
           " ".join(f"{k}={row[k]:,.0f}" for k in keys if row.get(k) is not None), flush=True)
 

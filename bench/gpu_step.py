@@ -27,7 +27,8 @@ from memo.optim import Optimizer
 from model import GPT, initial_weights
 from testing.twin import Twin
 
-MODELS = {"124m": dict(n_layer=12, n_head=12, n_embd=768), "7b_4_layers": dict(n_layer=4, n_head=32, n_embd=4096)}
+MODELS = {"124m": dict(n_layer=12, n_head=12, n_embd=768),
+          "7b_4_layers": dict(n_layer=4, n_head=32, n_embd=4096)}
 
 
 def build(cfg):
@@ -87,13 +88,15 @@ def measure(keys, S, steps):
     except torch.OutOfMemoryError:  # the recorded kernels keep their operands
         floor_s = None
     tokens_per_s = S / step_s
-    return dict(S=S, attention=model.attention.name, step_s=step_s, floor_s=floor_s, over_floor=floor_s and step_s / floor_s,
-                tokens_per_s=tokens_per_s, mfu=mfu(cfg, tokens_per_s, peak_flops_per_s(device_name(torch.device("cuda")))),
+    return dict(S=S, attention=model.attention.name, step_s=step_s, floor_s=floor_s,
+                over_floor=floor_s and step_s / floor_s, tokens_per_s=tokens_per_s,
+                mfu=mfu(cfg, tokens_per_s, peak_flops_per_s(device_name(torch.device("cuda")))),
                 model_flops=flops_per_sample(cfg), device_peak_bytes=peak_bytes)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--lengths", default="4096,8192,16384,32768,65536")
     parser.add_argument("--steps", type=int, default=5)
@@ -109,8 +112,9 @@ def main():
             torch.cuda.empty_cache()
             try:
                 row = measure(MODELS[name], S, args.steps)
-                print(f"{name:12}{S:8}{row['step_s']:10.3f}{row['tokens_per_s']:12.0f}{percent(row['mfu']):>8}"
-                      f"{row['over_floor'] or float('nan'):12.3f}{row['device_peak_bytes'] / 2**30:10.1f}", flush=True)
+                print(f"{name:12}{S:8}{row['step_s']:10.3f}{row['tokens_per_s']:12.0f}"
+                      f"{percent(row['mfu']):>8}{row['over_floor'] or float('nan'):12.3f}"
+                      f"{row['device_peak_bytes'] / 2**30:10.1f}", flush=True)
             except torch.OutOfMemoryError:
                 row = dict(S=S, oom=True)
                 print(f"{name:12}{S:8}{'oom':>10}", flush=True)

@@ -1,7 +1,8 @@
 """Every mode of memo beside plain torch, on one CUDA GPU, 7B-shaped layers, bf16: who is fastest, who fits?
 
-    python -m bench.gpu_swap [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...] [--steps=2]
-                             [--seconds=0] [--check=true] [--pin_memory=true] [--out=bench/results/gpu_swap.json]
+    python -m bench.gpu_swap [--lengths=16384,...,524288] [--layers=0] [--cases=keep,recompute,...]
+                             [--steps=2] [--seconds=0] [--check=true] [--pin_memory=true]
+                             [--out=bench/results/gpu_swap.json]
 
 The cases take turns in one process: memo's `keep`, `recompute`, `swap` and `memo` (both alpha modes), plain
 torch with torch.utils.checkpoint on every layer, and plain torch with every saved tensor of the layers
@@ -51,8 +52,9 @@ from testing.twin import Twin
 
 STATE_BYTES = 18  # a parameter's: bf16 itself, and in fp32 gradient, master weight and two moments
 TRANSIENT_UNITS = 8  # (N, C) tensors beside the buffers; a guess that only chooses the number of layers
-OURS = {"keep": dict(activation="keep"), "recompute": dict(activation="recompute"), "swap": dict(activation="swap"),
-        "memo": dict(activation="memo"), "memo_paper": dict(activation="memo", alpha_mode="paper")}
+OURS = {"keep": dict(activation="keep"), "recompute": dict(activation="recompute"),
+        "swap": dict(activation="swap"), "memo": dict(activation="memo"),
+        "memo_paper": dict(activation="memo", alpha_mode="paper")}
 RIVALS = ("torch_checkpoint", "torch_save_on_cpu")
 
 
@@ -104,9 +106,9 @@ class Ours:
         if png:
             timeline(spans, png.with_suffix(".json"), png, png.stem)
         return dict(alpha=d.alpha, n_buffers=d.placement.n_buffers, input_only=d.placement.input_only,
-                    limits=d.swap_plan and d.swap_plan.limits, stall_s=stall_s(spans), host_bytes=swap.host_bytes,
-                    buffer_bytes=swap.device_bytes, attention=self.model.attention.name,
-                    rates=d.rates and vars(d.rates))
+                    limits=d.swap_plan and d.swap_plan.limits, stall_s=stall_s(spans),
+                    host_bytes=swap.host_bytes, buffer_bytes=swap.device_bytes,
+                    attention=self.model.attention.name, rates=d.rates and vars(d.rates))
 
     def floor_s(self, device):
         """Seconds of the bare kernels of a step: one layer's L times, one head chunk's as often as there are
@@ -223,9 +225,10 @@ def placements(cfg):
     made |= {f"alpha {a}": place_rows(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
     half = made["alpha 0.5"].kept
     finer = {name: N * (i % 4) // 4 if name in problem.others else N for i, name in enumerate(half)}
-    ln = {f"ln{j}_{what}": finer[f"ln{j}_out"] for j in (1, 2) for what in ("mean", "rstd")}  # one group with their output
-    return made | {"one input only": replace(made["alpha 0.5"], input_only=1), "per tensor": Placement(L, 2, N, finer | ln),
-                   "three buffers": Placement(L, 3, N, half)}
+    # one group with their output
+    ln = {f"ln{j}_{what}": finer[f"ln{j}_out"] for j in (1, 2) for what in ("mean", "rstd")}
+    return made | {"one input only": replace(made["alpha 0.5"], input_only=1),
+                   "per tensor": Placement(L, 2, N, finer | ln), "three buffers": Placement(L, 3, N, half)}
 
 
 def check(base, device):
@@ -280,8 +283,10 @@ def measure(case, cfg, device, steps, png):
         rate = tgs(S, 1, min(seconds[1:]))
         row = dict(step_s=min(seconds[1:]), loss=loss, tokens_per_s=rate,
                    mfu=mfu(cfg, rate, peak_flops_per_s(device_name(device))),
-                   device_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-                   device_reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+                   device_peak_bytes=torch.cuda.max_memory_allocated(device)
+                   if device.type == "cuda" else None,
+                   device_reserved_bytes=torch.cuda.max_memory_reserved(device)
+                   if device.type == "cuda" else None,
                    **run.figures(png))
         if case == "memo":
             row["floor_s"] = attempt(lambda: run.floor_s(device))
@@ -304,13 +309,15 @@ def show(row):
     alpha = "" if row.get("alpha") is None else f"alpha {row['alpha']:.2f}"
     floor = "" if not row.get("floor_s") else f"{row['floor_s'] / row['step_s']:.1%} of the floor"
     peak, host = ((row[k] or 0) / 2**30 for k in ("device_peak_bytes", "host_bytes"))
-    print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['step_s']:8.3f} s {row['tokens_per_s']:9.0f} tok/s  "
-          f"MFU {percent(row['mfu'])}  stall {row.get('stall_s') or 0:.3f} s  peak {peak:.1f} GiB  host {host:.1f} GiB  "
+    print(f"{row['S']:8} L {row['L']:2} {row['case']:18} {row['step_s']:8.3f} s "
+          f"{row['tokens_per_s']:9.0f} tok/s  MFU {percent(row['mfu'])}  "
+          f"stall {row.get('stall_s') or 0:.3f} s  peak {peak:.1f} GiB  host {host:.1f} GiB  "
           f"{alpha} {floor}", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="16384,32768,65536,131072,262144,524288")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--cases", default=",".join([*OURS, *RIVALS]))
@@ -326,12 +333,14 @@ def main():
     began, device = time.monotonic(), torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("bench/gpu_swap.py needs a CUDA GPU")
-    base = Config(n_embd=args.n_embd, n_head=args.n_head, vocab_size=50257, pin_memory=args.pin_memory == "true")
+    base = Config(n_embd=args.n_embd, n_head=args.n_head, vocab_size=50257,
+                  pin_memory=args.pin_memory == "true")
     result = json.loads(args.out.read_text()) if args.out.exists() else dict(rows=[])
     result["machine"] = machine()
     if args.check == "true":
         result["gradient_errors"] = check(base, device)
-        print("away from autograd:", ", ".join(f"{c} {e:.1e}" for c, e in result["gradient_errors"].items()), flush=True)
+        print("away from autograd:", ", ".join(f"{c} {e:.1e}" for c, e in result["gradient_errors"].items()),
+              flush=True)
     for S in map(int, args.lengths.split(",")):
         L = args.layers or most_layers(base, S, device)
         for case in args.cases.split(","):
@@ -339,9 +348,11 @@ def main():
                 sys.exit(f"{args.seconds:.0f} s are over: stopped before {case} at {S}")
             free_memory(device)
             png = args.out.with_name(f"gpu_swap_{case}_{S}.png") if case == "memo" else None
-            row = dict(S=S, L=L, case=case, **measure(case, replace(base, n_layer=L, block_size=S), device, args.steps, png))
+            row = dict(S=S, L=L, case=case,
+                       **measure(case, replace(base, n_layer=L, block_size=S), device, args.steps, png))
             show(row)
-            result["rows"] = [r for r in result["rows"] if (r["S"], r["L"], r["case"]) != (S, L, case)] + [row]
+            result["rows"] = [r for r in result["rows"]
+                              if (r["S"], r["L"], r["case"]) != (S, L, case)] + [row]
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -27,9 +27,11 @@ from memo.loggers import read_metrics
 from memo.manifest import checkpoints
 
 ROOT = Path(__file__).parents[1]
-MODEL = dict(n_layer=2, n_head=2, n_embd=64, block_size=256, dataset="stdlib", device="cpu", activation="swap",
-             learning_rate=1e-3, warmup_iters=20, eval_interval=25, eval_iters=2, save_interval=5)
-CHECKPOINT_BYTES = 12 * (12 * MODEL["n_layer"] * MODEL["n_embd"] ** 2 + 512 * MODEL["n_embd"])  # and a little more
+MODEL = dict(n_layer=2, n_head=2, n_embd=64, block_size=256, dataset="stdlib", device="cpu",
+             activation="swap", learning_rate=1e-3, warmup_iters=20, eval_interval=25, eval_iters=2,
+             save_interval=5)
+# and a little more
+CHECKPOINT_BYTES = 12 * (12 * MODEL["n_layer"] * MODEL["n_embd"] ** 2 + 512 * MODEL["n_embd"])
 ENDS = [("SIGKILL",), ("SIGTERM",), ("SIGINT",), ("SIGINT", "SIGINT"), ("SIGHUP",), ("SIGUSR1",)]
 TWICE_S = 1.2  # between two signals that are two requests
 
@@ -55,7 +57,8 @@ def start(out, iters, log):
 
 def figures(out):
     """[(iter, loss, gradient norm)]: the last that was logged of each step."""
-    return sorted({r["iter"]: (r["iter"], r["loss"], r["grad_norm"]) for r in read_metrics(out / "metrics.jsonl")}.values())
+    return sorted({r["iter"]: (r["iter"], r["loss"], r["grad_norm"])
+                   for r in read_metrics(out / "metrics.jsonl")}.values())
 
 
 def interrupted(out, iters, log, rng, times):
@@ -69,7 +72,8 @@ def interrupted(out, iters, log, rng, times):
             if run.poll() is None:
                 run.send_signal(getattr(signal, name))
         code, newest = run.wait(60), checkpoints(out)
-        ends.append(dict(signals=names, exit_code=code, newest_checkpoint=int(newest[0].name) if newest else None))
+        ends.append(dict(signals=names, exit_code=code,
+                         newest_checkpoint=int(newest[0].name) if newest else None))
         print(ends[-1], flush=True)
         if code == 0:
             raise SystemExit("the run was over before all interruptions; give it more steps")
@@ -77,7 +81,8 @@ def interrupted(out, iters, log, rng, times):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
@@ -88,7 +93,8 @@ def main():
         folder, alone = Path(folder), Path(folder) / "alone"
         if start(alone, args.steps, subprocess.DEVNULL).wait():
             raise SystemExit("the run that was left alone failed")
-        with disk(folder / "logs", 2**16) as mounted, disk(folder / "run", CHECKPOINT_BYTES * 5 // 2 + 2**22) as small:
+        room = CHECKPOINT_BYTES * 5 // 2 + 2**22
+        with disk(folder / "logs", 2**16) as mounted, disk(folder / "run", room) as small:
             path = folder / "logs" / "log" if mounted else Path("/dev/full")
             with open(path, "wb", buffering=0) as log:
                 try:
@@ -102,8 +108,8 @@ def main():
             a, b = figures(alone), figures(out)
     result = dict(machine=machine(), model=MODEL, steps=args.steps, seed=args.seed,
                   log_disk="full tmpfs" if mounted else "/dev/full",
-                  out_dir_disk="tmpfs of two and a half checkpoints" if small else "any", interruptions=ends, exit_code=code,
-                  losses_compared=len(a), bitwise_equal=a == b)
+                  out_dir_disk="tmpfs of two and a half checkpoints" if small else "any", interruptions=ends,
+                  exit_code=code, losses_compared=len(a), bitwise_equal=a == b)
     (ROOT / "bench/results/interruptions.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"{len(ends)} interruptions, exit code {code}; {len(a)} losses and gradient norms "
           f"{'bitwise equal' if a == b else 'DIFFER'}")

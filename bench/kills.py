@@ -24,14 +24,15 @@ from testing.ranks import children
 
 ROOT = Path(__file__).parents[1]
 RANKS = 4
-MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, dataset="stdlib", device="cpu", alpha=0.5, tp=2, cp=2,
-             learning_rate=1e-3, warmup_iters=20, eval_interval=0, save_interval=5)
+MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, dataset="stdlib", device="cpu",
+             alpha=0.5, tp=2, cp=2, learning_rate=1e-3, warmup_iters=20, eval_interval=0, save_interval=5)
 
 
 def start(out, iters, kills):
     keys = [f"--{k}={v}" for k, v in (MODEL | dict(out_dir=out, max_iters=iters)).items()]
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}",
-                             f"--max-restarts={kills}", "train.py", *keys], cwd=ROOT)
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                             f"--nproc_per_node={RANKS}", f"--max-restarts={kills}", "train.py", *keys],
+                            cwd=ROOT)
 
 
 def steps_done(out):
@@ -47,7 +48,8 @@ def wait_for_step(run, out, step):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     n = parser.parse_args().kills
     rng, iters, kills = random.Random(0), 12 * (n + 1), []
@@ -67,10 +69,11 @@ def main():
         code = run.wait()
         a, b = ([(r["iter"], r["loss"], r["grad_norm"]) for r in read_metrics(out / "metrics.jsonl")]
                 for out in (left_alone, killed))
-    result = dict(machine=machine(), model=MODEL, iterations=iters, kills=kills, exit_code=code, losses_compared=len(a),
-                  bitwise_equal=a == b)
+    result = dict(machine=machine(), model=MODEL, iterations=iters, kills=kills, exit_code=code,
+                  losses_compared=len(a), bitwise_equal=a == b)
     (ROOT / "bench/results/kills.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{n} kills, exit code {code}; {len(a)} losses and gradient norms {'bitwise equal' if a == b else 'DIFFER'}")
+    print(f"{n} kills, exit code {code}; {len(a)} losses and gradient norms "
+          f"{'bitwise equal' if a == b else 'DIFFER'}")
     sys.exit(code or a != b)
 
 

@@ -46,7 +46,8 @@ def one_step(S, V):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="4096,8192,16384,32768")
     parser.add_argument("--vocab_size", type=int, default=50257)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
@@ -56,7 +57,8 @@ def main():
         print(json.dumps(one_step(args.one, V)))
         return
     rows = []
-    print(f"{'S':>7}{'peak RSS of the step':>22}{'bytes a token more':>20}{'the table says':>16}{'full logits':>13}   (MiB)")
+    print(f"{'S':>7}{'peak RSS of the step':>22}{'bytes a token more':>20}{'the table says':>16}"
+          f"{'full logits':>13}   (MiB)")
     for S in map(int, args.lengths.split(",")):
         command = [sys.executable, "-m", "bench.memory", f"--one={S}", f"--vocab_size={V}"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -67,7 +69,8 @@ def main():
             row["bytes_per_token_more"] = (row["step_bytes"] - rows[-1]["step_bytes"]) / (S - rows[-1]["S"])
         rows.append(row)
         more = row.get("bytes_per_token_more", float("nan"))
-        print(f"{S:7}{row['step_bytes'] / 2**20:22.0f}{more:20.0f}{skeletal / S:16.0f}{4 * S * V / 2**20:13.0f}", flush=True)
+        print(f"{S:7}{row['step_bytes'] / 2**20:22.0f}{more:20.0f}{skeletal / S:16.0f}"
+              f"{4 * S * V / 2**20:13.0f}", flush=True)
     out = ROOT / "bench" / "results" / "memory.json"
     out.write_text(json.dumps(dict(machine=machine(), L=LAYERS, C=HIDDEN, rows=rows), indent=1) + "\n")
 

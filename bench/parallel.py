@@ -28,7 +28,8 @@ from testing.ranks import pool
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=4, n_head=8, n_embd=64, vocab_size=512, batch_size=2)
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2),
+           (1, 2, 2), (2, 2, 2)]
 
 
 # --- bytes ---
@@ -68,8 +69,8 @@ def count(host, cfg):
     optimizer.step(1e-3)
     activations = sum(t.nbytes for t in tensors_of(cfg, 4).values())
     model.close()
-    return dict(sent=meter.sent, data=mesh.replicas.sent_bytes, parameters=model.params.numel(), activations=activations,
-                tp_gradients=shared)
+    return dict(sent=meter.sent, data=mesh.replicas.sent_bytes, parameters=model.params.numel(),
+                activations=activations, tp_gradients=shared)
 
 
 def formulas(cfg, kind):
@@ -78,7 +79,8 @@ def formulas(cfg, kind):
     L, tp, cp = cfg.n_layer, cfg.tp, cfg.cp
     whole = 4 * cfg.batch_size * cfg.block_size // cp * cfg.n_embd  # B T C
     unit, block = whole * (tp - 1) // tp, whole // tp
-    ring = dict(forward=2 * block * (cp - 1), backward=2 * block * (cp - 1) + 2 * block * cp * (cp > 1))  # k, v; dk, dv
+    ring = dict(forward=2 * block * (cp - 1),  # k, v; dk, dv
+                backward=2 * block * (cp - 1) + 2 * block * cp * (cp > 1))
     ulysses = dict(forward=4 * block * (cp - 1) // cp, backward=8 * block * (cp - 1) // cp)
     messages = ring if kind == "ring" else ulysses
     return dict(forward=dict(tp=L * 4 * unit, cp=L * messages["forward"]),
@@ -88,12 +90,13 @@ def formulas(cfg, kind):
 
 def bytes_table(S):
     rows = []
-    print(f"{'layout':22}{'':6}{'forward':>18}{'recompute':>12}{'backward':>18}{'gradients, weights':>20}{'activations':>14}"
-          "   of a rank and step")
+    print(f"{'layout':22}{'':6}{'forward':>18}{'recompute':>12}{'backward':>18}{'gradients, weights':>20}"
+          f"{'activations':>14}   of a rank and step")
     print(f"{'':28}{'tp':>9}{'cp':>9}{'tp':>12}{'tp':>9}{'cp':>9}{'data':>20}{'a layer':>14}   MiB")
     for tp, cp, dp in LAYOUTS:
         for kind in ("ring", "ulysses")[:1 + (cp > 1)]:
-            cfg = Config(**MODEL, block_size=S, tp=tp, cp=cp, context_parallel=kind, gradient_accumulation_steps=dp)
+            cfg = Config(**MODEL, block_size=S, tp=tp, cp=cp, context_parallel=kind,
+                         gradient_accumulation_steps=dp)
             ranks = pool(tp * cp * dp).run(count, cfg)
             wanted = formulas(cfg, kind)
             for r in ranks:
@@ -102,12 +105,13 @@ def bytes_table(S):
                 assert r["data"] == 2 * 4 * r["parameters"] * (cp * dp - 1) // (cp * dp)
             r, f = ranks[0], wanted
             name = f"tp={tp} cp={cp} dp={dp}"
-            mib = [n / 2**20 for n in (f["forward"]["tp"], f["forward"]["cp"], f["recompute"]["tp"], f["backward"]["tp"],
-                                       f["backward"]["cp"], r["data"], r["activations"])]
-            print(f"{name:22}{kind if cp > 1 else '':8}" + "".join(f"{n:{w}.2f}" for n, w in
-                                                                  zip(mib, (7, 9, 12, 9, 9, 20, 14), strict=True)))
-            rows.append(dict(tp=tp, cp=cp, dp=dp, context_parallel=kind if cp > 1 else None, counted=r["sent"], formulas=f,
-                             data_bytes=r["data"], activation_bytes_a_layer=r["activations"],
+            mib = [n / 2**20 for n in (f["forward"]["tp"], f["forward"]["cp"], f["recompute"]["tp"],
+                                       f["backward"]["tp"], f["backward"]["cp"], r["data"], r["activations"])]
+            print(f"{name:22}{kind if cp > 1 else '':8}"
+                  + "".join(f"{n:{w}.2f}" for n, w in zip(mib, (7, 9, 12, 9, 9, 20, 14), strict=True)))
+            rows.append(dict(tp=tp, cp=cp, dp=dp, context_parallel=kind if cp > 1 else None,
+                             counted=r["sent"], formulas=f, data_bytes=r["data"],
+                             activation_bytes_a_layer=r["activations"],
                              tp_bytes_of_shared_gradients=r["tp_gradients"]))
     one = rows[0]["activation_bytes_a_layer"]
     assert all(r["activation_bytes_a_layer"] == one // (r["tp"] * r["cp"]) for r in rows)
@@ -128,7 +132,8 @@ def balance():
     chunks."""
     rows, T = [], 1024
     for cp in (2, 4, 8, 16, 32, 64):
-        zigzag = [sum(scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp)) for rank in range(cp)]
+        zigzag = [sum(scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp))
+                  for rank in range(cp)]
         plain = [rank * T * T + T * (T + 1) / 2 for rank in range(cp)]
         busiest = [max(work) / (sum(work) / cp) for work in (zigzag, plain)]
         assert sum(zigzag) == sum(plain) and busiest[0] <= 1.01
@@ -186,10 +191,12 @@ def overlap(S, cp, rounds):
     compute, rows = measured[0][0], []
     for d, (forward, backward) in measured.items():
         messages = (cp - 1) * d
-        rows.append(dict(delay_s=d, forward_s=forward, backward_s=backward, communication_s=messages, compute_s=compute,
-                         over_longer=forward / max(compute, messages), over_sum=forward / (compute + messages)))
-        print(f"a message takes {d * 1e3:6.1f} ms: {forward:.3f} s; compute {compute:.3f} s, messages {messages:.3f} s: "
-              f"{rows[-1]['over_longer']:.2f} of the longer, {rows[-1]['over_sum']:.2f} of their sum")
+        rows.append(dict(delay_s=d, forward_s=forward, backward_s=backward, communication_s=messages,
+                         compute_s=compute, over_longer=forward / max(compute, messages),
+                         over_sum=forward / (compute + messages)))
+        print(f"a message takes {d * 1e3:6.1f} ms: {forward:.3f} s; compute {compute:.3f} s, "
+              f"messages {messages:.3f} s: {rows[-1]['over_longer']:.2f} of the longer, "
+              f"{rows[-1]['over_sum']:.2f} of their sum")
     return rows
 
 
@@ -200,8 +207,8 @@ def plot(rows, cp, path):
     ax.plot(x, [compute + c for c in x], "--", color="0.6", label="one after the other")
     ax.plot(x, [max(compute, c) for c in x], color="0.3", label="the longer of the two")
     ax.plot(x, [r["forward_s"] for r in rows], "o", color="C0", label="measured")
-    ax.set(xlabel="seconds of messages", ylabel="seconds of ring attention", title=f"ring attention, {cp} ranks, forward",
-           xlim=(0, None), ylim=(0, None))
+    ax.set(xlabel="seconds of messages", ylabel="seconds of ring attention",
+           title=f"ring attention, {cp} ranks, forward", xlim=(0, None), ylim=(0, None))
     ax.grid(alpha=0.2)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
@@ -209,14 +216,16 @@ def plot(rows, cp, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--block_size", type=int, default=4096)
     parser.add_argument("--ring_tokens", type=int, default=16384)
     parser.add_argument("--ring_ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    result = dict(machine=machine(), model=MODEL | dict(block_size=args.block_size), bytes=bytes_table(args.block_size),
-                  balance=balance(), ring=dict(tokens=args.ring_tokens, ranks=args.ring_ranks),
+    result = dict(machine=machine(), model=MODEL | dict(block_size=args.block_size),
+                  bytes=bytes_table(args.block_size), balance=balance(),
+                  ring=dict(tokens=args.ring_tokens, ranks=args.ring_ranks),
                   overlap=overlap(args.ring_tokens, args.ring_ranks, args.rounds))
     results = Path(__file__).parent / "results"
     (results / "parallel.json").write_text(json.dumps(result, indent=1) + "\n")

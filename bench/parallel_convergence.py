@@ -17,19 +17,24 @@ from bench.machine import machine
 from bench.swap_convergence import curve, plot
 
 ROOT = Path(__file__).parents[1]
-MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=2048, batch_size=1, gradient_accumulation_steps=2, dataset="stdlib",
-             device="cpu", alpha=0.5, learning_rate=1e-3, warmup_iters=20, eval_interval=50, eval_iters=4, save_interval=0)
+MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=2048, batch_size=1, gradient_accumulation_steps=2,
+             dataset="stdlib", device="cpu", alpha=0.5, learning_rate=1e-3, warmup_iters=20, eval_interval=50,
+             eval_iters=4, save_interval=0)
 RUNS = {"one process": (1, {}), "tp2": (2, dict(tp=2)), "cp2": (2, dict(cp=2)),
-        "cp2 ulysses": (2, dict(cp=2, context_parallel="ulysses")), "tp2 cp2": (4, dict(tp=2, cp=2)), "dp2": (2, {})}
+        "cp2 ulysses": (2, dict(cp=2, context_parallel="ulysses")), "tp2 cp2": (4, dict(tp=2, cp=2)),
+        "dp2": (2, {})}
 
 
 def train(ranks, keys):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    subprocess.run([sys.executable, *launcher, "train.py", *(f"--{k}={v}" for k, v in keys.items())], cwd=ROOT, check=True)
+    launcher = (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+                if ranks > 1 else [])
+    subprocess.run([sys.executable, *launcher, "train.py", *(f"--{k}={v}" for k, v in keys.items())],
+                   cwd=ROOT, check=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_iters", type=int, default=200)
     iters = parser.parse_args().max_iters
     curves = {}
@@ -41,7 +46,8 @@ def main():
     alone = curves["one process"]["loss"]
     rows = [dict(layout=name, ranks=RUNS[name][0],
                  largest_difference=max(abs(a - b) for a, b in zip(c["loss"], alone, strict=True)),
-                 losses_compared=len(alone), last_loss=c["loss"][-1], val_loss=c["val_loss"], sent_bytes=c["sent_bytes"])
+                 losses_compared=len(alone), last_loss=c["loss"][-1], val_loss=c["val_loss"],
+                 sent_bytes=c["sent_bytes"])
             for name, c in curves.items()]
     results = Path(__file__).parent / "results"
     result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows)

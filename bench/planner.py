@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 SOLVERS = ("greedy", "mip", "cpsat", "auto")
-ROOM = 1.05  # the device's room for temporary tensors, over the planned bytes, where reorganisations are counted
+ROOM = 1.05  # the device's room for temporary tensors over the planned bytes, to count reorganisations
 STEPS = 12
 
 
@@ -42,7 +42,8 @@ def trace_of(S, L, alpha=0.5):
     """The Trace of the 7B model's step at S tokens with L layers, bf16."""
     cfg = load_config(["config/7b_1m.py", "--tp=1", "--cp=1", f"--block_size={S}", f"--n_layer={L}"])
     placement = Placement(L, 2, S, {t.name: int(alpha * S) if t.group else S for t in layer_of(cfg).skeletal})
-    return traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, S, [placement.missing(i) for i in range(L)])
+    return traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, S,
+                           [placement.missing(i) for i in range(L)])
 
 
 def pairs(buffers):
@@ -64,8 +65,9 @@ def solve_pieces(S, time_limit):
         problem = Levels(ALIGNMENT["cuda"], None, None).problem(mine)
         for solver in SOLVERS:
             s = problem.solve(problem, solver, time_limit)
-            rows.append(dict(S=S, piece=f"a layer's {kind}", n=len(mine), pairs=pairs(problem.buffers), solver=solver,
-                             lower_bound=s.lower_bound, peak=s.peak, proven=s.proven, seconds=s.seconds))
+            rows.append(dict(S=S, piece=f"a layer's {kind}", n=len(mine), pairs=pairs(problem.buffers),
+                             solver=solver, lower_bound=s.lower_bound, peak=s.peak, proven=s.proven,
+                             seconds=s.seconds))
             show(rows[-1])
     return rows
 
@@ -78,19 +80,21 @@ def solve_steps(S, L, time_limit):
     requests, *_ = requests_of(trace)
     size = dict(n=len(requests), pairs=pairs(requests))
     rows = []
-    for make, name, solvers in ((bilevel, "two levels", SOLVERS), (one_level, "one level", ("greedy", "auto"))):
+    for make, name, solvers in ((bilevel, "two levels", SOLVERS),
+                                (one_level, "one level", ("greedy", "auto"))):
         for solver in solvers:
             plan = make(trace, solver, ALIGNMENT["cuda"], time_limit)
-            rows.append(dict(S=S, piece=f"{L} layers, {name}", **size, solver=solver, lower_bound=plan.lower_bound,
-                             peak=plan.arena_bytes, proven=plan.proven, seconds=plan.seconds, tracing_s=tracing_s))
+            rows.append(dict(S=S, piece=f"{L} layers, {name}", **size, solver=solver,
+                             lower_bound=plan.lower_bound, peak=plan.arena_bytes, proven=plan.proven,
+                             seconds=plan.seconds, tracing_s=tracing_s))
             show(rows[-1])
     return rows
 
 
 def show(row):
     print(f"{row['S']:>8} {row['piece']:24}{row['n']:>7}{row['pairs']:>8} {row['solver']:8}"
-          f"{row['lower_bound'] / 2**20:>13.1f}{row['peak'] / 2**20:>11.1f}  {'yes' if row['proven'] else 'no ':6}"
-          f"{row['seconds']:8.2f}", flush=True)
+          f"{row['lower_bound'] / 2**20:>13.1f}{row['peak'] / 2**20:>11.1f}  "
+          f"{'yes' if row['proven'] else 'no ':6}{row['seconds']:8.2f}", flush=True)
 
 
 def against_caching(lengths):
@@ -100,7 +104,8 @@ def against_caching(lengths):
     plans = {S: bilevel(trace, alignment=ALIGNMENT["cuda"]) for S, trace in traces.items()}
     mixed = random.Random(0).choices(sorted(lengths), k=STEPS)
     rows = []
-    for name, order in [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)), ("mixed", mixed)]:
+    orders = [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)), ("mixed", mixed)]
+    for name, order in orders:
         planned = max(plans[S].arena_bytes for S in order)
         free = simulate_caching([traces[S] for S in order], planned_only=True)
         try:
@@ -111,8 +116,8 @@ def against_caching(lengths):
         rows.append(dict(lengths=name, order=order, planned_bytes=planned, reserved_bytes=free.reserved_bytes,
                          allocated_bytes=free.allocated_bytes, cuda_mallocs=free.cuda_mallocs,
                          reorganisations=reorganisations))
-        print(f"{name:>10}{planned / 2**20:12.0f}{free.reserved_bytes / 2**20:12.0f}{free.reserved_bytes / planned:8.2f}x"
-              f"{reorganisations!s:>8}", flush=True)
+        print(f"{name:>10}{planned / 2**20:12.0f}{free.reserved_bytes / 2**20:12.0f}"
+              f"{free.reserved_bytes / planned:8.2f}x{reorganisations!s:>8}", flush=True)
     S = min(lengths, key=lambda S: abs(S - 131072))
     memory_plan(traces[S], plans[S], RESULTS / "memory_plan.png", f"4 layers of the 7B model, {S:,} tokens")
     return rows
@@ -122,31 +127,37 @@ def picture(rows):
     fig, ax = plt.subplots(figsize=(9, 4.6), dpi=130, layout="constrained")
     names = [r["lengths"] for r in rows]
     for shift, key, colour, label in ((-0.2, "planned_bytes", BLUE, "planned"),
-                                      (0.2, "reserved_bytes", ORANGE, "reserved by torch's caching allocator (simulated)")):
-        bars = ax.bar([i + shift for i in range(len(rows))], [r[key] / 2**30 for r in rows], 0.38, color=colour, label=label)
+                                      (0.2, "reserved_bytes", ORANGE,
+                                       "reserved by torch's caching allocator (simulated)")):
+        bars = ax.bar([i + shift for i in range(len(rows))], [r[key] / 2**30 for r in rows], 0.38,
+                      color=colour, label=label)
     for bar, row in zip(bars, rows, strict=True):
-        ax.annotate(f"{row['reserved_bytes'] / row['planned_bytes']:.2f}x", (bar.get_x() + 0.19, bar.get_height()),
-                    ha="center", va="bottom", fontsize=9, color=GREY)
+        ax.annotate(f"{row['reserved_bytes'] / row['planned_bytes']:.2f}x",
+                    (bar.get_x() + 0.19, bar.get_height()), ha="center", va="bottom", fontsize=9, color=GREY)
     ax.set(xticks=range(len(rows)), xticklabels=names, ylabel="GiB",
-           xlabel="tokens in a sequence, or several lengths in turns", title="temporary tensors of a step of the 7B model")
+           xlabel="tokens in a sequence, or several lengths in turns",
+           title="temporary tensors of a step of the 7B model")
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     fig.savefig(RESULTS / "planner.png")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="65536,98304,131072,196608,262144,524288,1048576")
     parser.add_argument("--solve", default="131072,1048576")
     parser.add_argument("--time_limit", type=float, default=60.0)
     args = parser.parse_args()
     solved = []
-    print(f"{'S':>8} {'what':24}{'n':>7}{'pairs':>8} {'solver':8}{'lower bound':>13}{'peak':>11}  proven{'s':>8}   (MiB)")
+    print(f"{'S':>8} {'what':24}{'n':>7}{'pairs':>8} {'solver':8}{'lower bound':>13}{'peak':>11}"
+          f"  proven{'s':>8}   (MiB)")
     for S in map(int, filter(None, args.solve.split(","))):
         solved += solve_pieces(S, args.time_limit)
         for L in (32, 80):
             solved += solve_steps(S, L, args.time_limit)
-    print(f"{'lengths':>10}{'planned':>12}{'reserved':>12}{'':9}{'reorg.':>8}   (MiB; reorganisations with {ROOM}x planned)")
+    print(f"{'lengths':>10}{'planned':>12}{'reserved':>12}{'':9}{'reorg.':>8}"
+          f"   (MiB; reorganisations with {ROOM}x planned)")
     compared = against_caching([int(S) for S in args.lengths.split(",")])
     picture(compared)
     rows = dict(machine=machine(), room=ROOM, solvers=solved, against_caching=compared)

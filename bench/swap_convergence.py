@@ -33,7 +33,8 @@ def curve(out, *last):
 
 def plot(curves, labels, first, limit, title, path):
     """Smoothed losses of runs that should be one curve, above their differences to the run `first`."""
-    fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1), layout="constrained")
+    fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1),
+                                      layout="constrained")
     for i, (name, c) in enumerate(curves.items()):
         style = dict(lw=9 - 1.5 * i, alpha=0.7)
         top.plot(smooth(c["loss"], 0.95), label=f"{name}: {labels[name]}", **style)
@@ -48,7 +49,8 @@ def plot(curves, labels, first, limit, title, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_iters", type=int, default=1000)
     iters = parser.parse_args().max_iters
     curves = {}
@@ -65,8 +67,10 @@ def main():
     results = Path(__file__).parent / "results"
     result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows)
     (results / "swap_convergence.json").write_text(json.dumps(result, indent=1) + "\n")
-    labels = {n: f"validation {c['val_loss'][-1]:.4f}, host {c['host_bytes'] / 2**20:.0f} MiB" for n, c in curves.items()}
-    plot(curves, labels, "keep", 1e-6, "memo on the stdlib data, 4 layers, context 2,048: six runs, one curve",
+    labels = {n: f"validation {c['val_loss'][-1]:.4f}, host {c['host_bytes'] / 2**20:.0f} MiB"
+              for n, c in curves.items()}
+    plot(curves, labels, "keep", 1e-6,
+         "memo on the stdlib data, 4 layers, context 2,048: six runs, one curve",
          results / "swap_convergence.png")
     for r in rows:
         print(f"{r['run']:12} largest difference to keep {r['largest_difference']:.1e}, "

@@ -44,15 +44,16 @@ class Slow(CpuStream):
         super().launch(label, self.paced, work, *args)
 
     def paced(self, work, pairs):
-        end = time.perf_counter() + (sum(d.nbytes for d, _ in pairs) / self.bytes_per_s if self.bytes_per_s else 0)
+        end = time.perf_counter() + (sum(d.nbytes for d, _ in pairs) / self.bytes_per_s
+                                     if self.bytes_per_s else 0)
         work(pairs)
         time.sleep(max(0.0, end - time.perf_counter()))
 
 
 def slow_streams():
     timeline = Timeline()
-    return Streams(CpuStream("compute", timeline, threaded=False), Slow("offload", timeline), Slow("prefetch", timeline),
-                   timeline)
+    return Streams(CpuStream("compute", timeline, threaded=False), Slow("offload", timeline),
+                   Slow("prefetch", timeline), timeline)
 
 
 class Bench:
@@ -68,8 +69,9 @@ class Bench:
     def chosen(self, mode):
         """What alpha=auto comes to at the present rate."""
         layer = sum(problem_of(CFG, 4, None, Room(0, cpu=True)).nbytes.values())
-        enough = (CFG.n_layer - 1) * layer  # for what is swapped, but not for all layers, which would stay on a CPU
-        return memory.reserve_activations(replace(CFG, alpha_mode=mode), self.model, enough, streams=self.streams)
+        enough = (CFG.n_layer - 1) * layer  # for what is swapped; all layers would stay on a CPU
+        return memory.reserve_activations(replace(CFG, alpha_mode=mode), self.model, enough,
+                                          streams=self.streams)
 
     def run(self, p):
         """[(seconds, spans)] of the steps with placement `p`, after one that warms up."""
@@ -135,7 +137,8 @@ def plot(results, path):
     fig, axes = plt.subplots(1, len(results), figsize=(13, 4), dpi=130, layout="constrained", sharey=True)
     for ax, r in zip(axes, results, strict=True):
         grid = r["rows"][:len(GRID)]
-        for key, label, colour, style in (("step_s", "measured", BLUE, "o-"), ("sum_s", "sum of compute + copy", GREY, "--"),
+        for key, label, colour, style in (("step_s", "measured", BLUE, "o-"),
+                                          ("sum_s", "sum of compute + copy", GREY, "--"),
                                           ("hidden_s", "sum of max(compute, copy)", GREEN, "--")):
             ax.plot(GRID, [row[key] for row in grid], style, color=colour, label=label)
         for row, marker in zip(r["rows"][len(GRID):], "sD", strict=True):
@@ -149,7 +152,8 @@ def plot(results, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1)
     args = parser.parse_args()
@@ -161,14 +165,16 @@ def main():
         bytes_per_s = whole / (ratio * forward_s)
         rows, limits = measure(bench, bytes_per_s, args.rounds)
         best = min(rows[:len(GRID)], key=lambda row: row["step_s"])
-        results.append(dict(copy_over_forward=ratio, bytes_per_s=bytes_per_s, best_alpha=best["alpha"], limits=limits,
-                            rows=rows))
-        print(f"copy/forward {ratio}: best alpha on the grid {best['alpha']:.3f} ({best['step_s']:.3f} s); limits {limits}")
+        results.append(dict(copy_over_forward=ratio, bytes_per_s=bytes_per_s, best_alpha=best["alpha"],
+                            limits=limits, rows=rows))
+        print(f"copy/forward {ratio}: best alpha on the grid {best['alpha']:.3f} ({best['step_s']:.3f} s); "
+              f"limits {limits}")
         for row in rows:
-            print(f"  {row['case']:>10} alpha {row['alpha']:.3f}: {row['step_s']:.3f} s, over max {row['over_max']:.2f}, "
-                  f"over sum {row['over_sum']:.2f}", flush=True)
+            print(f"  {row['case']:>10} alpha {row['alpha']:.3f}: {row['step_s']:.3f} s, "
+                  f"over max {row['over_max']:.2f}, over sum {row['over_sum']:.2f}", flush=True)
     out = Path(__file__).parent / "results" / "swap_overlap"
-    result = dict(machine=machine(), L=CFG.n_layer, C=CFG.n_embd, S=CFG.block_size, forward_s=forward_s, results=results)
+    result = dict(machine=machine(), L=CFG.n_layer, C=CFG.n_embd, S=CFG.block_size, forward_s=forward_s,
+                  results=results)
     out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     plot(results, out.with_suffix(".png"))
     bench.model.close()

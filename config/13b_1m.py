@@ -1,6 +1,7 @@
 """The 13B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2.
 
-torchrun --nproc_per_node=8 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py config/13b_1m.py
+torchrun --nproc_per_node=8 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
+         train.py config/13b_1m.py
 """
 dataset = "text"
 out_dir = "out/13b_1m"

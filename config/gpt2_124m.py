@@ -1,4 +1,4 @@
-"""GPT-2 small. Prepare the data first: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text"""
+"""GPT-2 small. The data: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text"""
 dataset = "text"
 out_dir = "out/gpt2_124m"
 

@@ -1,4 +1,4 @@
-"""The default run: a small GPT learns Python from the standard library's sources, with a context of 4,096 tokens.
+"""The default run: a small GPT learns Python from the standard library's sources, at a context of 4,096.
 
 About three minutes on two CPU cores; uses the GPU where there is one.
 """

@@ -1,8 +1,8 @@
 """Swapping, seen on a laptop: eight layers whose activations the host may hold only in part.
 
 About three minutes on two CPU cores. The memory that activations may take is bounded so that alpha comes to
-about a half: of each swapped layer half the rows are copied to the host and back, the other half is recomputed.
-timeline.png shows a step.
+about a half: of each swapped layer half the rows are copied to the host and back, the other half is
+recomputed. timeline.png shows a step.
 """
 dataset = "stdlib"
 out_dir = "out/swap_demo"

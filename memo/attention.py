@@ -10,9 +10,12 @@ through groups of heads, so that the kernels' temporary tensors stay small.
 import importlib
 import inspect
 from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -23,15 +26,18 @@ from memo.layer import heads_at_once
 # forward has out=, where it writes; `label`: its name and version, and why it was chosen
 Attention = namedtuple("Attention", "name forward backward heads takes_out label", defaults=(1, False, ""))
 
+Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Gradients = Sequence[torch.Tensor]  # dq, dk, dv
 
-def heads_first(*tensors):
+
+def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """(B, T, H, D) <-> (B, H, T, D), as views."""
     return [t.transpose(1, 2) for t in tensors]
 
 
 # --- group by group of heads ---
 
-def head_groups(attention, q, k):
+def head_groups(attention: Attention, q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
     """[(slice of the heads of q, slice of those of k that they read)], as many at a time as
     layer.heads_at_once gives."""
     B, T, H, D = q.shape
@@ -53,7 +59,8 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float):
+                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+                    scale: float) -> Gradients:
     """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once. Groups that
     share a head of keys and values come one after the other: their gradients of it are summed in fp32."""
     groups = head_groups(attention, q, k)
@@ -78,7 +85,7 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
 
-def math_scores(q, k, causal, scale):
+def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), repeated(k, q).float()) * scale
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
@@ -86,19 +93,20 @@ def math_scores(q, k, causal, scale):
     return scores
 
 
-def repeated(k, q):
+def repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """k (B, T, Hkv, D) with a head for each one of q."""
     return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
-def math_forward(q, k, v, causal, scale):
+def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
     scores = math_scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     p = scores.sub_(lse[..., None]).exp_()
     return torch.einsum("bhqk,bkhd->bqhd", p, repeated(v, q).float()).to(q.dtype), lse
 
 
-def math_backward(dout, q, k, v, out, lse, causal, scale):
+def math_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                  lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
     # through the lse of the caller: that of a ring covers more keys than these
     p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()
     dout = dout.float()
@@ -114,37 +122,40 @@ def math_backward(dout, q, k, v, out, lse, causal, scale):
 
 # --- torch's own kernels ---
 
-def cpu_forward(q, k, v, causal, scale):
+def cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *heads_first(q, k, v), 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
-def cpu_backward(dout, q, k, v, out, lse, causal, scale):
+def cpu_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
     return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=scale))
 
 
-def flash_forward(q, k, v, causal, scale):
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         *heads_first(q, k, v), 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse
 
 
-def flash_backward(dout, q, k, v, out, lse, causal, scale):
+def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                   lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # philox state: there is no dropout
     return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *heads_first(dout, q, k, v, out), lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused,
         unused, scale=scale))
 
 
-def cudnn_forward(q, k, v, causal, scale):
+def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse.squeeze(-1)  # cuDNN's is (B, H, T, 1)
 
 
-def cudnn_backward(dout, q, k, v, out, lse, causal, scale):
+def cudnn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                   lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox state: there is no dropout
     return heads_first(*torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *heads_first(dout, q, k, v, out), lse[..., None], unused, unused, None, None, None, q.shape[1],
@@ -177,30 +188,31 @@ class Unusable(Exception):
     installed"."""
 
 
-def parameters_of(function):
+def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
     """{name: inspect.Parameter}, of a torch.library.custom_op too, which takes (*args, **kwargs)."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
-def bound(module, name, needed, optional=()):
+def bound(module: ModuleType, name: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Callable:
     """module.<name> as a function of keywords, the same for all versions of its package: `needed`, and of
     `optional` those that it has. Errors: Unusable where its parameters are others."""
     if not hasattr(module, name):
         raise Unusable(f"it has no {module.__name__}.{name}")
     function = getattr(module, name)
     known = parameters_of(function)
-    theirs = {ours: next((s for s in SPELLINGS.get(ours, (ours,)) if s in known), None) for ours in needed}
+    theirs: dict[str, Any] = {ours: next((s for s in SPELLINGS.get(ours, (ours,)) if s in known), None)
+                              for ours in needed}
     if lacking := [ours for ours, name_ in theirs.items() if name_ is None]:
         raise Unusable(f"it is of another version: {name} takes no {lacking[0]}")
     required = [n for n, p in known.items() if p.default is p.empty and n not in theirs.values()]
     if unknown := [n for n in required if n not in UNUSED]:
         raise Unusable(f"it is of another version: {name} wants {unknown[0]}")
-    fixed = {n: UNUSED[n] for n in required}
+    fixed: dict[str, Any] = {n: UNUSED[n] for n in required}
     theirs |= {ours: ours for ours in optional if ours in known}
     return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
 
 
-def installed_kernel(name):
+def installed_kernel(name: str) -> Attention:
     """The Attention of a package's kernel. Errors: Unusable."""
     distribution, module, forward, backward = INTERFACES[name]
     try:
@@ -212,17 +224,19 @@ def installed_kernel(name):
     except Exception as e:  # built for another torch, say
         why = (str(e).splitlines() or [type(e).__name__])[0]
         raise Unusable(f"it cannot be imported ({why})") from None
-    lse = dict(return_lse=True) if name == "flash_attn_4" else {}
+    lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
     forward_ = bound(found, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
     backward_ = bound(found, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",
                                         "causal", "deterministic"))
     # a custom op spells it out_, and may not return it: that does not count
     takes_out = "out" in parameters_of(getattr(found, forward))
 
-    def attention_forward(q, k, v, causal, scale, **out):
+    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
+                          **out: torch.Tensor) -> Result:
         return forward_(q=q, k=k, v=v, scale=scale, causal=causal, **lse, **out)[:2]
 
-    def attention_backward(dout, q, k, v, out, lse, causal, scale):
+    def attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                           out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         backward_(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=scale, causal=causal,
                   deterministic=torch.are_deterministic_algorithms_enabled())
@@ -240,22 +254,24 @@ torch.library.define("memo::attention_backward", "(str kernel, Tensor q, Tensor 
 
 
 @torch.library.impl("memo::attention_backward", "Meta")
-def _(kernel, q, k):
+def _(kernel: str, q: torch.Tensor, k: torch.Tensor) -> None:
     """Stands for a package's kernel: what it takes for itself, memo.profiler adds to a trace."""
 
 
-def meta_forward(q, k, v, causal, scale, out=None):
+def meta_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
+                 out: torch.Tensor | None = None) -> Result:
     B, T, H, D = q.shape
     return torch.empty_like(q) if out is None else out, q.new_empty(B, H, T, dtype=torch.float32)
 
 
-def meta_backward(name, dout, q, k, v, out, lse, causal, scale):
+def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                  out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     torch.ops.memo.attention_backward(name, q, k)
     return gradients
 
 
-def on_meta(name):
+def on_meta(name: str) -> Attention:
     """The kernel `name`, whose results have shapes only."""
     return Attention(name, meta_forward, partial(meta_backward, name), 1, name == "flash_attn_4")
 
@@ -267,7 +283,7 @@ BACKENDS = {b.name: b for b in (  # those of torch
     Attention("cpu", cpu_forward, cpu_backward), Attention("math", math_forward, math_backward))}
 
 
-def facts_of(device, dtype, head_dim):
+def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Facts, dict[str, Attention]]:
     """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A
     package is imported only where its kernel could serve."""
     name, found, why = str(dtype).removeprefix("torch."), {}, {}

@@ -8,12 +8,14 @@ All of them take fewer heads of keys and values than of queries, forward and bac
 cudnn/MHA.cpp, and on the CPU its FlashAttentionKernel.cpp from 2.9 on (pytorch pull request 157893).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
+from memo.config import Config
 from memo.errors import ConfigError
+from memo.estimate.hardware import Machine
 
-Shape = tuple[int, int, int, int]
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
 # up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it
 WRONG_CUDNN = 91500
@@ -100,7 +102,7 @@ def choose(name: str, facts: Facts) -> tuple[str, str]:
     return name, "; ".join(f"{one} {whys[one].removeprefix('it ')}" for one in before)
 
 
-def kernel_of(cfg, machine) -> str:
+def kernel_of(cfg: Config, machine: Machine) -> str:
     """The kernel that a run of this config would take on a hardware.Machine: what is named counts as
     installed, `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
     device = "cpu" if machine.cpu else "cuda"
@@ -110,14 +112,15 @@ def kernel_of(cfg, machine) -> str:
     return choose(cfg.attention, facts)[0]
 
 
-def workspaces(name: str, q: Shape, k: Shape, deterministic: bool = False, multiprocessors: int = 0) -> list[int]:
+def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: bool = False,
+               multiprocessors: int = 0) -> list[int]:
     """Bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D) and k, in its
     order: all alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2,
     where deterministic, in so many copies that each multiprocessor has one. Where several query heads share
     one of keys and values, flash and flash_attn_2 make the gradients of these for each query head and sum
     them then, flash_attn_3 and 4 sum them up in fp32. What cuDNN takes is not published: a guess, with a
     gradient for each query head in fp32. Counters are left out."""
-    def up(n, multiple):
+    def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
     (B, T, H, D), (_, keys, Hkv, _) = q, k
     rows = 4 * B * H * up(T, 128)  # an fp32 number for each

@@ -21,7 +21,7 @@ FINGERPRINT_IDS = 2**16
 class Data:
     """An open dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
 
-    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]"):
+    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]") -> None:
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
@@ -52,7 +52,7 @@ class Data:
         value = zlib.crc32(json.dumps(self.meta, sort_keys=True).encode())
         for ids in self.tokens.values():
             for start in range(0, len(ids), max(FINGERPRINT_IDS, len(ids) // 256)):
-                value = zlib.crc32(ids[start:start + FINGERPRINT_IDS], value)
+                value = zlib.crc32(ids[start:start + FINGERPRINT_IDS].data, value)
         return value
 
 
@@ -77,7 +77,7 @@ def read_meta(folder: Path) -> dict:
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
     meta = load_json(path, remedy)
 
-    def check(name, value, right, rule):
+    def check(name: str, value: object, right: bool, rule: str) -> None:
         if not right:
             raise ConfigError(f"{path}: {name}={value!r:.100} must be {rule}; {remedy}")
     dtype, vocab_size, counts = meta.get("dtype"), meta.get("vocab_size"), meta.get("counts")
@@ -110,7 +110,7 @@ class Ids:
     for. A mapped file that is cut short would kill the process. Errors: ConfigError: not there, or not
     `count` ids long."""
 
-    def __init__(self, path: Path, dtype: np.dtype, count: int):
+    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count
         try:
             self.descriptor = open_file(path)
@@ -121,15 +121,15 @@ class Ids:
         if not size or size != count * dtype.itemsize:
             raise self.error("has another length" if size else "is empty", size)
 
-    def error(self, what, nbytes):
+    def error(self, what: str, nbytes: int) -> ConfigError:
         return ConfigError(f"{self.path} {what}: {nbytes} bytes must be the "
                            f"{self.count * self.dtype.itemsize} of the {self.count} tokens that meta.json "
                            f"counts; {prepare_again(self.path.parent)}")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, part):
+    def __getitem__(self, part: slice) -> np.ndarray:
         start, end, _ = part.indices(self.count)
         at, nbytes, got = start * self.dtype.itemsize, max(0, end - start) * self.dtype.itemsize, b""
         while len(got) < nbytes:  # a read gives 2 GiB at most

@@ -12,15 +12,19 @@ buffer. What is token-wise goes piece by piece of rows (parallel/tp.py), attenti
 (attention.py). Source: the layer of MEMO 3.1 (pre-norm GPT).
 """
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import torch
 
-from memo.attention import attend, attend_backward
+from memo.attention import Attention, attend, attend_backward
+from memo.config import Config
 from memo.head_norm import over_normed_heads
 from memo.layer import layer_of
-from memo.ops import gelu_backward, gelu_forward
+from memo.ops import Ops, gelu_backward, gelu_forward
+from memo.parallel.mesh import Axis
 from memo.parallel.tp import (
     bias_backward,
     column_linear_backward,
@@ -33,7 +37,7 @@ from memo.parallel.tp import (
 EVERY_ROW, NO_ROWS = slice(None), slice(0)
 
 
-def stretches(n, rows):
+def stretches(n: int, rows: dict[str, slice]) -> list[tuple[int, int, list[str]]]:
     """[(first, end, names)]: of n rows those that some of {name: slice} have, each with the names of all that
     have them."""
     bounds = {name: r.indices(n)[:2] for name, r in rows.items()}
@@ -51,7 +55,8 @@ class Block:
     any range of rows and gives the same bits as the whole: recomputing a part of a layer rests on that.
     """
 
-    def __init__(self, cfg, w, dw, attention, ops, tp):
+    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention, ops: Ops,
+                 tp: Axis) -> None:
         self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, tp
         layer, self.eps = layer_of(cfg), cfg.norm_eps
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
@@ -63,12 +68,12 @@ class Block:
 
     # --- forward ---
 
-    def forward(self, s, turn, out):
+    def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
         self.recompute(s, turn, self.every_row)  # for the first time
         return self.output(s, out)
 
-    def recompute(self, s, turn, rows):
+    def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         """`rows` of the skeletal tensors from x; none of a tensor that `rows` does not name. All of it goes
         token by token, but for attention, which runs whole if any row of attn_out is wanted, and not at all
         otherwise. Source: MEMO 4.1."""
@@ -77,12 +82,14 @@ class Block:
         rows = self.no_rows | rows
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
-            *qkv, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)  # (B, T, H/tp or Hkv/tp, D)
-            attend(self.attention_at(turn), *qkv, True, self.scale, out, s.lse)
+            # (B, T, H/tp, D), k and v (B, T, Hkv/tp, D)
+            q, k, v, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)
+            attend(self.attention_at(turn), q, k, v, True, self.scale, out, s.lse)
         self.projection(s, rows)
         self.mlp(s, rows)
 
-    def extend(self, s, turn, rows, attention, out):
+    def extend(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: slice, attention: Attention,
+               out: torch.Tensor) -> None:
         """The forward of one sequence's `rows` alone, whose queries see the keys and values of the rows
         before: `s` has those already. So text is generated. `attention`: an Attention that takes fewer
         queries than keys."""
@@ -98,55 +105,60 @@ class Block:
         self.mlp(s, tensors)
         self.output(s, out, rows)
 
-    def queries_keys_values(self, s, turn, rows):
+    def queries_keys_values(self, s: SimpleNamespace, turn: torch.Tensor | None,
+                            rows: dict[str, slice]) -> None:
         """ln1_out, q, k, v from x."""
         w = self.w
         self.norm_forward("ln1", s.x, s, rows["ln1_out"])
         self.columns(s, dict(zip("qkv", zip(*self.qkv(w), strict=True), strict=True)), s.ln1_out, rows)
-        for name in "qk" if turn is not None and w.q_norm_w is None else "":
-            self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
+        if turn is not None and w.q_norm_w is None:
+            for name in "qk":
+                self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
 
-    def columns(self, s, linears, x, rows):
+    def columns(self, s: SimpleNamespace, linears: dict[str, tuple], x: torch.Tensor,
+                rows: dict[str, slice]) -> None:
         """The skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
         for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
-            def project(r, names=names):
+            def project(r: slice, names: list[str] = names) -> Iterator[None]:
                 message = self.tp.start_gather(x[r])
                 yield  # the message travels, the other piece computes
                 gathered = message.wait()  # (tp, n, C): the rows of all tp ranks
                 for name in names:
-                    column_linear_forward(gathered, *linears[name], out=getattr(s, name)[r])
+                    w, b = linears[name]
+                    column_linear_forward(gathered, w, b, out=getattr(s, name)[r])  # (n, tp, width/tp)
             in_turns(self.tp, x.device, first, end, project)
 
-    def norm_forward(self, name, x, s, r):
+    def norm_forward(self, name: str, x: torch.Tensor, s: SimpleNamespace, r: slice) -> None:
         """Rows r of ln1_out or ln2_out."""
         w, b, out, mean, rstd = self.norm(name, s, r)
         self.ops.norm_forward(x[r], w, b, out, mean, rstd, self.eps)
 
-    def norm_backward(self, name, residual, dy, x, s, r, out):
+    def norm_backward(self, name: str, residual: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
+                      s: SimpleNamespace, r: slice, out: torch.Tensor) -> None:
         """residual + the gradient of x, over `out`; rows r of x."""
         w, b, _, mean, rstd = self.norm(name, s, r)
         dw, db = (getattr(self.dw, f"{name}_{kind}") for kind in "wb")
         self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
 
-    def norm(self, name, s, r):
+    def norm(self, name: str, s: SimpleNamespace, r: slice) -> tuple:
         """(weight, bias or None, rows r of output, mean and rstd); RMSNorm has no mean."""
         w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
         kept = (getattr(s, f"{name}_{what}", None) for what in ("out", "mean", "rstd"))
         return w, b, *(t if t is None else t[r] for t in kept)
 
-    def attention_at(self, turn):
+    def attention_at(self, turn: torch.Tensor | None) -> Attention:
         """The Attention of q and k as the layer keeps them."""
         if self.w.q_norm_w is None:
             return self.attention
         return over_normed_heads(self.attention, self.ops, self.w, self.dw, self.eps, turn)
 
-    def projection(self, s, rows):
+    def projection(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""
         w, r = self.w, rows["mid"]
         row_linear_forward(self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])  # (n, C)
 
-    def mlp(self, s, rows):
+    def mlp(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """ln2_out, fc1_out, gelu_out from mid: the MLP half but for its output."""
         w = self.w
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
@@ -154,31 +166,33 @@ class Block:
         r = rows["gelu_out"]
         gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
 
-    def output(self, s, out, r=EVERY_ROW):
+    def output(self, s: SimpleNamespace, out: torch.Tensor, r: slice = EVERY_ROW) -> torch.Tensor:
         """Rows r of `out` (n, C), the next layer's x, from mid and gelu_out."""
         return row_linear_forward(self.tp, s.mid[r], s.gelu_out[r], self.w.fc2_w, self.w.fc2_b, out=out[r])
 
     # --- backward ---
 
-    def backward(self, dy, s, turn):
+    def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of
         `s`."""
         # The MLP half and the projection first, for they go piece by piece.
         dout = self.place_of_dout(s)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         # attention needs all rows: between the two halves every piece has to be done
-        by_heads = self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse)
-        dqkv = attend_backward(self.attention_at(turn), *by_heads, s.lse, True, self.scale)
-        dqkv = [g.reshape(t.shape) for g, t in zip(dqkv, (s.q, s.k, s.v), strict=True)]  # (n, tp, width/tp)
+        dout_, q, k, v, out = self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse)
+        gradients = attend_backward(self.attention_at(turn), dout_, q, k, v, out, s.lse, True, self.scale)
+        # (n, tp, Q/tp or KV/tp)
+        dqkv = [g.reshape(t.shape) for g, t in zip(gradients, (s.q, s.k, s.v), strict=True)]
+        del gradients
         for g in dqkv[:2] if turn is not None and self.w.q_norm_w is None else ():
             self.ops.rotary(g, turn, back=True)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
 
-    def place_of_dout(self, s):
-        """Memory for the gradient of attn_out, (n, tp, Q/tp): that of a tensor whose rows the MLP half has used
-        up, piece by piece, when those of the gradient are written. Rows of the gradient are no longer than its
-        rows, so that they never reach into a later piece."""
+    def place_of_dout(self, s: SimpleNamespace) -> torch.Tensor:
+        """Memory for the gradient of attn_out, (n, tp, Q/tp): that of a tensor whose rows the MLP half has
+        used up, piece by piece, when those of the gradient are written. Rows of the gradient are no longer
+        than its rows, so that they never reach into a later piece."""
         for used_up in (s.ln2_out, getattr(s, self.widest)):
             if used_up.numel() >= s.attn_out.numel():
                 return used_up.flatten()[:s.attn_out.numel()].view(s.attn_out.shape)
@@ -187,12 +201,13 @@ class Block:
     # Generators: each yields where a message is on its way, as tp.in_turns wants, and another piece computes
     # meanwhile.
 
-    def after_attention_backward(self, dy, s, dout, r):
+    def after_attention_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor,
+                                 r: slice) -> Iterator[None]:
         """Rows r: the MLP half, then the projection: nothing between the two needs other rows."""
         yield from self.mlp_backward(dy, s, r)
         yield from self.projection_backward(dy, s, dout, r)
 
-    def mlp_backward(self, dy, s, r):
+    def mlp_backward(self, dy: torch.Tensor, s: SimpleNamespace, r: slice) -> Iterator[None]:
         """out = mid + gelu(ln2(mid) fc1) fc2. Rows r: writes the gradient of mid over dy."""
         w, dw, tp, dy = self.w, self.dw, self.tp, dy[r]
         message = tp.start_gather(dy)  # every rank has columns of fc2, and needs the rows of all
@@ -207,7 +222,8 @@ class Block:
         # the residual's gradient, dy, is added inside
         self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
 
-    def projection_backward(self, dy, s, dout, r):
+    def projection_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor,
+                            r: slice) -> Iterator[None]:
         """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way
         is dy."""
         w, dw, dy = self.w, self.dw, dy[r]
@@ -216,7 +232,8 @@ class Block:
         bias_backward(dy, dw.proj_b)
         row_linear_backward(message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
 
-    def queries_keys_values_backward(self, dy, s, dqkv, r):
+    def queries_keys_values_backward(self, dy: torch.Tensor, s: SimpleNamespace, dqkv: list[torch.Tensor],
+                                     r: slice) -> Iterator[None]:
         """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv,
         over x."""
         w, dw, tp = self.w, self.dw, self.tp
@@ -228,11 +245,11 @@ class Block:
         self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
 
     @staticmethod
-    def qkv(w):
+    def qkv(w: SimpleNamespace) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The matrices of q, k and v, and their biases."""
         return [w.q_w, w.k_w, w.v_w], [w.q_b, w.k_b, w.v_b]
 
-    def heads(self, *rows, like):
+    def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """(n, tp, width/tp) -> (B, T, heads, D), as views; `like` is the (B, H/tp, T) logsumexp."""
         B, _, T = like.shape
         return [x.view(B, T, -1, self.head_dim) for x in rows]
@@ -242,17 +259,17 @@ class GatedBlock(Block):
     """A layer of Llama's: out = mid + down (silu(gate ln2(mid)) * (up ln2(mid))). The product of the two is
     not kept: each piece of rows makes it again from gate_out and up_out, without a matrix product."""
 
-    def mlp(self, s, rows):
+    def mlp(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """ln2_out, gate_out, up_out from mid."""
         w = self.w
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
         self.columns(s, {"gate_out": (w.gate_w, None), "up_out": (w.up_w, None)}, s.ln2_out, rows)
 
-    def output(self, s, out, r=EVERY_ROW):
+    def output(self, s: SimpleNamespace, out: torch.Tensor, r: slice = EVERY_ROW) -> torch.Tensor:
         product = Gated(self.ops, s.gate_out[r], s.up_out[r])
         return row_linear_forward(self.tp, s.mid[r], product, self.w.down_w, None, out=out[r])
 
-    def mlp_backward(self, dy, s, r):
+    def mlp_backward(self, dy: torch.Tensor, s: SimpleNamespace, r: slice) -> Iterator[None]:
         w, dw, tp, dy, gate, up = self.w, self.dw, self.tp, dy[r], s.gate_out[r], s.up_out[r]
         message = tp.start_gather(dy)
         product = Gated(self.ops, gate, up)[EVERY_ROW]
@@ -271,10 +288,10 @@ class GatedBlock(Block):
 class Gated:
     """silu(gate) * up, (n, tp, F/tp), made where rows of it are asked for."""
 
-    def __init__(self, ops, gate, up):
+    def __init__(self, ops: Ops, gate: torch.Tensor, up: torch.Tensor):
         self.ops, self.gate, self.up = ops, gate, up
 
-    def __getitem__(self, r):
+    def __getitem__(self, r: slice) -> torch.Tensor:
         gate = self.gate[r]
         return self.ops.swiglu_forward(gate, self.up[r], out=torch.empty_like(gate))
 

@@ -18,11 +18,11 @@ import pickle
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,11 @@ from memo.manifest import (
     newest,
     read_error,
 )
+from memo.optim import Optimizer
 from memo.snapshot import Copier
+
+if TYPE_CHECKING:
+    from model import GPT
 
 READ_BYTES = 2**24
 FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # of a disk, or of a user's share of one
@@ -76,7 +80,8 @@ class Saver:
     checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None.
     """
 
-    def __init__(self, out_dir, group=None, pin: bool = True, keep: int = 1, whole: int | None = None):
+    def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
+                 keep: int = 1, whole: int | None = None) -> None:
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
@@ -128,13 +133,14 @@ class Saver:
             dist.destroy_process_group(self.group)
         self.group = None
 
-    def take(self, pieces, reached):
+    def take(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> None:
         try:
             self.pieces = self.copier.copy(pieces, reached)
         finally:
             self.taken.set()
 
-    def write(self, pieces, reached, config, iter):
+    def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: dict[str, Any],
+              iter: int) -> None:
         path = self.folder / str(iter)
         temporary = path.with_name(f"{iter}.tmp")
         try:
@@ -161,13 +167,13 @@ class Saver:
         finally:
             self.pieces = None  # as large as the optimizer's states
 
-    def write_folder(self, path, temporary, config, iter):
+    def write_folder(self, path: Path, temporary: Path, config: dict[str, Any], iter: int) -> None:
         """Writes self.pieces of all ranks as the newest checkpoint. Errors: CheckpointError, on all ranks."""
         self.together(self.begin, path)
         files = self.together(self.write_files, temporary, self.pieces)
         self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
 
-    def together(self, work, *args):
+    def together(self, work: Callable, *args: Any) -> list:
         """work(*args) on every rank -> the results of all ranks. Errors: an error on one rank is
         raised on all."""
         try:
@@ -182,7 +188,7 @@ class Saver:
                 raise result
         return results
 
-    def begin(self, path):
+    def begin(self, path: Path) -> None:
         """Rank 0 clears the way to `path`."""
         if self.rank:
             return
@@ -192,14 +198,15 @@ class Saver:
         if os.path.lexists(path):
             pass_over(path)
 
-    def write_files(self, folder, pieces):
+    def write_files(self, folder: Path, pieces: list[Piece]) -> dict[str, list[int]]:
         """-> {name of a file that this rank wrote: [bytes, crc32]}."""
         from memo import dcp  # takes a second: a run starts without it
         dcp.write(folder, pieces, self.group)
         mine = sorted(folder.glob(f"__{self.rank}_*")) + [folder / METADATA] * (self.rank == 0)
         return {file.name: [file.stat().st_size, crc32(file)] for file in mine}
 
-    def commit(self, path, temporary, stored, files):
+    def commit(self, path: Path, temporary: Path, stored: dict[str, Any],
+               files: list[dict[str, list[int]]]) -> None:
         """Rank 0 makes the finished folder the newest checkpoint, and removes the oldest."""
         if self.rank:
             return
@@ -214,7 +221,7 @@ class Saver:
         sync(self.folder.parent)
         self.remove_old(self.keep)
 
-    def remove_old(self, keep):
+    def remove_old(self, keep: int) -> None:
         """Rank 0 removes all checkpoints but the `keep` newest."""
         for old in checkpoints(self.folder.parent)[keep:] if self.rank == 0 else ():
             with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
@@ -262,7 +269,8 @@ class Checkpoint:
             raise Damaged(self.path, f"{self.path} cannot be read ({reason(e)})") from None
 
 
-def load(out_dir, rank: int = 0, world: int = 1, passed_over=()) -> Checkpoint:
+def load(out_dir: str | Path, rank: int = 0, world: int = 1,
+         passed_over: Mapping[Path, str] = {}) -> Checkpoint:
     """The newest Checkpoint in `out_dir` that is not in `passed_over`, as in manifest.newest(). Each of
     `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
     format; Damaged: one of its files is missing, truncated or corrupt."""
@@ -293,7 +301,7 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
             raise read_error(path, file, e) from None
 
 
-def read_newest(out_dir, work: Callable[[Checkpoint], Any]) -> Any:
+def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], Any]) -> Any:
     """work(the newest intact Checkpoint in `out_dir`), where a run may go on meanwhile. A damaged checkpoint
     is passed over for the one before it, with a warning; after one that the run has removed, the search
     starts anew. Errors: no checkpoint is intact."""
@@ -308,7 +316,7 @@ def read_newest(out_dir, work: Callable[[Checkpoint], Any]) -> Any:
                     warn(f"checkpoint passed over: {e}")
 
 
-def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
+def check_model(ckpt: Checkpoint, model: "GPT", prefixes: list[str]) -> None:
     """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
     shape; or the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
@@ -326,7 +334,7 @@ def check_model(ckpt: Checkpoint, model, prefixes: list[str]) -> None:
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 
-def restore(ckpt: Checkpoint, model, optimizer=None) -> None:
+def restore(ckpt: Checkpoint, model: "GPT", optimizer: Optimizer | None = None) -> None:
     """Sets master weights, moments and the count of steps. Without an optimizer it sets the model's
     parameters; with one, optimizer.publish() does. Sends nothing to other ranks. Errors, those of
     check_model(), come before anything is overwritten."""

@@ -12,11 +12,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import Field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 from memo.errors import ConfigError, last_line, reason
 from memo.keys import CONTROL, check_value, help_width, option, typed
@@ -28,12 +30,13 @@ FIRST_S = 3  # after so long something is said
 class Arguments(argparse.ArgumentParser):
     """argparse with errors of one line, without abbreviated options, and with bounds for values."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
         super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
-        self.options = []
+        self.options: list[Field] = []
 
-    def option(self, name, kind=str, default=None, help="", short=(), required=False, **bounds):
+    def option(self, name: str, kind: type = str, default: Any = None, help: str = "",
+               short: Sequence[str] = (), required: bool = False, **bounds: Any) -> None:
         """An argument, or an option where the name starts with --. Its value is read and checked
         as keys.option() says."""
         f = option(name.removeprefix("--"), kind, default, help, **bounds)
@@ -44,14 +47,14 @@ class Arguments(argparse.ArgumentParser):
         more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
         self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
 
-    def device_options(self):
+    def device_options(self) -> None:
         """--device and --dtype, as the configuration has them."""
         self.option("--device", default="auto", help="auto takes CUDA where there is one",
                     choices=("auto", "cpu", "cuda"))
         self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA",
                     choices=("auto", "float32", "bfloat16"))
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, rest = super().parse_known_args(args, namespace)
         for f in self.options:
             if isinstance(value := getattr(found, f.name), str):
@@ -59,7 +62,7 @@ class Arguments(argparse.ArgumentParser):
                 check_value(f, value)
         return found, rest
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
 
 
@@ -97,7 +100,7 @@ def answer_early(read: Callable[[list[str]], Any]) -> None:
     sys.excepthook = import_failed
 
 
-def import_failed(kind, e, trace):
+def import_failed(kind: type[BaseException], e: BaseException, trace: TracebackType | None) -> None:
     """Ends the process like bad input where an import met an OSError."""
     if not issubclass(kind, OSError):
         sys.__excepthook__(kind, e, trace)
@@ -114,7 +117,7 @@ def end_with_reader() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def installed():
+def installed() -> None:
     """The entry point of the installed commands: memo-estimate does what `python -m memo.estimate` does."""
     name = Path(sys.argv[0]).stem.removeprefix("memo-")
     runpy.run_module(f"memo.{name}", run_name="__main__", alter_sys=True)
@@ -126,8 +129,8 @@ def progress(text: Callable[[], str]) -> Iterator[None]:
     doubled, at least every minute."""
     over, start = threading.Event(), time.monotonic()
 
-    def tell():
-        pause = FIRST_S
+    def tell() -> None:
+        pause: float = FIRST_S
         while not over.wait(pause):
             passed = time.monotonic() - start
             with suppress(OSError):  # a console that fails

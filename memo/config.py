@@ -3,7 +3,9 @@ device is touched."""
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from memo.errors import ConfigError
@@ -40,8 +42,8 @@ class Config:
                           why="a dataset's tokens have at most 32 bits")
     n_kv_head: int = key(0, "Hkv, heads of keys and values; 0 means n_head", **LAYER_WIDTH | dict(least=0))
     head_dim: int = key(0, "D, elements of a head; 0 means n_embd/n_head", **LAYER_WIDTH | dict(least=0))
-    n_inner: int = key(0, "F, width of the MLP; 0 means 4*n_embd, for swiglu 8/3*n_embd rounded up to a multiple "
-                       "of 256", **LAYER_WIDTH | dict(least=0))
+    n_inner: int = key(0, "F, width of the MLP; 0 means 4*n_embd, for swiglu 8/3*n_embd rounded up to a "
+                       "multiple of 256", **LAYER_WIDTH | dict(least=0))
     norm: str = key("layernorm", "norm before each half of a layer and before the head",
                     choices=("layernorm", "rmsnorm"))
     norm_eps: float = key(1e-5, "added to the mean square before its root is taken", least=0.0, most=1.0,
@@ -130,18 +132,18 @@ class Config:
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
                     why="seeds have 63 bits")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for f in fields(self):
             check_value(f, getattr(self, f.name))
         self.check_heads()
         if self.bias and (self.norm, self.mlp) != ("layernorm", "gelu"):
-            raise ConfigError(f"bias=True goes with norm=layernorm and mlp=gelu only, not norm={self.norm} and "
-                              f"mlp={self.mlp}; leave it out, or give qkv_bias=True")
+            raise ConfigError(f"bias=True goes with norm=layernorm and mlp=gelu only, not norm={self.norm} "
+                              f"and mlp={self.mlp}; leave it out, or give qkv_bias=True")
         if self.gelu != "exact" and self.mlp != "gelu":
             raise ConfigError(f"gelu={self.gelu} goes with mlp=gelu only; leave one of them out")
         if parse_scaling(self.rope_scaling) and self.position != "rope":
-            raise ConfigError(f"rope_scaling goes with position=rope only, not position={self.position}; leave "
-                              "one of them out")
+            raise ConfigError(f"rope_scaling goes with position=rope only, not position={self.position}; "
+                              "leave one of them out")
         self.check_sizes()
         self.check_layout()
         if self.min_lr > self.learning_rate:
@@ -161,7 +163,7 @@ class Config:
         if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
             raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
 
-    def check_heads(self):
+    def check_heads(self) -> None:
         """Heads share the hidden size, or have a width of their own; query heads share those of keys."""
         C, H, Hkv = self.n_embd, self.n_head, self.kv_heads
         if not self.head_dim and H > C:
@@ -173,14 +175,14 @@ class Config:
                               f"n_head={nearest}, or give head_dim")
         if H % Hkv:
             nearest = next(h for k in range(H) for h in (Hkv - k, Hkv + k) if h > 0 and H % h == 0)
-            raise ConfigError(f"n_head={H} % n_kv_head={Hkv} != 0 (each head of keys and values serves equally "
-                              f"many of queries); try n_kv_head={nearest}")
+            raise ConfigError(f"n_head={H} % n_kv_head={Hkv} != 0 (each head of keys and values serves "
+                              f"equally many of queries); try n_kv_head={nearest}")
         if self.position == "rope" and self.head_width % 2:
             name = "head_dim" if self.head_dim else "n_embd/n_head"
             raise ConfigError(f"{name}={self.head_width} must be even for position=rope (it rotates pairs); "
                               f"try another {'head_dim' if self.head_dim else 'n_head'} or position=learned")
 
-    def check_sizes(self):
+    def check_sizes(self) -> None:
         """What nothing could hold is refused here, before anything of that size is planned."""
         B, S = self.batch_size, self.block_size
         found = (B * S // self.cp, self.gradient_accumulation_steps * B * S,
@@ -189,7 +191,7 @@ class Config:
             if value > most:
                 raise ConfigError(f"{what}={value} must be at most {most} ({why})")
 
-    def check_layout(self):
+    def check_layout(self) -> None:
         """tp and cp must divide what they share out."""
         H, S, tp, cp = self.n_head, self.block_size, self.tp, self.cp
         if H % tp:
@@ -199,8 +201,8 @@ class Config:
             raise ConfigError(f"n_kv_head={self.kv_heads} % tp={tp} != 0 (the heads of keys and values are "
                               f"shared out); try tp={math.gcd(H, self.kv_heads, tp)} with more cp")
         if self.inner_width % tp:
-            raise ConfigError(f"n_inner={self.inner_width} % tp={tp} != 0 (the MLP's columns are shared out); "
-                              f"try tp={math.gcd(H, self.inner_width, tp)}")
+            raise ConfigError(f"n_inner={self.inner_width} % tp={tp} != 0 (the MLP's columns are shared "
+                              f"out); try tp={math.gcd(H, self.inner_width, tp)}")
         if self.context_parallel == "ulysses" and H // tp % cp:
             raise ConfigError(f"n_head/tp={H // tp} % cp={cp} != 0 (context_parallel=ulysses shares out a tp "
                               f"rank's heads again); try cp={math.gcd(H // tp, cp)} or context_parallel=ring")
@@ -299,13 +301,13 @@ def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
     return path, values
 
 
-def stored_config(stored: dict[str, Any], **changes) -> Config:
+def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
     """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
     left out. Errors: ConfigError."""
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
+def starting_keys(given: dict[str, Any], passed_over: Mapping[Path, str]) -> dict[str, Any]:
     """The keys that the run starts from: the saved config of `resume`, the model of `hf:`."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
@@ -330,7 +332,7 @@ def starting_keys(given: dict[str, Any], passed_over) -> dict[str, Any]:
     return {k: v for k, v in base.items() if k in KEYS}
 
 
-def load_keys(argv: list[str], passed_over=()) -> dict[str, Any]:
+def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str, Any]:
     """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
     counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
     warmup is cut to the length of the decay."""
@@ -353,7 +355,7 @@ def load_keys(argv: list[str], passed_over=()) -> dict[str, Any]:
     return keys
 
 
-def load_config(argv: list[str], passed_over=()) -> Config:
+def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
     """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as
     newest() in memo/manifest.py has them."""
     return Config(**load_keys(argv, passed_over))

@@ -3,6 +3,8 @@
 import atexit
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from memo.errors import reason
 
@@ -10,27 +12,27 @@ from memo.errors import reason
 class Console:
     """stdout or stderr of a run: where a disk is full or the reader is gone, text is lost, not the run."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: Any) -> None:
         # the caller closes it
         self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
         self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
 
-    def write(self, text):
+    def write(self, text: str) -> int:
         try:
             return self.stream.write(text)
         except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal's handler writes too
             return len(text)
 
-    def flush(self):
+    def flush(self) -> None:
         try:
             self.stream.flush()
         except (OSError, ValueError):
             return
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
-    def close(self):
+    def close(self) -> None:
         """Drops what cannot be written, so that Python's own end of the process does not fail on it."""
         try:
             self.stream.flush()
@@ -49,10 +51,10 @@ class Attempts:
     """Does work that is not worth a run: pictures, loggers, plan.json. A failure is a warning,
     once a reason."""
 
-    def __init__(self):
-        self.told = set()
+    def __init__(self) -> None:
+        self.told: set[str] = set()
 
-    def __call__(self, what: str, work, *args) -> bool:
+    def __call__(self, what: str, work: Callable, *args: Any) -> bool:
         """Calls work(*args) -> whether it succeeded. `what`: its name in the warning."""
         try:
             work(*args)

@@ -11,16 +11,18 @@ import json
 import os
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> Namespace:
     parser = Arguments(prog="python -m memo.convert",
                        description="GPT-2 of Hugging Face <-> memo checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -42,6 +44,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from memo import checkpoint
 from memo.config import Config, stored_config
@@ -92,7 +95,7 @@ def read_errors(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); download the folder again") from None
 
 
-def read_tensor(path: Path, opened, name: str) -> torch.Tensor:
+def read_tensor(path: Path, opened: Any, name: str) -> torch.Tensor:
     with read_errors(path):
         return opened.get_tensor(name)
 
@@ -112,7 +115,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return alike and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def hf_tensors(folder, cfg: Config) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_tensors(folder: str | Path, cfg: Config) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (memo's name, fp32 tensor) of the GPT-2 in `folder`: positions cropped to cfg.block_size, the
     embedding padded with rows of zeros. Errors: ConfigError: a weight is missing, has another shape or kind,
     or is not GPT-2's."""
@@ -202,7 +205,7 @@ def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
                           "free some space there or choose another folder") from None
 
 
-def tokenizer_in(folder: Path):
+def tokenizer_in(folder: Path) -> Tokenizer | None:
     """The tokenizer beside the weights, None where there is none. Errors: it cannot be used."""
     return load_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None
 
@@ -212,14 +215,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(source / TOKENIZER, target / TOKENIZER)
 
 
-def tokenizer_config(cfg: Config, tokenizer) -> dict:
+def tokenizer_config(cfg: Config, tokenizer: Tokenizer) -> dict:
     """What transformers.AutoTokenizer needs beside a tokenizer.json."""
     end = next((token for token in ENDS if tokenizer.token_to_id(token) is not None), None)
     return dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=cfg.block_size,
                 clean_up_tokenization_spaces=False) | (dict(bos_token=end, eos_token=end) if end else {})
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     args = read_argv(argv)
     if args.command == "from-hf":
         from_hf(Path(args.hf_folder), Path(args.out_dir))

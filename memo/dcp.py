@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -31,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
 from memo.flat import Piece
 
@@ -56,19 +60,20 @@ def box(piece: Piece) -> ChunkStorageMetadata:
 class Boxes(SavePlanner):
     """Saves pieces; all ranks' pieces together must tile every tensor."""
 
-    def __init__(self, pieces):
+    def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
 
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+    def set_up_planner(self, state_dict: dict, storage_meta: StorageMeta | None = None,
+                       is_coordinator: bool = False) -> None:
         pass
 
-    def create_local_plan(self):
-        def data(p):
+    def create_local_plan(self) -> SavePlan:
+        def data(p: Piece) -> TensorWriteData:
             return TensorWriteData(box(p), TensorProperties(p.tensor.dtype), torch.Size(p.shape))
         return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data(p))
                          for index, p in self.pieces.items()])
 
-    def create_global_plan(self, all_plans):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         for name, t in metadata.state_dict_metadata.items():
             if (found := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
@@ -76,27 +81,27 @@ class Boxes(SavePlanner):
                                  f"{prod(t.size)}")
         return plans, metadata
 
-    def finish_plan(self, new_plan):
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item):
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self.pieces[write_item.index].tensor
 
 
 class Writer(dcp.FileSystemWriter):
     """Writes DCP's files, and raises the disk's own error."""
 
-    def storage_meta(self):
+    def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # the usual one holds the path, which is about to change
 
-    def write_data(self, plan, planner):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as e:  # of torch.save; its context is the disk's, which other ranks would not get
             raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
 
 
-def write(folder: Path, pieces: list[Piece], group) -> None:
+def write(folder: Path, pieces: list[Piece], group: dist.ProcessGroup | None) -> None:
     """Writes the pieces of all ranks of `group`, a gloo process group, into the folder. None: one process."""
     # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread
     writer = Writer(folder, per_thread_copy_ahead=0)
@@ -128,7 +133,7 @@ def bounded_pickle(path: Path) -> bytes:
 
 
 class Unpickler(pickle.Unpickler):
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ADMITTED:
             raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint")
         return super().find_class(module, name)
@@ -138,7 +143,7 @@ class Reader(dcp.FileSystemReader):
     """Reads DCP's files: the metadata once, without executing what it names, the tensors
     with torch.load(weights_only=True)."""
 
-    def __init__(self, path, metadata, files):
+    def __init__(self, path: Path, metadata: str, files: dict[str, list[int]]) -> None:
         """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and
         any other exception."""
         super().__init__(path)
@@ -155,7 +160,7 @@ class Reader(dcp.FileSystemReader):
         if 4 * elements > sum(size for size, *_ in files.values()):
             raise pickle.UnpicklingError(f"{elements} elements do not fit into its files")
 
-    def read_metadata(self, *args, **kwargs):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
     def read(self, pieces: list[Piece]) -> None:
@@ -167,29 +172,30 @@ class Reader(dcp.FileSystemReader):
 class Targets(LoadPlanner):
     """Fills pieces in place."""
 
-    def __init__(self, pieces):
+    def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
 
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+    def set_up_planner(self, state_dict: dict, metadata: Any = None,
+                       is_coordinator: bool = False) -> None:
         self.stored = metadata.state_dict_metadata
 
-    def create_local_plan(self):
+    def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for p in self.pieces.values()
                          for item in create_read_items_for_chunk_list(p.name, self.stored[p.name], [box(p)])])
 
-    def create_global_plan(self, global_plan):
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
 
-    def finish_plan(self, central_plan):
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         return central_plan
 
-    def load_bytes(self, read_item, value):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("a checkpoint holds tensors only")
 
-    def resolve_tensor(self, read_item):
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         begin, sizes = read_item.dest_offsets, read_item.lengths
         part = tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))
         return self.pieces[read_item.dest_index].tensor[part]
 
-    def commit_tensor(self, read_item, tensor):
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass

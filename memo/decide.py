@@ -5,6 +5,7 @@ estimate what it models. No torch. Source: MEMO 4.1.
 from dataclasses import dataclass, replace
 from math import inf
 
+from memo.config import Config
 from memo.layer import groups_of, n_rows, tensors_of
 from memo.swap.alpha import AlphaProblem, SwapPlan, n_buffers, place_rows, swaps_layers
 from memo.swap.placement import Placement
@@ -51,7 +52,7 @@ class Decision:
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def problem_of(cfg, itemsize: int, rates: Rates | None, room: Room) -> AlphaProblem:
+def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> AlphaProblem:
     """The alpha program's problem with two buffers; without rates every copy hides."""
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
     if not room.cpu and not cfg.pin_memory:
@@ -59,7 +60,7 @@ def problem_of(cfg, itemsize: int, rates: Rates | None, room: Room) -> AlphaProb
     return AlphaProblem(tensors_of(cfg, itemsize), cfg.n_layer, seconds, rate, room.host_bytes)
 
 
-def with_buffers(cfg, problem: AlphaProblem, room: Room) -> AlphaProblem:
+def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem:
     """The problem with as many buffers as there is room for, where that is for memo to find."""
     if not (swaps_layers(cfg) and cfg.finds_alpha):
         return problem
@@ -67,7 +68,7 @@ def with_buffers(cfg, problem: AlphaProblem, room: Room) -> AlphaProblem:
     return replace(problem, n_buffers=n, device_bytes=device_bytes)
 
 
-def decide(cfg, itemsize: int, rates: Rates | None, room: Room) -> tuple[Placement, SwapPlan | None]:
+def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> tuple[Placement, SwapPlan | None]:
     """Errors: OutOfHostMemory, before anything is allocated."""
     problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
     costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)

@@ -37,12 +37,11 @@ def reason(e: BaseException) -> str:
 
 
 def last_line(e: BaseException) -> str | None:
-    """What is said of the exception that ends a run; None where the whole traceback should be shown."""
+    """What is said of the exception that ends a command; None where the whole traceback should be shown."""
     if isinstance(e, (ConfigError, RunFailed, OSError)):
         return str(e)
     if isinstance(e, RuntimeError):
         text = str(e).splitlines()[0] if str(e) else type(e).__name__
         if any(word in text for word in ("gloo", "Gloo", "NCCL", "TCPStore")):
-            return (f"lost another rank ({text}); the last checkpoint is whole; the other ranks' errors say "
-                    "why")
+            return f"lost another rank ({text}); what is saved is whole; the other ranks' errors say why"
     return None

@@ -30,7 +30,7 @@ def regular(found: os.stat_result) -> os.stat_result:
     return found
 
 
-def open_file(path) -> int:
+def open_file(path: str | Path) -> int:
     """The descriptor of a regular file, open for reading. A pipe in its place does not
     block. Errors: OSError."""
     regular(os.stat(path))  # to open a device may do something
@@ -43,7 +43,7 @@ def open_file(path) -> int:
     return descriptor
 
 
-def read_text(path, most_chars: int = MOST_TEXT_CHARS) -> str:
+def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
     with open(open_file(path), encoding="utf-8-sig") as file:
         text = file.read(most_chars + 1)
@@ -52,7 +52,7 @@ def read_text(path, most_chars: int = MOST_TEXT_CHARS) -> str:
     return text
 
 
-def depth(value) -> int:
+def depth(value: Any) -> int:
     """How many lists and objects of a JSON value lie inside each other."""
     level, n = [value], 0
     while level := [v for v in level if isinstance(v, (dict, list))]:
@@ -64,7 +64,7 @@ def depth(value) -> int:
 def parse_json(text: str, kind: type = dict) -> Any:
     """The value of a JSON text. Errors: ValueError: it is no JSON, no `kind`, nested deeper than MOST_DEPTH,
     or holds a number that is not finite."""
-    def finite(digits):
+    def finite(digits: str) -> float:
         if not isfinite(number := float(digits)):
             raise ValueError(f"{digits[:20]} is no finite number")
         return number
@@ -81,7 +81,7 @@ def parse_json(text: str, kind: type = dict) -> Any:
     return value
 
 
-def load_json(path, remedy: str, kind: type = dict) -> Any:
+def load_json(path: str | Path, remedy: str, kind: type = dict) -> Any:
     """The value of a JSON file. Errors: ConfigError with the `remedy`."""
     try:
         return parse_json(read_text(path, MOST_JSON_CHARS), kind)
@@ -89,7 +89,7 @@ def load_json(path, remedy: str, kind: type = dict) -> Any:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
 
 
-def plain_name(name) -> bool:
+def plain_name(name: object) -> bool:
     """Whether `name`, read from a file, names a file in its own folder and nothing else."""
     return (isinstance(name, str) and re.fullmatch(r"[\w.\-]{1,255}", name, re.ASCII) is not None
             and name not in (".", ".."))
@@ -97,7 +97,7 @@ def plain_name(name) -> bool:
 
 # --- writing ---
 
-def readable_json(value, pad: str = "") -> str:
+def readable_json(value: Any, pad: str = "") -> str:
     """`value` as JSON for people: one item a line, but a list of plain values on one line."""
     if isinstance(value, dict) and value:
         items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
@@ -108,14 +108,14 @@ def readable_json(value, pad: str = "") -> str:
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
-def save_bytes(data: bytes, path) -> None:
+def save_bytes(data: bytes, path: str | Path) -> None:
     """Writes `data` under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
 
-def save_json(value, path) -> None:
+def save_json(value: Any, path: str | Path) -> None:
     """Writes `value` as JSON, as save_bytes() does."""
     save_bytes(f"{readable_json(value)}\n".encode(), path)
 
@@ -157,7 +157,7 @@ def cache_place() -> tuple[Path | None, str | None]:
         return None, f"no cache folder can be made ({reason(e)}); {other}"
 
 
-def keep_json(value, folder: Path | None, name: str) -> None:
+def keep_json(value: Any, folder: Path | None, name: str) -> None:
     """Stores `value` in cache_folder(), where there is one, for the next run. A failure costs only time."""
     if folder is not None:
         with suppress(OSError):

@@ -4,11 +4,17 @@ So a norm, a cast or an optimizer step is one kernel over one tensor, and a shar
 """
 
 from collections import namedtuple
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from typing import TYPE_CHECKING
 
+from memo.config import Config
 from memo.layer import Parameter, model_parameters
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNED = 128  # elements: where a layer's parameters begin, and a rank's part of them
 
@@ -17,7 +23,7 @@ Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over a
 box begins in it; `tensor`: a view with the box's shape and values."""
 
 
-def whole(name: str, tensor) -> Piece:
+def whole(name: str, tensor: "torch.Tensor") -> Piece:
     """A tensor as one Piece."""
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
@@ -32,7 +38,7 @@ class Location:
     whole: Parameter
 
     @property
-    def end(self):
+    def end(self) -> int:
         return self.offset + prod(self.shape)
 
 
@@ -48,15 +54,15 @@ def shared_numel(layout: dict[str, Location], tp: int) -> int:
     return sum(p.end - p.offset for p in layout.values() if is_shared(p, tp))
 
 
-def local_layout(cfg, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally."""
     return flat_layout(model_parameters(cfg), tp, ALIGNED * data)
 
 
 # --- flat buffers ---
 
-def flat_layout(parameters: dict[str, Parameter], tp: int = 1, multiple: int = 1
-                ) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+def flat_layout(parameters: dict[str, Parameter], tp: int = 1,
+                multiple: int = 1) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """{name: Parameter} -> {name: Location}, one behind the other, and [(start, end)] of the buckets:
     neighbours of one prefix (a layer, the embeddings, the final norm), each a multiple of `multiple` elements
     long."""
@@ -71,7 +77,7 @@ def flat_layout(parameters: dict[str, Parameter], tp: int = 1, multiple: int = 1
     return layout, buckets
 
 
-def gradient_slots(cfg, micro_batches: int) -> int:
+def gradient_slots(cfg: Config, micro_batches: int) -> int:
     """How many layers' gradients are on the device at once. With the optimizer on the host they leave layer
     by layer, unless another micro batch of the step is to add to them: one layer computes while the layer
     above leaves."""
@@ -97,12 +103,12 @@ def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]], pa
     return made
 
 
-def views(layout: dict[str, Location], flat) -> dict:
+def views(layout: dict[str, Location], flat: "torch.Tensor") -> dict:
     """{name: view of `flat` in the parameter's shape}."""
     return {name: flat[p.offset:p.end].view(p.shape) for name, p in layout.items()}
 
 
-def joined(ranges) -> list[tuple]:
+def joined(ranges: Iterable[tuple]) -> list[tuple]:
     """[(start, end, what)] in ascending order, neighbours of the same `what` made one."""
     made: list[tuple] = []
     for start, end, what in ranges:

@@ -1,16 +1,20 @@
 """The formulas of MEMO, section 5.1: parameters, model FLOPs, TGS and MFU."""
 
+from typing import TYPE_CHECKING
+
 from memo.layer import layer_of
 
+if TYPE_CHECKING:
+    from memo.config import Config
 
-def parameters(cfg) -> int:
+def parameters(cfg: "Config") -> int:
     """P, the elements of all matrices: of the layers, of the embedding, and of a head that is not the
     embedding's; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
     tables = 1 if cfg.tie_embeddings else 2
     return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 
 
-def flops_per_sample(cfg) -> int:
+def flops_per_sample(cfg: "Config") -> int:
     """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L H D S^2, where P leaves out an embedding
     that is not the head's too: rows of it are looked up.
 
@@ -26,7 +30,7 @@ def tgs(tokens: int, gpus: int, seconds: float) -> float:
     return tokens / (gpus * seconds)
 
 
-def mfu(cfg, tgs: float, peak_flops_per_s: float | None) -> float | None:
+def mfu(cfg: "Config", tgs: float, peak_flops_per_s: float | None) -> float | None:
     """Model FLOPs utilisation, 1 is all of the peak; None where the peak is not known. Source: MEMO 5.1."""
     if peak_flops_per_s is None:
         return None

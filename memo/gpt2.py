@@ -1,10 +1,13 @@
 """GPT-2 in Hugging Face's format: its config.json, the names and shapes of its weights. Without torch."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memo.errors import ConfigError
 from memo.files import load_json
+
+if TYPE_CHECKING:
+    from memo.config import Config
 
 CONFIG = "config.json"
 LAYER = {  # memo's names: (GPT-2's name, (out, in) in units of C)
@@ -18,7 +21,7 @@ DEFAULTS: dict[str, Any] = dict(  # of options that a config.json may leave out
     scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True, add_cross_attention=False)
 
 
-def gpt2_model_keys(folder) -> dict[str, Any]:
+def gpt2_model_keys(folder: str | Path) -> dict[str, Any]:
     """The model keys of the GPT-2 in `folder`. Errors: not a GPT-2, or one with options that memo lacks."""
     path = Path(folder) / CONFIG
     hf = load_json(path, "give a local folder of a GPT-2")
@@ -40,7 +43,7 @@ def gpt2_model_keys(folder) -> dict[str, Any]:
     return {key: hf[name] for key, name in SIZES.items()} | dict(bias=True, position="learned", gelu=gelu)
 
 
-def hf_config(cfg) -> dict[str, Any]:
+def hf_config(cfg: "Config") -> dict[str, Any]:
     """The config.json of a GPT-2 with the model keys of `cfg`."""
     return dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=cfg.vocab_size,
                 n_positions=cfg.block_size, n_embd=cfg.n_embd, n_layer=cfg.n_layer, n_head=cfg.n_head,
@@ -49,7 +52,7 @@ def hf_config(cfg) -> dict[str, Any]:
                 bos_token_id=None, eos_token_id=None)
 
 
-def gpt2_parameters(cfg) -> list[tuple[list[str], str, tuple[int, ...]]]:
+def gpt2_parameters(cfg: "Config") -> list[tuple[list[str], str, tuple[int, ...]]]:
     """[(memo's names, GPT-2's name, GPT-2's shape)] of a GPT-2 with the dimensions of `cfg`. GPT-2 keeps the
     matrices of q, k and v side by side in one, and a linear as (in, out)."""
     C = cfg.n_embd

@@ -1,16 +1,21 @@
-"""Norms of q and k, head by head, in front of attention (Qwen 3). The layer keeps q and k as they were before.
+"""Norms of q and k, head by head, in front of attention (Qwen 3). The layer keeps q and k as they were
+before.
 
 A group of heads is normed and rotated right before attention takes it, and again before its backward: no
 normed tensor is longer there than that, and none is copied to the host. Shapes: q (B, T, H, D), k (B, T, Hkv,
 D); positions in `turn` as in memo/ops.py.
 """
 
+from types import SimpleNamespace
+
 import torch
 
-from memo.attention import Attention
+from memo.attention import Attention, Gradients, Result
+from memo.ops import Ops
 
 
-def normed_heads(ops, x, w, eps, turn):
+def normed_heads(ops: Ops, x: torch.Tensor, w: torch.Tensor, eps: float,
+                 turn: torch.Tensor | None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """(RMSNorm over D of each head, rotated; x and rstd for the backward). (B, T, h, D) -> the same, new."""
     rows = x.reshape(-1, x.shape[-1])  # a copy where the heads are some of several
     out, rstd = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
@@ -21,7 +26,8 @@ def normed_heads(ops, x, w, eps, turn):
     return out, (rows, rstd)
 
 
-def normed_heads_backward(ops, dy, kept, w, dw, turn):
+def normed_heads_backward(ops: Ops, dy: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor],
+                          w: torch.Tensor, dw: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
     """The gradient of x, from that of normed_heads, which is used up; adds to dw."""
     rows, rstd = kept
     dy = dy.contiguous()
@@ -32,22 +38,25 @@ def normed_heads_backward(ops, dy, kept, w, dw, turn):
     return dy
 
 
-def rotate(ops, x, turn, back):
+def rotate(ops: Ops, x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
     """In place, (B, T, h, D) by (n, tp, D/2), where B T = n tp."""
     ops.rotary(x.view(*turn.shape[:2], -1), turn, back)
 
 
-def over_normed_heads(attention: Attention, ops, w, dw, eps: float, turn, turn_k=None) -> Attention:
+def over_normed_heads(attention: Attention, ops: Ops, w: SimpleNamespace, dw: SimpleNamespace, eps: float,
+                      turn: torch.Tensor | None, turn_k: torch.Tensor | None = None) -> Attention:
     """`attention` of normed and rotated q and k: an Attention of the same shape. `w`, `dw`: of a layer, by
     name; `turn_k`: of the keys, where they are others than the queries."""
     turn_k = turn if turn_k is None else turn_k
 
-    def forward(q, k, v, causal, scale, **out):
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
+                **out: torch.Tensor) -> Result:
         q, _ = normed_heads(ops, q, w.q_norm_w, eps, turn)
         k, _ = normed_heads(ops, k, w.k_norm_w, eps, turn_k)
         return attention.forward(q, k, v, causal, scale, **out)
 
-    def backward(dout, q, k, v, out, lse, causal, scale):
+    def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
         q, q_kept = normed_heads(ops, q, w.q_norm_w, eps, turn)
         k, k_kept = normed_heads(ops, k, w.k_norm_w, eps, turn_k)
         dq, dk, dv = attention.backward(dout, q, k, v, out, lse, causal, scale)

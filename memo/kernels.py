@@ -122,12 +122,13 @@ def swiglu_backward_kernel(dy, gate, up, n, BLOCK: tl.constexpr):
     tl.store(up + i, d * g * s, mask=inside)
 
 
-def warps(block):
+def warps(block: int) -> int:
     """Of a program: about 16 elements a thread."""
     return min(32, max(1, block // 512))
 
 
-def launch_norm_forward(x, w, b, out, mean, rstd, eps):
+def launch_norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
+                        mean: torch.Tensor | None, rstd: torch.Tensor, eps: float) -> None:
     assert x.is_contiguous() and out.is_contiguous()
     N, C = x.shape
     block = triton.next_power_of_2(C)
@@ -135,7 +136,9 @@ def launch_norm_forward(x, w, b, out, mean, rstd, eps):
                               mean is not None, b is not None, block, num_warps=warps(block))
 
 
-def launch_norm_backward(residual, dy, x, mean, rstd, w, sums, out):
+def launch_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
+                         mean: torch.Tensor | None, rstd: torch.Tensor, w: torch.Tensor, sums: torch.Tensor,
+                         out: torch.Tensor) -> None:
     """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
     too."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
@@ -146,7 +149,7 @@ def launch_norm_backward(residual, dy, x, mean, rstd, w, sums, out):
         programs, residual is not None, mean is not None, len(sums) == 2, block, num_warps=warps(block))
 
 
-def launch_rotary(x, turn, back):
+def launch_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
     """x: (rows, heads * D), rows any distance apart; turn: (rows, D/2) complex64. In place."""
     assert x.stride(1) == 1
     rows, width = x.shape
@@ -156,7 +159,7 @@ def launch_rotary(x, turn, back):
         x, angles, width, angles.shape[1], x.stride(0), angles.stride(0), back, block, num_warps=warps(block))
 
 
-def launch_merge(out, lse, out_, lse_):
+def launch_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
     """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is
     contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))
@@ -166,14 +169,14 @@ def launch_merge(out, lse, out_, lse_):
         *lse_.stride()[:2], MERGED_ROWS, triton.next_power_of_2(D))
 
 
-def launch_swiglu_forward(gate, up, out):
+def launch_swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
     """Tensors of one shape, each contiguous; `out` may be either."""
     assert all(t.is_contiguous() for t in (gate, up, out))
     n = gate.numel()
     swiglu_forward_kernel[(triton.cdiv(n, ELEMENTS),)](gate, up, out, n, ELEMENTS, num_warps=warps(ELEMENTS))
 
 
-def launch_swiglu_backward(dy, gate, up):
+def launch_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
     """Of one shape, each contiguous. Writes over gate and up."""
     assert all(t.is_contiguous() for t in (dy, gate, up))
     n = gate.numel()

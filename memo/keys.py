@@ -4,6 +4,7 @@ may take, and why no others."""
 import re
 import shutil
 import textwrap
+from collections.abc import Sequence
 from dataclasses import Field, field
 from typing import Any
 
@@ -15,7 +16,9 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MOST_COLUMNS = 110
 
 
-def key(default, help: str, *, section="", choices=(), least=None, below=None, most=None, why="") -> Any:
+def key(default: Any, help: str, *, section: str = "", choices: Sequence[str] = (),
+        least: float | None = None, below: float | None = None, most: float | None = None,
+        why: str = "") -> Any:
     """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
     `most`. For a text `least` counts characters. A float whose default is "auto" may be "auto" too.
     `section`: the heading of this key and of those that follow."""
@@ -23,7 +26,7 @@ def key(default, help: str, *, section="", choices=(), least=None, below=None, m
                                                 below=below, most=most, why=why))
 
 
-def option(name: str, kind: type, default=None, help: str = "", **bounds) -> Field:
+def option(name: str, kind: type, default: Any = None, help: str = "", **bounds: Any) -> Field:
     """A key outside the configuration, of `kind` int, float, bool or str."""
     f = key(default, help, **bounds)
     f.name, f.type = name, kind
@@ -40,7 +43,7 @@ def type_name(f: Field) -> str:
     return f"{kind.__name__} or auto" if may_be_auto(f) else kind.__name__
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     """repr() for a message: of bounded length."""
     if type(value) is int and value.bit_length() > 300:
         return f"<a number of {value.bit_length()} bits>"
@@ -48,7 +51,7 @@ def shown(value) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def check_value(f: Field, value) -> None:
+def check_value(f: Field, value: Any) -> None:
     """Errors: ConfigError: key `f` may not take `value`."""
     if value == "auto" and may_be_auto(f):
         return
@@ -75,7 +78,7 @@ def check_value(f: Field, value) -> None:
         raise ConfigError(f"{given} must be at most {m['most']}{reason}")
 
 
-def typed(f: Field, value, where: str) -> Any:
+def typed(f: Field, value: Any, where: str) -> Any:
     """`value` as the key's type: a string from the command line is read, an int may stand for a float."""
     kind: Any = f.type
     if kind is float and type(value) is int and abs(value) < 2**63:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -23,6 +23,10 @@ import torch.distributed as dist
 
 from memo.command import progress
 from memo.errors import ConfigError, TrainingError, last_line
+
+if TYPE_CHECKING:
+    from memo.parallel.mesh import Axis
+    from memo.run import Run
 
 FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
 CONNECT_S = 600  # for a first message
@@ -83,7 +87,7 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({socket.gethostname()})"
 
 
-def together(host, work: Callable, *args) -> Any:
+def together(host: "Axis", work: Callable, *args: Any) -> Any:
     """work(*args), which talks to no other rank. Errors: one line on all ranks of `host`, whichever rank met
     a ConfigError or OSError."""
     result, error = None, None
@@ -100,7 +104,7 @@ def together(host, work: Callable, *args) -> Any:
     return result
 
 
-def same_everywhere(host, values: dict[str, Any], remedy: str) -> None:
+def same_everywhere(host: "Axis", values: dict[str, Any], remedy: str) -> None:
     """Errors: Agreed: `values` {name: value} are not the same on all ranks."""
     for rank, (theirs, where) in enumerate(host.objects((values, rank_name(host.rank)))):
         if rank == 0:
@@ -117,7 +121,7 @@ def leave(line: str) -> None:
 
 
 @contextmanager
-def rank_errors(host, run=None) -> Iterator[None]:
+def rank_errors(host: "Axis", run: "Run | None" = None) -> Iterator[None]:
     """Ends this process at once where it is one of several and an exception is raised in the with-block: an
     orderly end would wait for ranks that may be gone. Rank 0 alone reports an error that all ranks share.
     `run`: the Run, once it is set up."""
@@ -139,7 +143,7 @@ def rank_errors(host, run=None) -> Iterator[None]:
 
 # --- connections ---
 
-def meeting(store, rank: int, world: int) -> str:
+def meeting(store: dist.Store, rank: int, world: int) -> str:
     """A name for all that the present ranks write into the store. torchrun may keep its store over a restart,
     and each node counts its restarts for itself: the addresses of ranks that are gone must not be found."""
     me = uuid4().hex
@@ -159,7 +163,7 @@ def meeting(store, rank: int, world: int) -> str:
     return me
 
 
-def open_store(launch: Launch, environment: Mapping[str, str] = os.environ):
+def open_store(launch: Launch, environment: Mapping[str, str] = os.environ) -> dist.Store:
     """The store through which the ranks find each other: torchrun's, or rank 0's own."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(dist.rendezvous("env://", launch.rank, launch.world))[0]
@@ -174,7 +178,7 @@ class Pulse:
     wait for days for messages of that rank, and torchrun on another node would not notice. Each rank tells
     the next one every BEAT_S that it is alive (0), in the end that it stops (1)."""
 
-    def __init__(self, rank: int, world: int):
+    def __init__(self, rank: int, world: int) -> None:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
         self.before, self.next = (rank - 1) % world, (rank + 1) % world
         self.stopped = threading.Event()
@@ -183,22 +187,22 @@ class Pulse:
         for thread in self.threads:
             thread.start()
 
-    def listen(self):
+    def listen(self) -> None:
         heard = torch.zeros(1)
         try:
             while not heard.item():
                 dist.recv(heard, self.before, self.group)
         except RuntimeError:
             time.sleep(1)  # another thread may know the cause and report it first
-            leave(f"{rank_name(dist.get_rank())}: lost rank {self.before}; the last checkpoint is whole")
+            leave(f"{rank_name(dist.get_rank())}: lost rank {self.before}; what is saved is whole")
 
-    def beat(self):
+    def beat(self) -> None:
         with suppress(RuntimeError):  # the next rank is gone: another rank, which listens to it, reports that
             while not self.stopped.wait(BEAT_S):
                 dist.send(torch.zeros(1), self.next, self.group)
             dist.send(torch.ones(1), self.next, self.group)
 
-    def stop(self):
+    def stop(self) -> None:
         """All ranks leave in good order."""
         self.stopped.set()
         for thread in self.threads:

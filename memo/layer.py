@@ -12,6 +12,10 @@ of rows. Source: MEMO 3.1 and 4.1.
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memo.config import Config
 
 # what bounds the temporary tensors of a layer and of the head
 CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices stay below 2^31 too
@@ -199,13 +203,18 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     return Layer(parameters, absent, skeletal, output, H, Hkv, D)
 
 
-def layer_of(cfg) -> Layer:
+def gpt_layer(C: int, H: int) -> Layer:
+    """A layer of GPT-2's widths, without biases."""
+    return decoder_layer(C, H, H, C // H, 4 * C)
+
+
+def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
                          cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope")
 
 
-def model_parameters(cfg) -> dict[str, Parameter]:
+def model_parameters(cfg: "Config") -> dict[str, Parameter]:
     """{name: Parameter} of the whole model: the embeddings, layer by layer "h.<i>.<name>", the final norm and
     the head, where it is not the embedding's matrix."""
     C, layer = cfg.n_embd, layer_of(cfg)
@@ -222,7 +231,7 @@ def model_parameters(cfg) -> dict[str, Parameter]:
 
 # --- the shape of a run ---
 
-def tensors_of(cfg, itemsize: int) -> dict[str, Tensor]:
+def tensors_of(cfg: "Config", itemsize: int) -> dict[str, Tensor]:
     """The skeletal tensors of one layer on one rank of a config."""
     return layer_of(cfg).tensors(cfg.batch_size, cfg.block_size // cfg.cp, itemsize, cfg.tp)
 
@@ -236,7 +245,7 @@ def groups_of(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
     return groups
 
 
-def n_rows(cfg) -> int:
+def n_rows(cfg: "Config") -> int:
     """Rows of a rank's own."""
     return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
 
@@ -258,7 +267,7 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int
     return max((n for n in fitting if rows * D * n <= GROUP_ELEMENTS), default=fitting[0])
 
 
-def group_heads(cfg) -> int:
+def group_heads(cfg: "Config") -> int:
     """Query heads of a rank of a config that attention takes at a time."""
     rows = cfg.batch_size * cfg.block_size // cfg.cp
     multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1

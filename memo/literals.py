@@ -9,6 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from memo.errors import ConfigError, reason
@@ -27,7 +28,7 @@ class Refused(ValueError):
     """A value that a config file cannot have."""
 
 
-def assignments(path) -> Iterator[tuple[int, str, Any]]:
+def assignments(path: str | Path) -> Iterator[tuple[int, str, Any]]:
     """Yields (line, name, value) of a config file in order; a value is an int, float, str or bool. Errors:
     ConfigError, with the line."""
     known: dict[str, Any] = {}
@@ -48,7 +49,7 @@ def assignments(path) -> Iterator[tuple[int, str, Any]]:
             yield node.lineno, name, value
 
 
-def statements(path) -> list[ast.stmt]:
+def statements(path: str | Path) -> list[ast.stmt]:
     """The syntax trees of a Python file's statements. Errors: ConfigError."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of odd escapes in strings, say
@@ -85,7 +86,7 @@ def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
     return check_bounds(ARITHMETIC[type(node.op)](*values))
 
 
-def check_bounds(value) -> Any:
+def check_bounds(value: Any) -> Any:
     """`value`, an int, float, str or bool within bounds. Errors: Refused."""
     if type(value) not in (int, float, str, bool):
         raise Refused(VALUES)

@@ -6,12 +6,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from memo.config import Config
 from memo.errors import reason
 from memo.files import open_file, parse_json
 from memo.formulas import percent
@@ -59,7 +62,7 @@ def is_step(row: dict) -> bool:
     return type(row.get("iter")) is int and all(type(n) in (int, float) and 0 <= n < 2**63 for n in numbers)
 
 
-def read_metrics(path) -> list[dict]:
+def read_metrics(path: str | Path) -> list[dict]:
     """The lines of a metrics.jsonl, without lines that a kill or a full disk cut short."""
     rows = []
     with open(open_file(path), errors="replace") as f:
@@ -74,7 +77,7 @@ class JsonlLogger:
     """Appends to metrics.jsonl. A run that starts at `first_iter` drops what an earlier run wrote from there
     on. Lines that a full disk does not take are written with later ones."""
 
-    def __init__(self, path, first_iter: int):
+    def __init__(self, path: str | Path, first_iter: int) -> None:
         kept = [r for r in read_metrics(path) if r["iter"] < first_iter] if os.path.exists(path) else []
         with open(f"{path}.tmp", "w") as f:
             f.writelines(json.dumps(r) + "\n" for r in kept)
@@ -101,7 +104,7 @@ class JsonlLogger:
 class ConsoleLogger:
     """A progress bar with loss, MFU, TGS and time left; lines now and then where there is no terminal."""
 
-    def __init__(self, steps: int, done: int, seconds_between_lines: float = 10.0):
+    def __init__(self, steps: int, done: int, seconds_between_lines: float = 10.0) -> None:
         self.terminal, self.between, self.shown = sys.stderr.isatty(), seconds_between_lines, 0.0
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=not self.terminal)
         self.steps, self.start, self.first = steps, time.monotonic(), done
@@ -128,13 +131,13 @@ class WandbLogger:
     """Weights & Biases. Without an account it logs offline, into `out_dir`. No failure of it
     stops the run."""
 
-    def __init__(self, cfg, config_dict):
-        self.run = None
+    def __init__(self, cfg: Config, config_dict: dict[str, Any]) -> None:
+        self.run: Any = None  # wandb's
         try:
             import wandb
             keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir,
                         config=config_dict, settings=wandb.Settings(init_timeout=WANDB_S))
-            mode = os.environ.get("WANDB_MODE")
+            mode: Any = os.environ.get("WANDB_MODE")
             try:
                 mode = mode or ("online" if wandb.login(prompt=False) else "offline")
                 self.run = wandb.init(**keys, mode=mode)
@@ -152,7 +155,7 @@ class WandbLogger:
     def close(self) -> None:
         self.attempt(lambda: self.run.finish())
 
-    def attempt(self, call):
+    def attempt(self, call: Callable) -> None:
         if self.run is not None:
             try:
                 call()

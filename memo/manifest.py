@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ REMEDY = "use another copy of the checkpoint or start from scratch"
 class Damaged(CheckpointError):
     """The checkpoint in `folder` is damaged. There may be one before it."""
 
-    def __init__(self, folder: Path, text: str):
+    def __init__(self, folder: Path, text: str) -> None:
         super().__init__(f"{text}; {REMEDY}")
         self.folder = folder
 
@@ -36,7 +37,7 @@ def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointE
     return CheckpointError(f"{text}; try again, or rename {folder} to go on from the one before it")
 
 
-def checkpoints(out_dir) -> list[Path]:
+def checkpoints(out_dir: str | Path) -> list[Path]:
     """The folders of the checkpoints in `out_dir`, the newest first. The name of a folder is the iteration to
     go on with. A checkpoint that is being written or removed has another name."""
     numbers = [f for f in (Path(out_dir) / CHECKPOINT).glob("*")
@@ -44,7 +45,7 @@ def checkpoints(out_dir) -> list[Path]:
     return sorted(numbers, key=lambda f: int(f.name), reverse=True)
 
 
-def latest(out_dir) -> Path | None:
+def latest(out_dir: str | Path) -> Path | None:
     """The folder of the newest checkpoint in `out_dir`, or None."""
     return next(iter(checkpoints(out_dir)), None)
 
@@ -54,7 +55,7 @@ def manifest_text(stored: dict[str, Any]) -> str:
     return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
 
 
-def newest(out_dir, passed_over=()) -> tuple[Path, dict[str, Any]]:
+def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[Path, dict[str, Any]]:
     """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not to be
     used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)

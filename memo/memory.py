@@ -4,16 +4,29 @@ tensors; what the startup and plan.json say of both."""
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memo import profiler
-from memo.decide import GAPS, SPARE_TRANSIENTS, Decision, Room, decide, problem_of, spare_bytes, with_buffers
+from memo.config import Config
+from memo.decide import (
+    GAPS,
+    SPARE_TRANSIENTS,
+    Decision,
+    Rates,
+    Room,
+    decide,
+    problem_of,
+    spare_bytes,
+    with_buffers,
+)
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
 from memo.estimate.budget import (
     HOST_STATES_BYTES,
     STATES_BYTES,
+    Estimate,
     Line,
     activation_lines,
     cpu_spare,
@@ -23,20 +36,27 @@ from memo.estimate.budget import (
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
 from memo.formulas import parameters, percent
+from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
+from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
+from memo.planner.trace import Trace
 from memo.swap.alpha import OutOfHostMemory, place_rows, swaps_layers, what_set_it
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
+from memo.swap.streams import Streams
+
+if TYPE_CHECKING:
+    from model import GPT
 
 
-def gpu_decides(cfg, device):
+def gpu_decides(cfg: Config, device: torch.device) -> bool:
     """Whether alpha and the number of buffers are left to what is measured on a GPU."""
     return swaps_layers(cfg) and cfg.finds_alpha and device.type == "cuda"
 
 
-def host_limit(cfg, launch):
+def host_limit(cfg: Config, launch: Launch) -> int:
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
     gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
     on top. Errors: OutOfHostMemory."""
@@ -55,7 +75,7 @@ def host_limit(cfg, launch):
     return share - needs
 
 
-def check_memory(cfg, device, dtype, limit):
+def check_memory(cfg: Config, device: torch.device, dtype: torch.dtype, limit: int) -> None:
     """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
     if gpu_decides(cfg, device) and cfg.deterministic:
         raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "
@@ -66,7 +86,7 @@ def check_memory(cfg, device, dtype, limit):
         place_rows(cfg, problem, n_rows(cfg), dict.fromkeys(groups_of(problem.tensors), 1.0))
 
 
-def cpu_room(cfg, model, limit):
+def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
     """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`:
     host_limit()."""
     host = model.mesh.host
@@ -75,13 +95,14 @@ def cpu_room(cfg, model, limit):
     return Room(limit, -int(*host.max(-spare)), cpu=True)
 
 
-def gpu_room(cfg, model, rates, limit):
+def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha.
     Errors: ConfigError where not even two buffers fit at alpha = 0."""
     if not gpu_decides(cfg, model.device):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
+    assert layer is not None  # on a GPU it is measured
     spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
     least = problem_of(cfg, model.dtype.itemsize, None, Room(0)).least_device_bytes
     if spare < least:
@@ -96,7 +117,7 @@ def gpu_room(cfg, model, rates, limit):
     return Room(limit, spare)
 
 
-def reserve_activations(cfg, model, limit, streams=None):
+def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
     measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
@@ -120,14 +141,15 @@ def reserve_activations(cfg, model, limit, streams=None):
     return Decision(placement, swap_plan, rates, limit)
 
 
-def requests_of_a_step(model, arena):
+def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
     """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for
     one on some rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other
     waiting."""
     trace, host = None, model.mesh.host
     with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
         trace = rehearsed_requests(model, arena)
-    if all(host.objects(trace is not None)):
+    all_have_room = all(host.objects(trace is not None))
+    if trace is not None and all_have_room:
         return trace
     if host.rank == 0:
         print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its "
@@ -138,21 +160,22 @@ def requests_of_a_step(model, arena):
     cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
 
-    def make(device):
+    def make(device: torch.device) -> "GPT":
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
-    return traced_requests(make, *model.shape, model.swap.missing, like)
+    B, T = model.shape
+    return traced_requests(make, B, T, model.swap.missing, like)
 
 
-def plan_memory(cfg, model):
+def plan_memory(cfg: Config, model: "GPT") -> None:
     """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done
     the run goes on without, and says so."""
     if cfg.memory_plan == "off":
         return
 
-    def without(why):
+    def without(why: object) -> None:
         print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {why}; training goes on without it",
               file=sys.stderr)
-    host, arena, why = model.mesh.host, None, None
+    host, why = model.mesh.host, None
     try:
         arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
     except Unavailable as e:
@@ -169,7 +192,7 @@ def plan_memory(cfg, model):
         without(e)
 
 
-def where_it_lives(cfg, decision, model, optimizer):
+def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Optimizer) -> list[Line]:
     """[budget.Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
@@ -182,13 +205,13 @@ def where_it_lives(cfg, decision, model, optimizer):
             Line("positions", "positions", positions)]
 
 
-def memory_table(cfg, decision, lines, expected):
+def memory_table(cfg: Config, decision: Decision, lines: list[Line], expected: Estimate | None) -> str:
     """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
     nothing is); what set alpha, and how fast things go."""
     unit = "GiB, (estimated)" if expected else "GiB"
     out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   {unit}"]
 
-    def row(what, device, host, region):
+    def row(what: str, device: int, host: int, region: str | None) -> None:
         shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
         guess = ""
         if expected and region:
@@ -202,20 +225,20 @@ def memory_table(cfg, decision, lines, expected):
     return "\n".join(out + alpha_and_rates(cfg, decision, expected))
 
 
-def alpha_and_rates(cfg, decision, expected):
+def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) -> list[str]:
     """The lines on what set alpha, and on what was measured."""
     lines = []
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if plan:
         lines.append(f"alpha       {what_set_it(cfg, plan, p.n_swapped)}")
-    if decision.alpha is not None:
+    if decision.alpha is not None and rates is not None:
         if p.input_only:
             lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
         speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
         lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; "
                      f"{speed[0]} to the host, {speed[1]} back")
-    if expected and expected.seconds:
+    if expected and expected.layer:
         ms = [f"{s * 1e3:.1f} ms" for s in (expected.layer.forward_s, expected.layer.backward_s)]
         lines.append(f"estimated   a layer's forward {ms[0]}, backward {ms[1]}; "
                      f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, "
@@ -223,7 +246,8 @@ def alpha_and_rates(cfg, decision, expected):
     return lines
 
 
-def plan_record(cfg, decision, model, lines, expected):
+def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line],
+                expected: Estimate | None) -> dict[str, Any]:
     """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
     where_it_lives()."""
     plan = decision.swap_plan

@@ -16,6 +16,8 @@ rstd w. Every row is computed alone, so that a range of rows gets the same bits 
 
 import importlib.util
 from collections import namedtuple
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 
@@ -45,15 +47,17 @@ Ops.__doc__ = """How norms, rotary positions, merges and SwiGLU are computed:
 
 # --- with torch's kernels ---
 
-def norm_operands(*tensors):
+def norm_operands(*tensors: torch.Tensor | None) -> list:
     """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000
     rows)."""
     return [t if t is None or not t.is_cpu else t.float() for t in tensors]
 
 
-def norm_forward(x, w, b, out, mean, rstd, eps):
+def norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
+                 mean: torch.Tensor | None, rstd: torch.Tensor, eps: float) -> None:
     if mean is None:
-        return rms_norm_forward(x, w, out, rstd, eps)
+        rms_norm_forward(x, w, out, rstd, eps)
+        return
     for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd):
         x_, w, b = norm_operands(x_, w, b)
         y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, eps)
@@ -62,7 +66,9 @@ def norm_forward(x, w, b, out, mean, rstd, eps):
         rstd_.copy_(r.view(-1))
 
 
-def norm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
+                  mean: torch.Tensor | None, rstd: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None,
+                  dw: torch.Tensor, db: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     if mean is None:
         return rms_norm_backward(residual, dy, x, rstd, w, dw, out)
     rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
@@ -77,14 +83,16 @@ def norm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     return out
 
 
-def rms_norm_forward(x, w, out, rstd, eps):
+def rms_norm_forward(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rstd: torch.Tensor,
+                     eps: float) -> None:
     for x_, out_, rstd_ in small_chunks(x, out, rstd):
         x_ = x_.float()
         torch.rsqrt((x_ * x_).mean(1).add_(eps), out=rstd_)
         out_.copy_(torch.mul(x_, rstd_[:, None]).mul_(w))
 
 
-def rms_norm_backward(residual, dy, x, rstd, w, dw, out):
+def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor,
+                      w: torch.Tensor, dw: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd; the mean over the row."""
     rows = (out, dy, x, rstd) if residual is None else (out, dy, x, rstd, residual)
     for out_, dy_, x_, rstd_, *residual_ in small_chunks(*rows):
@@ -99,24 +107,25 @@ def rms_norm_backward(residual, dy, x, rstd, w, dw, out):
     return out
 
 
-def small_chunks(*tensors):
+def small_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
     """chunks() of so few rows that several passes over them stay in a CPU's cache; on other devices as
     chunks()."""
     if not tensors[0].is_cpu:
         yield from chunks(*tensors)
         return
-    rows = max(1, CACHED_ELEMENTS // tensors[0][0].numel())
+    rows = max(1, CACHED_ELEMENTS // prod(tensors[0].shape[1:]))
     yield from zip(*(t.split(rows) for t in tensors), strict=True)
 
 
-def swiglu_forward(gate, up, out):
+def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     for gate_, up_, out_ in small_chunks(gate, up, out):
         torch.ops.aten.silu.out(gate_, out=out_)
         out_.mul_(up_)
     return out
 
 
-def swiglu_backward(dy, gate, up):
+def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor,
+                    up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for dy_, gate_, up_ in small_chunks(dy, gate, up):
         dup = torch.nn.functional.silu(gate_).mul_(dy_)
         torch.ops.aten.silu_backward.grad_input(dy_.mul_(up_), gate_, grad_input=gate_)
@@ -125,7 +134,7 @@ def swiglu_backward(dy, gate, up):
     return gate, up
 
 
-def rotary(x, turn, back):
+def rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> torch.Tensor:
     turn = turn.conj() if back else turn
     for x_, turn_ in chunks(x, turn):
         pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
@@ -137,7 +146,7 @@ def rotary(x, turn, back):
     return x
 
 
-def merge(out, lse, out_, lse_):
+def merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
     both = torch.logaddexp(lse, lse_)
     mine, theirs = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (lse, lse_))  # (B, T, H, 1)
     out.mul_(mine).addcmul_(out_, theirs)
@@ -152,13 +161,17 @@ TORCH = Ops("torch", norm_forward, norm_backward, rotary, merge, swiglu_forward,
 PROGRAMS = 512  # share the rows of a norm's backward, each with own sums for dw and db: enough for any GPU
 
 
-def fused_norm_forward(x, w, b, out, mean, rstd, eps):
+def fused_norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
+                       mean: torch.Tensor | None, rstd: torch.Tensor, eps: float) -> None:
     if not x.is_meta:
         from memo import kernels
         kernels.launch_norm_forward(x, w, b, out, mean, rstd, eps)
 
 
-def fused_norm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
+def fused_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
+                        mean: torch.Tensor | None, rstd: torch.Tensor, w: torch.Tensor,
+                        b: torch.Tensor | None, dw: torch.Tensor, db: torch.Tensor | None,
+                        out: torch.Tensor) -> torch.Tensor:
     sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
     if not x.is_meta:
         from memo import kernels
@@ -169,27 +182,28 @@ def fused_norm_backward(residual, dy, x, mean, rstd, w, b, dw, db, out):
     return out
 
 
-def fused_rotary(x, turn, back):
+def fused_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> torch.Tensor:
     if not x.is_meta:
         from memo import kernels
         kernels.launch_rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
     return x
 
 
-def fused_merge(out, lse, out_, lse_):
+def fused_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
     if not out.is_meta:
         from memo import kernels
         kernels.launch_merge(out, lse, out_, lse_)
 
 
-def fused_swiglu_forward(gate, up, out):
+def fused_swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if not gate.is_meta:
         from memo import kernels
         kernels.launch_swiglu_forward(gate, up, out)
     return out
 
 
-def fused_swiglu_backward(dy, gate, up):
+def fused_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor,
+                          up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not gate.is_meta:
         from memo import kernels
         kernels.launch_swiglu_backward(dy, gate, up)
@@ -200,7 +214,7 @@ TRITON = Ops("triton", fused_norm_forward, fused_norm_backward, fused_rotary, fu
              fused_swiglu_forward, fused_swiglu_backward)
 
 
-def lacking(device):
+def lacking(device: torch.device) -> str:
     """Why the fused kernels cannot serve on a device, as far as can be said without touching it; else
     empty."""
     if device.type == "meta":  # where a GPU's requests are traced
@@ -210,9 +224,9 @@ def lacking(device):
     return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
 
-def failing(device):
+def failing(device: torch.device) -> str:
     """Why the fused kernels cannot be launched on a CUDA device, in bf16; empty where they were."""
-    def zeros(*shape, dtype=torch.bfloat16):
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
     x, w, (mean, rstd, lse, dw) = zeros(1, 16), zeros(16), zeros(4, 16, dtype=torch.float32)
     heads = zeros(1, 1, 1, 16)
@@ -255,12 +269,12 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tenso
 
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t f_j) ---
 
-def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float],
+def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float] | float = 1.0,
               factor: float = 1.0) -> torch.Tensor:
     """(N,) int64 -> factor e^(i t f_j) as (N, D/2) complex64, where f_j = theta^(-2j/D) multipliers[j]
     (memo/rope.py). Angles in fp64: exact at millions of tokens."""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
-    frequencies *= torch.tensor(multipliers, dtype=torch.float64, device=positions.device)
+    frequencies *= torch.as_tensor(multipliers, dtype=torch.float64, device=positions.device)
     table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
     for rows, t in chunks(table, positions):
         angles = t[:, None] * frequencies

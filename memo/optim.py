@@ -15,14 +15,21 @@ Source: ZeRO (arXiv 1910.02054), stage 1.
 """
 
 from collections import namedtuple
+from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.adamw import adamw
 
-from memo.flat import Piece, boxes, is_shared, joined, shared_numel, views
+from memo.config import Config
+from memo.flat import Location, Piece, boxes, is_shared, joined, shared_numel, views
+from memo.parallel.mesh import Works
 from memo.parallel.tp import local
 from memo.staging import Staging
+
+if TYPE_CHECKING:
+    from model import GPT
 
 EPS = 1e-8
 SUMMED = 2**10  # squares that are added up in fp32, before fp64 takes over
@@ -51,11 +58,11 @@ class Range(namedtuple("Range", "start end at")):
     """A part of the flat buffers that a rank owns, and where that begins in its shard."""
 
     @property
-    def flat(self):
+    def flat(self) -> slice:
         return slice(self.start, self.end)
 
     @property
-    def shard(self):
+    def shard(self) -> slice:
         return slice(self.at, self.at + self.end - self.start)
 
 
@@ -63,7 +70,7 @@ class Optimizer:
     """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and
     whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
-    def __init__(self, model, cfg):
+    def __init__(self, model: "GPT", cfg: Config) -> None:
         self.model, self.cfg, data = model, cfg, model.mesh.replicas
         on_host = cfg.optimizer_device == "cpu"
         device = torch.device("cpu") if on_host else model.device
@@ -82,33 +89,37 @@ class Optimizer:
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
         tp = model.mesh.weights.size
         self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
-        self.decays, self.split, self.shared = [], [], []  # of each bucket [(own Range, what)]
+        # of each bucket
+        self.decays: list[list[tuple[Range, bool]]] = []  # whether the weights decay
+        self.split: list[list[Range]] = []  # of what each tp rank has a part of
+        self.shared: list[list[tuple[Range, torch.Tensor]]] = []  # of what all hold, and its gradients
         free = self.kept
         for k, (start, end) in enumerate(model.buckets):
             here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
             ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for _, p in here))
             self.split.append([r for r, shared in ranges if not shared])
-            self.shared.append([])  # with their gradients on the device
+            self.shared.append([])
             for r in (r for r, shared in ranges if shared):
                 n = r.end - r.start
                 g, free = (free[:n], free[n:]) if on_host else (self.gradient(k, r), free)
                 self.shared[k].append((r, g))
         self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
-        self.reducing, self.scale = {}, None
+        self.reducing: dict[int, Works] = {}
+        self.scale: torch.Tensor | None = None
 
-    def within(self, k, ranges):
+    def within(self, k: int, ranges: list[tuple]) -> list[tuple[Range, Any]]:
         """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is
         any."""
         own = self.own[k]
         cut = [(max(start, own.start), min(end, own.end), what) for start, end, what in ranges]
         return [(Range(a, b, own.at + a - own.start), what) for a, b, what in cut if a < b]
 
-    def shard_of(self, p):
+    def shard_of(self, p: Location) -> list[Range]:
         """[Range]: this rank's part of a parameter, none or one."""
         return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
 
-    def load(self, named_tensors):
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's part of (name, whole fp32 tensor) pairs into the master weights and the model's
         parameters."""
         model = self.model
@@ -120,10 +131,10 @@ class Optimizer:
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
 
-    def states(self):
+    def states(self) -> dict[str, torch.Tensor]:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
-    def pieces(self, saved=False):
+    def pieces(self, saved: bool = False) -> list[Piece]:
         """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
         to save, so that nothing is saved twice."""
         made, tp = [], self.model.mesh.weights
@@ -142,11 +153,11 @@ class Optimizer:
                     at += rows * columns
         return made
 
-    def gradient(self, k, r):
+    def gradient(self, k: int, r: Range) -> torch.Tensor:
         """The gradients of Range r of bucket k, on the device."""
         return self.grads[k][r.start - self.own[k].start:r.end - self.own[k].start]
 
-    def reduce(self, k):
+    def reduce(self, k: int) -> None:
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
         to bring them to an optimizer on the host, which needs the buckets in descending order."""
         works = self.model.mesh.replicas.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
@@ -154,7 +165,7 @@ class Optimizer:
         if self.staging is not None:
             self.staging.bring(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
 
-    def reduced(self, k):
+    def reduced(self, k: int) -> None:
         """Waits for the sum over the data ranks, and notes what clip() needs of it."""
         if works := self.reducing.get(k):
             works.wait()
@@ -165,7 +176,7 @@ class Optimizer:
             for r, g in self.shared[k]:
                 g.copy_(self.gradient(k, r))
 
-    def clip(self, max_norm):
+    def clip(self, max_norm: float) -> torch.Tensor:
         """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
         most `max_norm` (0: leaves them)."""
         tp, world, buckets = self.model.mesh.weights, self.model.mesh.world, range(len(self.own))
@@ -185,7 +196,7 @@ class Optimizer:
         self.scale = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else None
         return norm
 
-    def step(self, lr):
+    def step(self, lr: float) -> None:
         """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero
         again."""
         cfg, scale, staging = self.cfg, self.scale, self.staging
@@ -210,7 +221,7 @@ class Optimizer:
         if staging is None:
             self.model.grads.zero_()
 
-    def send(self, k):
+    def send(self, k: int) -> None:
         """Sends this rank's part of bucket k's master weights on its way into the parameters of all data
         ranks."""
         model, own = self.model, self.own[k]
@@ -219,7 +230,7 @@ class Optimizer:
             part.copy_(self.master[own.shard])
         model.arriving[k] = model.mesh.replicas.start_gather(part, model.params[slice(*model.buckets[k])])
 
-    def publish(self):
+    def publish(self) -> None:
         """Makes the model's parameters those of the master weights."""
         for k in range(len(self.own)):
             self.send(k)

@@ -4,12 +4,20 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from memo.estimate.budget import Estimate
 from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, segment_starts, simulate_caching
+from memo.planner.plan import Plan
+from memo.planner.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN,
@@ -17,7 +25,7 @@ KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREE
 STREAMS = ("compute", "offload", "prefetch")
 
 
-def pyplot():
+def pyplot() -> Any:
     """matplotlib.pyplot, which takes a second to import: only when there is a picture to draw."""
     import matplotlib
     matplotlib.use("Agg")
@@ -25,7 +33,7 @@ def pyplot():
     return plt
 
 
-def store(fig, path) -> None:
+def store(fig: "Figure", path: str | Path) -> None:
     """Writes a figure under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
     try:
@@ -36,7 +44,7 @@ def store(fig, path) -> None:
         pyplot().close(fig)
 
 
-def smooth(values) -> np.ndarray:
+def smooth(values: Sequence[float]) -> np.ndarray:
     """Each value replaced by that of a straight line fitted to its neighbours: on either side a quarter as
     many as there are values before it, 2 to 50. So the curve does not lag where values fall, and is smoother
     where they hardly change."""
@@ -45,7 +53,7 @@ def smooth(values) -> np.ndarray:
     half = np.clip(i // 4, 2, 50)
     first, end = np.maximum(0, i - half), np.minimum(len(v), i + half + 1)
 
-    def window(x):  # sums of x from `first` to `end`
+    def window(x: np.ndarray) -> np.ndarray:  # sums of x from `first` to `end`
         total = np.concatenate(([0.0], np.cumsum(x)))
         return total[end] - total[first]
     n, sum_j, sum_jj, sum_v, sum_jv = end - first, window(i), window(i * i), window(v), window(i * v)
@@ -54,7 +62,7 @@ def smooth(values) -> np.ndarray:
     return (sum_v + slope * (n * i - sum_j)) / n
 
 
-def loss_curve(rows: list[dict], png_path, title: str, vocab_size: int) -> None:
+def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: int) -> None:
     """Loss, validation loss and tokens/s of the `rows` of a metrics.jsonl against the steps, as a PNG."""
     steps = [r["iter"] for r in rows]
     losses = [r["loss"] for r in rows]
@@ -82,7 +90,7 @@ def loss_curve(rows: list[dict], png_path, title: str, vocab_size: int) -> None:
     store(fig, png_path)
 
 
-def timeline(spans: list, json_path: Path, png_path, title: str) -> None:
+def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> None:
     """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three
     rows, compute, offload and prefetch, layer by layer. Red is the time that the compute stream waited."""
     shown = [s for s in spans if s.kind == "launch" or s.stream == "compute"]
@@ -135,7 +143,8 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / unit:.4g} {name}"
 
 
-def fill(ax, rectangles, colour, unit, linewidth, edge):
+def fill(ax: "Axes", rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float,
+         edge: str) -> None:
     """Draws rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
     from matplotlib.collections import PolyCollection
     corners = [[(r.start, low), (r.stop, low), (r.stop, high), (r.start, high)] for r, low, high in
@@ -145,7 +154,27 @@ def fill(ax, rectangles, colour, unit, linewidth, edge):
     ax.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edges, linewidths=linewidth))
 
 
-def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
+def on_segments(rectangles: Sequence[Rectangle], start: int, begins: Sequence[int]) -> list[Rectangle]:
+    """Rectangles of a step that starts at request `start`, with the numbers of segments in the place of
+    request numbers. `begins`: at which request of the step each segment begins, and the last one ends."""
+    at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
+              for end in ("start", "stop"))
+    return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
+
+
+def name_segments(ax: "Axes", labels: Sequence[str]) -> None:
+    """A tick at the first segment of each kind in TICKS. `labels`: those of the segments."""
+    numbered = [(segment_kind(label), i) for i, label in enumerate(labels)]
+    # backwards, so that the first of each kind stays
+    firsts = {kind: i for kind, i in reversed(numbered) if kind in TICKS}
+    ax.set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
+           xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
+    for tick in ax.get_xticklabels():
+        tick.set_horizontalalignment("left")
+
+
+def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
+                before: Sequence[Trace] = ()) -> None:
     """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
     torch's caching allocator would. Both have the same scale, while the lower one is up to 4 times as high.
     The caching allocator is simulated from an empty cache, or from the state that the Traces `before` left.
@@ -159,15 +188,10 @@ def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
         raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this "
                          "trace")
     cache = simulate_caching([*before, trace], planned_only=True)
-    start, stop = cache.starts[-2:]
+    start, _ = cache.starts[-2:]
     labels, begins = zip(*segment_starts(trace), strict=True)
-
-    def on_the_axis(rectangles, start):  # request numbers -> segments
-        at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
-                  for end in ("start", "stop"))
-        return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
-    tensors = on_the_axis(tensors, 0)
-    cached, segments = on_the_axis(cache.steps[-1], start), on_the_axis(cache.segments, start)
+    tensors = on_segments(tensors, 0, begins)
+    cached, segments = (on_segments(r, start, begins) for r in (cache.steps[-1], cache.segments))
     arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
     unit, name = scale(plan.arena_bytes)
     tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]
@@ -199,13 +223,7 @@ def memory_plan(trace, plan, png_path, title: str, before=()) -> None:
     axes[0].set_title(f"planned: {size_text(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
     axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
                       f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
-    numbered = [(segment_kind(label), i) for i, label in enumerate(labels)]
-    # backwards, so that the first of each kind stays
-    firsts = {kind: i for kind, i in reversed(numbered) if kind in TICKS}
-    axes[1].set(xlabel="segments of the step, each as wide as the others", xticks=list(firsts.values()),
-                xticklabels=[labels[i].rpartition("/")[2] for i in firsts.values()])
-    for tick in axes[1].get_xticklabels():
-        tick.set_ha("left")
+    name_segments(axes[1], labels)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=k)
                for k, c in {**colours, "reserved, unused": HOLE}.items()]
     handles += [plt.Line2D([], [], **line) for line in lines]
@@ -221,7 +239,7 @@ REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "roundin
                  "communication": GREY, "context": "#d0d3d8", "margin": "#eceef1"}
 
 
-def memory_bars(ax, bars: list, capacity: float | None) -> None:
+def memory_bars(ax: "Axes", bars: list, capacity: float | None) -> None:
     """A bar for each Estimate: its device memory by region, stacked, below the capacity in bytes."""
     gib = 2**30
     base = np.zeros(len(bars))
@@ -249,7 +267,7 @@ def tokens_label(S: int) -> str:
     return f"{S // 1024}K" if S >= 1024 else str(S)
 
 
-def speed_curve(ax, got, lengths: list[int], end: int, at: Callable) -> None:
+def speed_curve(ax: "Axes", got: Estimate, lengths: list[int], end: int, at: Callable) -> None:
     """MFU, or tokens per second where no peak is known, against the context; `got` is marked."""
     points = [(one.cfg.block_size, one) for S in lengths if (one := at(S)) is not None]
     contexts = [S for S, _ in points]
@@ -271,7 +289,7 @@ def speed_curve(ax, got, lengths: list[int], end: int, at: Callable) -> None:
     ax.set_xticks([], minor=True)
 
 
-def dry_run(got, at: Callable, most, png_path) -> None:
+def dry_run(got: Estimate, at: Callable, most: Estimate | None, png_path: str | Path) -> None:
     """A PNG of an Estimate `got`: its device memory by region, with that of the longest context beside it
     (`most`, None where there is none); and MFU against the context, from 4K to the longest. at(S) ->
     Estimate, or None where S cannot be."""

@@ -6,12 +6,14 @@ The block and its buffers are handed in; measuring overwrites their contents, th
 
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> Namespace:
     parser = Arguments(prog="python -m memo.profiler", description="Measures this machine for memo.estimate "
                        "--gpu=here; under torchrun with all its ranks at once.")
     parser.add_argument("--calibrate", action="store_true", required=True,
@@ -26,6 +28,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 
+from memo.block import Block
 from memo.config import Config
 from memo.decide import Rates
 from memo.device import pick_device, synchronize
@@ -33,15 +36,16 @@ from memo.estimate.calibrate import calibrate
 from memo.estimate.hardware import calibration_path
 from memo.launch import read_launch
 from memo.layer import groups_of
-from memo.parallel.mesh import ALONE, connected, open_mesh
-from memo.swap.buffers import copy_bytes
+from memo.parallel.mesh import ALONE, Axis, connected, open_mesh
+from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
 LONG_S = 0.5  # a call that takes longer is measured once
 
 
-def least_seconds(device, call, before=lambda: None, host=ALONE.host):
+def least_seconds(device: torch.device, call: Callable, before: Callable = lambda: None,
+                  host: Axis = ALONE.host) -> float:
     """Seconds of call(), which has run before: the least of three, or the first where that is long; on the
     slowest of the ranks of `host`, which all measure at once. `before` runs ahead of each, untimed."""
     best = float("inf")
@@ -57,18 +61,19 @@ def least_seconds(device, call, before=lambda: None, host=ALONE.host):
     return best
 
 
-def layer_rates(block, swap, turn, device, host):
+def layer_rates(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device,
+                host: Axis) -> tuple[float, float, dict[str, float], int | None]:
     """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer."""
     s, x, y = swap.layers[0], swap.x[0], swap.x[1]
     generator = torch.Generator(device).manual_seed(0)
 
     forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)
 
-    def refill():
+    def refill() -> None:
         x.normal_(generator=generator)
         forward()
 
-    def recompute_s(tensors):  # of all rows of these, and none of the others
+    def recompute_s(tensors: Iterable[str]) -> float:  # of all rows of these, and none of the others
         rows = dict.fromkeys(tensors, slice(None))
         return least_seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
@@ -88,7 +93,7 @@ def layer_rates(block, swap, turn, device, host):
     return forward_s, backward_s, groups_s, transient
 
 
-def copy_rates(swap, device, pin):
+def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, float]:
     """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a
     host block of its own."""
     buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
@@ -107,23 +112,24 @@ def copy_rates(swap, device, pin):
         slab.close()
     spans = [s for s in streams.timeline.take() if s.label == "measure"]
 
-    def rate(name):
+    def rate(name: str) -> float:
         mine = [s for s in spans if s.stream == name][1:]  # the first one warms up
         return len(mine) * nbytes / (mine[-1].end_s - mine[0].start_s)
     return rate("offload"), rate("prefetch")
 
 
-def measure(block, swap, turn, device, pin=True, host=ALONE.host):
+def measure(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device, pin: bool = True,
+            host: Axis = ALONE.host) -> Rates:
     """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them
     decide alike."""
     synchronize(device)
     swap.streams.timeline.take()
     forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device, host)
-    slowest = host.max(*(-rate for rate in copy_rates(swap, device, pin)))
-    return Rates(forward_s, backward_s, recompute_s, *(-rate for rate in slowest), transient)
+    offload, prefetch = host.max(*(-rate for rate in copy_rates(swap, device, pin)))  # of the slowest
+    return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient)
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     """python -m memo.profiler --calibrate. Errors: ConfigError."""
     args, launch = read_argv(argv), read_launch()
     device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from memo import memory
 from memo.command import python
@@ -23,11 +24,14 @@ from memo.plots import loss_curve, memory_plan, timeline
 from memo.swap.streams import Span
 from memo.tokens import load_tokenizer
 
+if TYPE_CHECKING:
+    from memo.run import Run
+
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
 FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
 
 
-def print_first_lines(run) -> None:
+def print_first_lines(run: "Run") -> None:
     """Prints what the run will do, and where its tensors live."""
     cfg, m, mesh = run.cfg, run.model, run.mesh
     train_tokens = len(run.data.tokens["train"])
@@ -47,7 +51,7 @@ def print_first_lines(run) -> None:
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}", flush=True)
 
 
-def title(run) -> str:
+def title(run: "Run") -> str:
     """The title of a run's pictures."""
     cfg = run.cfg
     return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
@@ -55,7 +59,7 @@ def title(run) -> str:
 
 # --- a step ---
 
-def report_step(run, stats: StepStats, spans: list[Span], replanned: bool) -> None:
+def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool) -> None:
     """Tells all that is told of a step. No failure ends the run. `replanned`: whether the memory
     plan is new."""
     cfg, it = run.cfg, stats.iter
@@ -73,16 +77,16 @@ def report_step(run, stats: StepStats, spans: list[Span], replanned: bool) -> No
         draw_loss(run)
 
 
-def keep_folder(run) -> None:
+def keep_folder(run: "Run") -> None:
     """Makes out_dir again where it was removed in mid-run. The next checkpoint is written there."""
-    if not is_locked(run.out, run.lock):
+    if run.lock is None or not is_locked(run.out, run.lock):
         run.lock = lock(run.out, run.owner)
         furnish(run, run.out)
         print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held",
               file=sys.stderr)
 
 
-def furnish(run, folder: Path) -> None:
+def furnish(run: "Run", folder: Path) -> None:
     """Writes config.json, plan.json and the data's tokenizer.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = run.data.folder / "tokenizer.json"
@@ -92,12 +96,12 @@ def furnish(run, folder: Path) -> None:
     save_plan(run, folder)
 
 
-def save_plan(run, folder: Path) -> None:
+def save_plan(run: "Run", folder: Path) -> None:
     record = memory.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected)
     save_json(record, folder / "plan.json")
 
 
-def draw_picture(run, name: str, work: Callable[[Path], None]) -> None:
+def draw_picture(run: "Run", name: str, work: Callable[[Path], None]) -> None:
     """work(path) makes the picture `name` in out_dir. The file is named when it is drawn first."""
     path = run.out / name
     if run.attempt(name, work, path) and path not in run.drawn:
@@ -105,13 +109,13 @@ def draw_picture(run, name: str, work: Callable[[Path], None]) -> None:
         say(f"picture     {path}")
 
 
-def draw_loss(run) -> None:
-    def work(path):
+def draw_loss(run: "Run") -> None:
+    def work(path: Path) -> None:
         loss_curve(read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size)
     draw_picture(run, "loss.png", work)
 
 
-def draw_step(run, spans: list[Span], it: int) -> None:
+def draw_step(run: "Run", spans: list[Span], it: int) -> None:
     """The timeline and the memory plan of step `it`."""
     draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
                                                             f"step {it}, {title(run)}"))
@@ -122,7 +126,7 @@ def draw_step(run, spans: list[Span], it: int) -> None:
 
 # --- the end ---
 
-def go_on_with(run, folder: Path) -> str:
+def go_on_with(run: "Run", folder: Path) -> str:
     """The command that resumes from `folder`."""
     world = run.mesh.host.size
     several = f"torchrun --nproc_per_node={world}" if run.one_host else "the same torchrun ..."
@@ -130,7 +134,7 @@ def go_on_with(run, folder: Path) -> str:
     return f"{start} train.py --init_from=resume --out_dir={shlex.quote(str(folder))}"
 
 
-def sample_with(run) -> str | None:
+def sample_with(run: "Run") -> str | None:
     """The command that generates from the run's checkpoint, with a prompt from its own data; None where the
     data has no words, or no tokenizer."""
     if not (run.out / "tokenizer.json").exists():
@@ -145,7 +149,7 @@ def sample_with(run) -> str | None:
     return f"{python()} -m memo.sample {shlex.quote(str(run.out))} --prompt={prompt}{shorter}"
 
 
-def print_last_lines(run, number: int) -> None:
+def print_last_lines(run: "Run", number: int) -> None:
     """Prints how the run ended. `number`: of the signal that stopped it, or 0."""
     cfg = run.cfg
     if number:

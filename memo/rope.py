@@ -1,9 +1,9 @@
 """Rotary positions beyond the length that a model was trained at: `rope_scaling`, as a config.json of Hugging
 Face writes it. Without torch.
 
-Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by one
-more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv 2407.21783,
-and the reference code of its release).
+Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by
+one more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv
+2407.21783, and the reference code of its release).
 """
 
 import json
@@ -94,7 +94,7 @@ def llama3_multiplier(frequency: float, scaling: Mapping[str, Any]) -> float:
 def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
     """Pairs that turn more than beta_fast times in the original length stay, those that turn less than
     beta_slow times are slowed by `factor`, those between get a part of each, by their number j."""
-    def pair_of(turns):  # the pair, not whole, that turns so often in the original length
+    def pair_of(turns: float) -> float:  # the pair, not whole, that turns so often in the original length
         return D * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (
             2 * math.log(theta))
     first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
@@ -108,7 +108,7 @@ def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Any]) -> list[f
 
 def attention_factor(scaling: Mapping[str, Any]) -> float:
     """What multiplies rotated queries and keys: attention over more tokens wants a sharper softmax."""
-    def sharper(weight):
+    def sharper(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0
     if scaling["attention_factor"]:
         return scaling["attention_factor"]

@@ -5,7 +5,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -18,9 +18,9 @@ from memo.console import Attempts
 from memo.decide import Decision
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
-from memo.estimate.budget import Line, traced_arena
+from memo.estimate.budget import ArenaBytes, Line, traced_arena
 from memo.estimate.expected import expect
-from memo.estimate.hardware import peak_flops_per_s
+from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text
 from memo.launch import Launch, same_everywhere, together
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
@@ -32,6 +32,9 @@ from memo.parallel.cp import local_token_ranges
 from memo.parallel.mesh import Axis, Mesh
 from memo.report import furnish
 from memo.tokens import load_tokenizer
+
+if TYPE_CHECKING:
+    from model import GPT
 
 
 @dataclass(kw_only=True)
@@ -83,7 +86,7 @@ class Run(Checked):
 
 # --- one rank ---
 
-def check_same_tokenizer(data: Data, folder, weights: str) -> None:
+def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
     """Errors: ConfigError: the data was made with another tokenizer than `folder` holds, which belongs
     to the `weights`."""
     mine, theirs = data.folder / "tokenizer.json", Path(folder) / "tokenizer.json"
@@ -97,7 +100,7 @@ def check_same_tokenizer(data: Data, folder, weights: str) -> None:
                           f"again with data/text/prepare.py --tokenizer={theirs}")
 
 
-def arena_here(trace_step: Callable, cfg: Config, machine):
+def arena_here(trace_step: Callable, cfg: Config, machine: Machine) -> ArenaBytes:
     """budget.traced_arena in this process."""
     return traced_arena(cfg, machine, lambda keys: trace_step(
         replace(cfg, attention=keys["attention"]), keys["device"], keys["threads"], keys["multiprocessors"]))
@@ -159,7 +162,7 @@ def check_ranks(host: Axis, check: Callable) -> tuple[Checked, dict[Path, str]]:
     passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
     passed_over: dict[Path, str] = {}
 
-    def attempt():
+    def attempt() -> tuple[Checked | None, tuple[Path, str] | None]:
         try:
             return check(passed_over), None
         except Damaged as e:
@@ -209,7 +212,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     return replace(found, owner=owner, lock=held_lock, expected=host.objects(found.expected)[0])
 
 
-def open_run(found: Checked, mesh: Mesh, model, optimizer: Optimizer, decision: Decision) -> Run:
+def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, decision: Decision) -> Run:
     """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
     out_dir cannot be written."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0

@@ -2,12 +2,15 @@
 ..."""
 
 import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> Namespace:
     parser = Arguments(prog="python -m memo.sample", description="Generate text from a checkpoint.")
     parser.option("out_dir", help="the folder a run wrote its checkpoint to", least=1)
     parser.add_argument("--prompt", required=True, help="text, or @file")
@@ -29,7 +32,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 
 from memo import checkpoint
-from memo.attention import BACKENDS
+from memo.attention import Attention
 from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
@@ -38,32 +41,53 @@ from memo.tokens import load_tokenizer, tokenizer_vocab_size
 from model import GPT
 
 
-def forward_rows(model, tokens, rows):
-    """Runs the tokens at positions `rows` of the one reserved sequence; returns the last one's logits (V,) in
-    fp32.
+def open_cache(model: GPT, length: int) -> list[SimpleNamespace]:
+    """The activations of each layer for one sequence of so many tokens. Each layer has keys and values of its
+    own, which later tokens read; all else is the same memory for all layers."""
+    model.reserve_forward(1, length)
+    return [SimpleNamespace(**vars(s) | dict(k=torch.empty_like(s.k), v=torch.empty_like(s.v)))
+            for s in model.swap.layers]
 
-    The skeletal q, k, v of the layers are the cache: earlier rows are read from them. Either `rows` starts at
-    0, or it is a single row, for which the plain mathematics serves (not every kernel takes one query).
-    """
-    swap, attention = model.swap, model.attention if len(tokens) > 1 else BACKENDS["math"]
+
+def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
+                      scale: float) -> tuple[torch.Tensor, None]:
+    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D), which are not copied; no
+    logsumexp. Not every kernel takes a single query."""
+    out = torch.empty_like(q)
+    heads = q[0, 0].unflatten(0, (k.shape[2], -1))  # (Hkv, those that share keys, D)
+    for i, (q_, k_, v_) in enumerate(zip(heads, k[0].unbind(1), v[0].unbind(1), strict=True)):
+        p = torch.softmax(q_ @ k_.t() * scale, 1, dtype=torch.float32)
+        out[0, 0].unflatten(0, (k.shape[2], -1))[i] = p.to(v.dtype) @ v_
+    return out, None
+
+
+ONE_QUERY = Attention("one query", one_query_forward, None)
+
+
+def forward_rows(model: GPT, cache: list[SimpleNamespace], tokens: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Runs the tokens at positions `rows` of a sequence; returns the last one's logits (V,) in fp32. `cache`
+    has the keys and values of the positions before. Either `rows` starts at 0, or it is a single row."""
+    swap, attention = model.swap, model.attention if len(tokens) > 1 else ONE_QUERY
     model.embed(tokens, model.positions[rows], out=swap.x[0][rows])
-    for block, s, out in zip(model.blocks, swap.layers, swap.x[1:], strict=True):
+    for block, s, out in zip(model.blocks, cache, swap.x[1:], strict=True):
         block.extend(s, model.turn, rows, attention, out)
     return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
 
 
-def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0):
+def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: float = 1.0,
+             top_k: int | None = None, seed: int = 0) -> Iterator[int]:
     """Yields up to `max_new_tokens` token ids behind the ids `prompt`. temperature=0 takes the likeliest."""
     length = len(prompt) + max_new_tokens
     if not prompt or max_new_tokens < 1 or length > model.cfg.block_size:
         raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at "
                           f"least 1 each and at most block_size={model.cfg.block_size} together; change "
                           "one of them")
-    model.reserve(1, length)
+    cache = open_cache(model, length)
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, start = prompt, 0
     for end in range(len(prompt), length):
-        logits = forward_rows(model, torch.tensor(tokens, device=model.device), slice(start, end)).double()
+        ids = torch.tensor(tokens, device=model.device)
+        logits = forward_rows(model, cache, ids, slice(start, end)).double()
         if temperature == 0:
             token = logits.argmax().item()
         else:
@@ -75,9 +99,9 @@ def generate(model, prompt, max_new_tokens, temperature=1.0, top_k=None, seed=0)
         tokens, start = [token], end
 
 
-def load_model(out_dir, device="auto", dtype="auto"):
+def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> GPT:
     """The model of a checkpoint, for evaluation only."""
-    def read(ckpt):
+    def read(ckpt: checkpoint.Checkpoint) -> GPT:
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto")
         model = GPT(cfg, *pick_device(cfg), grads=False)
         checkpoint.restore(ckpt, model)
@@ -85,7 +109,7 @@ def load_model(out_dir, device="auto", dtype="auto"):
     return checkpoint.read_newest(out_dir, read)
 
 
-def read_prompt(given):
+def read_prompt(given: str) -> str:
     """The text of --prompt. Errors: ConfigError where it is a file that cannot be read."""
     if not given.startswith("@"):
         return given.encode(errors="replace").decode()  # an argument can hold what is no UTF-8
@@ -95,7 +119,7 @@ def read_prompt(given):
         raise ConfigError(f"prompt={given} cannot be read ({reason(e)}); give a text file in UTF-8") from None
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     args = read_argv(argv)
     path = Path(args.out_dir) / "tokenizer.json"
     if not path.exists():

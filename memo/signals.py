@@ -4,17 +4,22 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 # that end a run; Slurm can send SIGUSR1 before a job's time is up
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_S = 1.0  # signals within so many seconds are one request: a terminal and torchrun both send SIGINT
 
+Handler = Callable[[int, FrameType | None], Any] | int  # as signal.signal() takes it; SIG_DFL is an int
+
 
 class Interrupted(BaseException):
     """A signal ends the process while no step is under way."""
 
-    def __init__(self, number):
+    def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
@@ -23,14 +28,14 @@ class StepGivenUp(BaseException):
     """A second signal: the step under way is not to be finished."""
 
 
-def handle(number: int, handler) -> None:
+def handle(number: int, handler: Handler) -> None:
     """signal.signal(), but a signal that this process shall ignore (as under nohup) stays ignored."""
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, handler)
 
 
 @contextmanager
-def handling(handler):
+def handling(handler: Handler) -> Iterator[None]:
     """Meanwhile handler(number, frame) is called for SIGNALS."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -42,7 +47,7 @@ def handling(handler):
             signal.signal(number, earlier)
 
 
-def interrupt(number, frame):
+def interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
@@ -55,12 +60,12 @@ class StopSignal:
     printed. `alone`: there is one rank.
     """
 
-    def __init__(self, quiet: bool, alone: bool):
+    def __init__(self, quiet: bool, alone: bool) -> None:
         self.quiet, self.alone, self.may_give_up = quiet, alone, False
         self.number, self.requests, self.last_s = 0, 0, -SAME_S  # of the first signal, or 0; signals so far
 
     @contextmanager
-    def interruptible(self):
+    def interruptible(self) -> Iterator[None]:
         """Meanwhile weights and optimizer do not change: the step may be given up."""
         self.may_give_up = True
         try:
@@ -68,7 +73,7 @@ class StopSignal:
         finally:
             self.may_give_up = False
 
-    def __call__(self, number, frame):
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self.last_s < SAME_S:
             return

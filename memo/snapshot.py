@@ -12,11 +12,11 @@ STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, little besi
 class Copier:
     """Copies pieces to the host, from a thread of its own while training goes on."""
 
-    def __init__(self, pin: bool):
+    def __init__(self, pin: bool) -> None:
         self.pin = pin
         self.slab: HostSlab | None = None  # page-locked once
 
-    def copy(self, pieces: list[Piece], reached) -> list[Piece]:
+    def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
         """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
         if reached is None:
             return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
@@ -26,12 +26,13 @@ class Copier:
             self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
             # protects the copy from an optimizer step that is still under way
             stream.wait_event(reached)
-            self.through(copies, [p.tensor for p in pieces], stream)
+            self.through(self.slab, copies, [p.tensor for p in pieces], stream)
         return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
 
-    def through(self, copies, tensors, stream):
+    def through(self, slab: HostSlab, copies: list[torch.Tensor], tensors: list[torch.Tensor],
+                stream: torch.cuda.Stream) -> None:
         """Part by part through the two blocks: one is filled while the other one is emptied."""
-        blocks = self.slab.bytes.view(torch.float32).split(STAGED_BYTES // 4)
+        blocks = slab.bytes.view(torch.float32).split(STAGED_BYTES // 4)
         parts = [part for pair in zip(copies, tensors, strict=True)
                  for part in zip(*(t.view(-1).split(STAGED_BYTES // 4) for t in pair), strict=True)]
         filled = None
@@ -44,7 +45,7 @@ class Copier:
         self.empty(filled)
 
     @staticmethod
-    def empty(filled):
+    def empty(filled: tuple | None) -> None:
         if filled is not None:
             copy, block, done = filled
             done.synchronize()  # of this thread only

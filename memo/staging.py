@@ -11,18 +11,24 @@ Source: ZeRO-Offload (arXiv 2101.06840).
 """
 
 from collections import namedtuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from memo.swap.buffers import copy_bytes
+from memo.swap.buffers import Pairs, copy_bytes
 from memo.swap.slab import HostSlab
-from memo.swap.streams import Event
+from memo.swap.streams import Event, Streams
+
+if TYPE_CHECKING:
+    from memo.optim import Range
+    from model import GPT
 
 
 class Arrival(namedtuple("Arrival", "compute uploaded works")):
     """Weights of a bucket on their way to all data ranks."""
 
-    def wait(self):
+    def wait(self) -> None:
         # protects the forward from weights that are still on their way up
         self.compute.wait(self.uploaded)
         self.works.wait()
@@ -33,7 +39,7 @@ class Staging:
     `nbytes` in all. The streams are those of the model's swap. Errors: OutOfHostMemory.
     """
 
-    def __init__(self, model, numel, pin):
+    def __init__(self, model: "GPT", numel: int, pin: bool) -> None:
         self.model, layers = model, range(model.cfg.n_layer)
         self.slab = HostSlab(4 * (numel + 1), model.device, pin)
         self.nbytes = self.slab.bytes.nbytes
@@ -44,15 +50,15 @@ class Staging:
                                     for what in ("gradients", "weights"))
 
     @property
-    def streams(self):
+    def streams(self) -> Streams:
         return self.model.swap.streams
 
-    def sharer(self, k):
+    def sharer(self, k: int) -> int | None:
         """The bucket above k whose gradients were last in the place of bucket k's; None without one."""
         begins = [grads.storage_offset() for grads in self.model.bucket_grads]
         return begins.index(begins[k], k + 1) if begins[k] in begins[k + 1:] else None
 
-    def bring(self, k, piece, shard, reduced):
+    def bring(self, k: int, piece: torch.Tensor, shard: slice, reduced: Callable[[], None]) -> None:
         """Queues the way of bucket k's gradients: reduced() sums them over the data ranks, then `piece`, this
         rank's, goes to `shard` of the host's, and their place on the device is zero again."""
         compute, offload, *_ = self.streams
@@ -66,36 +72,38 @@ class Staging:
             # protects the gradients of a layer above, which leave the place that the next layer adds to
             compute.wait(self.left[above])
 
-    def pairs(self, place, t):
+    def pairs(self, place: int, t: torch.Tensor) -> Pairs:
         """[(bytes of t, on the device, their place from number `place` of the host's on)], for one copy
         each."""
         return self.slab.pairs(4 * place, t.view(-1).view(torch.uint8))
 
-    def down(self, place, t):
-        copy_bytes([(host, device) for device, host in self.pairs(place, t)])
+    def down(self, *parts: tuple[int, torch.Tensor]) -> None:
+        """Copies each (first place on the host, tensor)."""
+        for place, t in parts:
+            copy_bytes([(host, device) for device, host in self.pairs(place, t)])
 
-    def leave(self, k, piece, shard, reduced):
+    def leave(self, k: int, piece: torch.Tensor, shard: slice, reduced: Callable[[], None]) -> None:
         reduced()
-        self.down(shard.start, piece)
+        self.down((shard.start, piece))
         self.model.bucket_grads[k].zero_()
 
-    def arrived(self):
+    def arrived(self) -> None:
         """Holds the compute stream until all gradients have left."""
         # protects the norm from sums that are not there yet, and the next backward from gradients that are
         # not zero
         self.streams.compute.wait(self.left[0])
 
-    def complete_with(self, last):
+    def complete_with(self, last: list[tuple[int, torch.Tensor]]) -> None:
         """Copies the last [(first place on the host, tensor)], and returns when all gradients are on the
         host, and the device is done with the weights, which send() overwrites."""
         compute, offload, *_ = self.streams
         compute.record(self.used)
         # protects the host from gradients that the compute stream still works on
         offload.wait(self.used)
-        offload.launch("gradients of all tp ranks", lambda: [self.down(*one) for one in last])
+        offload.launch("gradients of all tp ranks", self.down, *last)
         offload.synchronize()  # the host reads them next
 
-    def send(self, k, own, weights):
+    def send(self, k: int, own: "Range", weights: torch.Tensor) -> None:
         """Starts to bring `weights`, the masters of bucket k's Range `own`, to all data ranks' parameters."""
         model, (compute, _, prefetch, _) = self.model, self.streams
         part = model.params[own.flat]

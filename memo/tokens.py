@@ -13,8 +13,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 
 # --- tokenizers ---
 
-def byte_level(model) -> Tokenizer:
+def byte_level(model: models.BPE) -> Tokenizer:
     """A tokenizer like GPT-2's: bytes, cut into words, decoded without loss."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +62,7 @@ def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     read = 0
 
-    def texts():
+    def texts() -> Iterator[str]:
         nonlocal read
         for document in documents:
             for piece, _ in document_pieces(document):
@@ -96,18 +96,18 @@ def tokenizer_of(text: str) -> Tokenizer:
     return Tokenizer.from_str(text)
 
 
-def short_words(text):
+def short_words(text: str) -> Iterator[str]:
     """The text in parts without the long words that training cannot bear."""
     ends = [0, *(word.end() for word in LONG_WORD.finditer(text)), len(text)]
     return (text[start:end] for start, end in itertools.pairwise(ends))
 
 
-def bar_or_progress(text):
+def bar_or_progress(text: Callable[[], str]) -> AbstractContextManager:
     """progress(text) where stderr is no terminal; a terminal has a moving bar."""
     return nullcontext() if sys.stderr.isatty() else progress(text)
 
 
-def load_tokenizer(path) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json, or of a folder with a tokenizer.json or with GPT-2's vocab.json and
     merges.txt. Errors: ConfigError: there is none, or it cannot encode."""
     path = Path(path)
@@ -181,7 +181,7 @@ def encodes_by_word(tokenizer: Tokenizer) -> bool:
     return ids[0] == sum(ids[1:], [])
 
 
-def batches(documents, chars):
+def batches(documents: Iterable, chars: int) -> Iterator[list[tuple[str, bool]]]:
     """Yields lists of pieces, about BATCH_CHARS long in all."""
     batch, size = [], 0
     for document in documents:
@@ -194,12 +194,13 @@ def batches(documents, chars):
     yield batch
 
 
-def encode(documents, tokenizer, total_bytes):
+def encode(documents: Iterable, tokenizer: Tokenizer,
+           total_bytes: int | None) -> Iterator[tuple[list[int], bool]]:
     """Yields (ids, whether they end their document), in order, encoded on all cores. `total_bytes`, for the
     bar, may be None."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True  # a document that merely mentions <|endoftext|> does not end there
-    end = tokenizer.token_to_id(end_of_document(tokenizer))
+    end: Any = tokenizer.token_to_id(end_of_document(tokenizer))
     chars, done = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 4, 0
     of = f" of {total_bytes / 1e6:,.0f}" if total_bytes else ""
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
@@ -216,7 +217,8 @@ def encode(documents, tokenizer, total_bytes):
 
 # --- the folder ---
 
-def write_splits(folder, encoded, dtype):
+def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
+                 dtype: np.dtype) -> dict[str, dict[str, int]]:
     """Writes whole documents to train.bin or val.bin: every 20th to val.bin; of fewer than 20 the last one;
     of a single one its last 20th -> {split: {tokens, documents}}. Errors: ConfigError: a split has fewer
     than two tokens."""
@@ -245,7 +247,8 @@ def write_splits(folder, encoded, dtype):
     return counts
 
 
-def write_dataset(out_dir, documents: Iterable, tokenizer: Tokenizer, total_bytes: int | None = None) -> dict:
+def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
+                  total_bytes: int | None = None) -> dict:
     """Writes the folder `out_dir` from documents as document_pieces() takes them, and returns its meta. Empty
     documents are left out.
 

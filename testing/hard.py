@@ -47,8 +47,9 @@ def hard(seed: str, n: int, live: int, again: float, several: float, slack: int,
     """A Problem of about n buffers that has a placement. Blocks fill the addresses from 0 up; at every event
     some neighbours end and others take their room: the larger a block, the sooner.
 
-    live: blocks at a time. again: P(a successor is as large as the block before). several: P(a block is
-    several buffers). slack: KiB of capacity above the lower bound. trim: P(an end of a lifespan is moved inwards).
+    live: blocks at a time. again: P(a successor is as large as the block before). several: P(a block
+    is several buffers). slack: KiB of capacity above the lower bound. trim: P(an end of a lifespan moves
+    inwards).
     """
     rng, rows = random.Random(seed), []
     blocks, t = [(0, size) for size in parts_of(rng, capacity, live)], 0

@@ -1,5 +1,5 @@
-"""The flash-attn packages' functions with the signatures of their versions, computed by the mathematics on the CPU. Each
-is strict: what memo does not hand in must have the value that switches it off."""
+"""The flash-attn packages' functions with the signatures of their versions, computed by the mathematics on
+the CPU. Each is strict: what memo does not hand in must have the value that switches it off."""
 
 import inspect
 import sys
@@ -11,47 +11,51 @@ from memo.attention import INTERFACES, math_backward, math_forward
 
 FORWARD = {
     "2.6.3": "q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax",
-    "2.8.3": """q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        return_softmax""",
-    "3 of 2.8.3": """q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
-        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale,
-        k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
-        rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0""",
-    "3": """q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-        seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
-        leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
-        v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
-        softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0""",
-    "4 beta 0": """q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
-        window_size_right=None, learnable_sink=None, m_block_size=128, n_block_size=128, num_threads=384, num_splits=1,
-        pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
-        lse=None, aux_tensors=None""",
+    "2.8.3": """q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax""",
+    "3 of 2.8.3": """q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
+        seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+        seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
+        attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
+        pack_gqa=None, sm_margin=0""",
+    "3": """q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+        seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0""",
+    "4 beta 0": """q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+        window_size_left=None, window_size_right=None, learnable_sink=None, m_block_size=128,
+        n_block_size=128, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None,
+        mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None""",
     "4 beta 27": """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False,
-        softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None,
-        intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
-        block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, q_descale=None,
-        k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
+        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+        causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+        tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
+        _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
+        lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None,
+        gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
         disable_scheduler_metadata=False""",
 }
 BWD4 = """q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-    window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2,
-    num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2,
-    AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None,
-    score_mod_bwd=None, mask_mod=None, aux_tensors=None, """
+    window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+    num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
+    AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+    seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
+    score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, """
 BACKWARD = {
-    "2.6.3": """dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, rng_state=None""",
-    "2.8.3": """dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None""",
-    "3 of 2.8.3": """dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
-        max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False,
+    "2.6.3": """dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, rng_state=None""",
+    "2.8.3": """dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None""",
+    "3 of 2.8.3": """dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
+        max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+        deterministic=False, sm_margin=0""",
+    "3": """dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
+        sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None,
+        is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False,
         sm_margin=0""",
-    "3": """dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0""",
     "4 beta 0": BWD4 + "block_sparse_tensors=None",
     "4 beta 27": BWD4 + "aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None",
 }
@@ -68,8 +72,8 @@ def check(given):
         if name in FIXED:
             wanted = FIXED[name] if isinstance(FIXED[name], tuple) else (FIXED[name],)
             assert value in wanted, (name, value)
-        elif name.startswith(("alibi", "k_new", "v_new", "qv", "cu_", "seqused", "sequed", "max_", "page", "kv_", "leftpad",
-                              "rotary_c", "rotary_s", "seqlens", "q_de", "k_de", "v_de")):
+        elif name.startswith(("alibi", "k_new", "v_new", "qv", "cu_", "seqused", "sequed", "max_", "page",
+                              "kv_", "leftpad", "rotary_c", "rotary_s", "seqlens", "q_de", "k_de", "v_de")):
             assert value is None, name
 
 
@@ -96,8 +100,10 @@ def forward(version):
 def backward(version):
     def body(a):
         check(a)
-        causal, lse = a["is_causal"] if "is_causal" in a else a["causal"], a["lse"] if "lse" in a else a["softmax_lse"]
-        gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal, a["softmax_scale"])
+        causal = a["is_causal"] if "is_causal" in a else a["causal"]
+        lse = a["lse"] if "lse" in a else a["softmax_lse"]
+        gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal,
+                                  a["softmax_scale"])
         assert lse.is_contiguous() and a["deterministic"] is torch.are_deterministic_algorithms_enabled()
         for name, g in zip(("dq", "dk", "dv"), gradients, strict=True):
             a[name].copy_(g)
@@ -109,10 +115,11 @@ def backward(version):
 
 def custom_op(name, f, mutates, results):
     """`f` as torch.library.custom_op has it: it hides the signature, and no result may be an argument."""
-    kinds = dict(causal="bool", is_causal="bool", deterministic="bool", return_softmax="bool", rotary_interleaved="bool",
-                 dropout_p="float", softmax_scale="float?", softcap="float", alibi_slopes="Tensor?", pack_gqa="bool?",
-                 max_seqlen_q="int?", max_seqlen_k="int?", window_size_left="int", window_size_right="int",
-                 attention_chunk="int", num_splits="int", sm_margin="int")
+    kinds = dict(causal="bool", is_causal="bool", deterministic="bool", return_softmax="bool",
+                 rotary_interleaved="bool", dropout_p="float", softmax_scale="float?", softcap="float",
+                 alibi_slopes="Tensor?", pack_gqa="bool?", max_seqlen_q="int?", max_seqlen_k="int?",
+                 window_size_left="int", window_size_right="int", attention_chunk="int", num_splits="int",
+                 sm_margin="int")
     parts = []
     for n, p in inspect.signature(f).parameters.items():
         kind = kinds.get(n, "Tensor" if n in TENSORS else "Tensor?")
@@ -128,7 +135,8 @@ def package(version):
     """(kernel, {module name: module}) of one version."""
     kernel = KERNEL[version[0]]
     names = INTERFACES[kernel][2:]
-    f, b = function(names[0], FORWARD[version], forward(version)), function(names[1], BACKWARD[version], backward(version))
+    f = function(names[0], FORWARD[version], forward(version))
+    b = function(names[1], BACKWARD[version], backward(version))
     if version in ("2.8.3", "3"):
         space = f"fake_{version.replace('.', '_')}_{len(OPS)}"
         OPS.append(space)

@@ -1,4 +1,4 @@
-"""Record and replay: every live block keeps its bytes whatever is requested; training with the plan is bitwise the same."""
+"""Record and replay: live blocks keep their bytes whatever is requested; a plan changes no bit of a run."""
 
 import gc
 import json
@@ -53,8 +53,8 @@ def three():
 def test_a_segment_is_recorded_once_and_then_gets_its_planned_addresses(arena):
     arena.run("piece", three)
     trace = arena.recorded()
-    assert [f"{verb} {n}" for verb, _, n in trace.events] == ["begin 0", "malloc 1000", "malloc 5000", "free 1000",
-                                                              "malloc 300", "free 5000", "free 300", "end 0"]
+    assert [f"{verb} {n}" for verb, _, n in trace.events] == [
+        "begin 0", "malloc 1000", "malloc 5000", "free 1000", "malloc 300", "free 5000", "free 300", "end 0"]
     arena.run("piece", three)
     assert arena.recorded().events == ()  # once
     arena.replay(trace)
@@ -106,8 +106,9 @@ def test_a_miss_is_served_counted_and_reported_once(arena, capsys):
     assert arena.stats().misses - before.misses == 6
     arena.settle()
     arena.settle()
-    assert capsys.readouterr().err == ("warning: memory plan: piece: 77 bytes were requested where 1000 were planned; torch "
-                                       "serves what the plan does not have\n")
+    assert capsys.readouterr().err == (
+        "warning: memory plan: piece: 77 bytes were requested where 1000 were planned; "
+        "torch serves what the plan does not have\n")
 
 
 class Memory:
@@ -160,7 +161,8 @@ def test_every_live_block_keeps_its_bytes_whatever_is_requested():
     rng, misses = random.Random(0), 0
     for _ in range(150):
         arena, memory = Arena(CPU, guard=True), Memory(rng)
-        streams = {f"segment {i}": random_stream(rng, rng.randrange(1, 60)) for i in range(rng.randrange(1, 4))}
+        streams = {f"segment {i}": random_stream(rng, rng.randrange(1, 60))
+                   for i in range(rng.randrange(1, 4))}
         for step in range(4):
             for label, stream in streams.items():
                 arena.run(label, memory.run, mutated(rng, stream) if step > 1 else stream)
@@ -269,19 +271,26 @@ PLANTS = {  # what the adversary does: to the cache folder, to the library in it
     "a library that the group can write": (lambda folder, path: path.chmod(0o770), ""),
     "a library without functions": (lambda folder, path: None, ""),
     "a damaged library": (lambda folder, path: path.write_bytes(b"not a library"), ""),
-    "a disk that cannot be written": (lambda folder, path: shutil.rmtree(folder.parent) or folder.parent.touch(),
-                                      "no cache folder can be made (File exists); set XDG_CACHE_HOME to a"),
+    "a disk that cannot be written": (
+        lambda folder, path: shutil.rmtree(folder.parent) or folder.parent.touch(),
+        "no cache folder can be made (File exists); set XDG_CACHE_HOME to a"),
     "a folder in the library's place": (lambda folder, path: (path.unlink(), path.mkdir()), ""),
-    "another user's folder": (lambda folder, path: another_users(folder), "is no folder of this user; remove it, or set"),
-    "a folder that all can write": (lambda folder, path: folder.chmod(0o777), "memo can be written by others; chmod 700 "),
-    "a folder above that all can write": (lambda folder, path: folder.parent.chmod(0o777), "by others; chmod go-w"),
-    "a link": (lambda folder, path: (folder.rename(folder.parent / "x"), folder.symlink_to(folder.parent / "x")),
+    "another user's folder": (lambda folder, path: another_users(folder),
+                              "is no folder of this user; remove it, or set"),
+    "a folder that all can write": (lambda folder, path: folder.chmod(0o777),
+                                    "memo can be written by others; chmod 700 "),
+    "a folder above that all can write": (lambda folder, path: folder.parent.chmod(0o777),
+                                          "by others; chmod go-w"),
+    "a link": (lambda folder, path: (folder.rename(folder.parent / "x"),
+                                     folder.symlink_to(folder.parent / "x")),
                "memo is no folder of this user"),
-    "no home": (None, "no cache folder can be made (Could not determine home directory.); set XDG_CACHE_HOME to a")}
+    "no home": (None, "no cache folder can be made (Could not determine home directory.); "
+                      "set XDG_CACHE_HOME to a")}
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_no_library_runs_that_another_could_have_written(tmp_path, monkeypatch, capfd, planted, quick_compiler, plant):
+def test_no_library_runs_that_another_could_have_written(tmp_path, monkeypatch, capfd, planted,
+                                                         quick_compiler, plant):
     if "another user's" in plant and os.getuid() != 0:
         pytest.skip("only root can give a file away")
     change, said = PLANTS[plant]
@@ -437,8 +446,8 @@ def test_without_a_compiler_training_goes_on_without_the_plan(dataset, tmp_path,
         Arena(CPU)
     assert main(dataset, tmp_path / "out", "--max_iters=2") == 0
     out = capsys.readouterr()
-    assert ("warning: memory_plan=bilevel is not to be had: there is no C++ compiler, g++ (No such file or directory); "
-            "training goes on without it") in out.err and "memory_plan.png" not in out.out
+    assert ("warning: memory_plan=bilevel is not to be had: there is no C++ compiler, g++ (No such file or "
+            "directory); training goes on without it") in out.err and "memory_plan.png" not in out.out
     assert [r["transient_peak_bytes"] for r in metrics(tmp_path / "out")] == [None, None]
 
 
@@ -475,7 +484,8 @@ def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
     dtype = kw.get("dtype", torch.float32)
     model, arena = model_and_arena(**kw)
     recorded = rehearsed_requests(model, arena).segments
-    traced = traced_requests(lambda device: GPT(model.cfg, device, dtype), 1, 2048, model.swap.missing, "cpu").segments
+    traced = traced_requests(lambda device: GPT(model.cfg, device, dtype), 1, 2048,
+                             model.swap.missing, "cpu").segments
     assert list(traced) == list(recorded)
     for label in traced:
         rest = [n for verb, _, n in recorded[label] if verb == "malloc"]
@@ -490,9 +500,9 @@ def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
 
 
 def main(dataset, out, *argv):
-    return train.main([f"--dataset={dataset}", f"--out_dir={out}", "--n_layer=4", "--n_head=2", "--n_embd=64", "--alpha=0.5",
-                       "--block_size=1024", "--warmup_iters=2", "--device=cpu", "--eval_interval=0",
-                       "--memory_plan_check=true", *argv])
+    return train.main([f"--dataset={dataset}", f"--out_dir={out}", "--n_layer=4", "--n_head=2", "--n_embd=64",
+                       "--alpha=0.5", "--block_size=1024", "--warmup_iters=2", "--device=cpu",
+                       "--eval_interval=0", "--memory_plan_check=true", *argv])
 
 
 def metrics(out):
@@ -501,7 +511,8 @@ def metrics(out):
 
 @pytest.mark.slow
 def test_fifty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsys):
-    assert main(dataset, tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false", "--max_iters=50") == 0
+    assert main(dataset, tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false",
+                "--max_iters=50") == 0
     assert main(dataset, tmp_path / "plan", "--max_iters=50", "--eval_interval=10", "--eval_iters=1") == 0
     assert "memory plan" not in capsys.readouterr().err  # no miss
     off, planned = metrics(tmp_path / "off"), metrics(tmp_path / "plan")
@@ -525,11 +536,14 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_pa
     monkeypatch.setattr("memo.memory.rehearsed_requests", no_room)
     assert main(dataset, tmp_path / "traced", "--max_iters=3") == 0
     err = capsys.readouterr().err
-    assert "its requests are traced, not recorded" in err and "1x1024/forward 0:" in err  # attention's workspace
-    assert [r["loss"] for r in metrics(tmp_path / "recorded")] == [r["loss"] for r in metrics(tmp_path / "traced")]
+    assert "its requests are traced, not recorded" in err
+    assert "1x1024/forward 0:" in err  # attention's workspace
+    ours, theirs = ([r["loss"] for r in metrics(tmp_path / name)] for name in ("recorded", "traced"))
+    assert ours == theirs
     recorded, traced = (json.loads((tmp_path / name / "plan.json").read_text())["memory_plans"][0]
                         for name in ("recorded", "traced"))
-    assert list(recorded["segments"]) == list(traced["segments"]) and traced["arena_bytes"] <= recorded["arena_bytes"]
+    assert (list(recorded["segments"]) == list(traced["segments"])
+            and traced["arena_bytes"] <= recorded["arena_bytes"])
 
 
 @pytest.mark.slow
@@ -544,20 +558,21 @@ def test_a_stop_by_signal_and_a_resume_change_nothing(dataset, tmp_path, monkeyp
     monkeypatch.setattr(train.Optimizer, "step", step_and_signal)
     assert main(dataset, tmp_path / "parts", "--max_iters=8") == 128 + signal.SIGTERM
     assert main(dataset, tmp_path / "parts", "--max_iters=8", "--init_from=resume") == 0
-    assert [r["loss"] for r in metrics(tmp_path / "whole")] == [r["loss"] for r in metrics(tmp_path / "parts")]
+    whole, parts = ([r["loss"] for r in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert whole == parts
 
 
 @pytest.mark.slow
 def test_shapes_in_turns_evaluations_and_another_alpha_change_nothing(capsys):
-    """Two models of the same weights, one with the plan: a smaller last batch, lengths in turns, evaluations, alphas."""
+    """Two equal models, one of them planned: a smaller last batch, lengths in turns, evaluations, alphas."""
     model, arena = model_and_arena()
     twin, _ = model_and_arena()
     twin.params.copy_(model.params)
     arena.replay(rehearsed_requests(model, arena))
     model.arena = arena
     generator = torch.Generator().manual_seed(0)
-    for step, (B, T, kept) in enumerate([(1, 2048, 1024), (2, 512, 512), (1, 512, 256), (1, 2048, 1024), (2, 512, 512),
-                                         (1, 2048, 256), (1, 2048, 256), (1, 512, 256)]):
+    for step, (B, T, kept) in enumerate([(1, 2048, 1024), (2, 512, 512), (1, 512, 256), (1, 2048, 1024),
+                                         (2, 512, 512), (1, 2048, 256), (1, 2048, 256), (1, 512, 256)]):
         tokens, targets = torch.randint(300, (2, B, T), generator=generator)
         losses = []
         for m in (model, twin):
@@ -570,7 +585,7 @@ def test_shapes_in_turns_evaluations_and_another_alpha_change_nothing(capsys):
     assert len(arena.plans) == 3  # one a shape
     assert arena.stats().arena_bytes == max(plan.arena_bytes for _, plan in arena.plans)
     misses = capsys.readouterr().err.splitlines()
-    assert misses and all("1x2048/recompute" in line for line in misses)  # of the other alpha, and only of that
+    assert misses and all("1x2048/recompute" in line for line in misses)  # only of the other alpha
     assert arena.stats().live_blocks == 0
     for m in (model, twin, arena):
         m.close()

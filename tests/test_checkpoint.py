@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is what is restored, in any layout, and no kill, full disk or flipped bit goes unnoticed."""
+"""Checkpoints: what is saved is restored, in any layout, no kill, full disk or flipped bit is missed."""
 
 import errno
 import itertools
@@ -56,7 +56,8 @@ def train(model, optimizer, iters):
 
 
 def state(model, optimizer):
-    return [t.clone() for t in (model.params, optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps)]
+    return [t.clone() for t in (model.params, optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq,
+                                optimizer.steps)]
 
 
 def write(out_dir, pieces, iter, cfg=CFG, group=None, **keys):
@@ -118,7 +119,8 @@ def test_rotary_positions_may_grow(tmp_path):
 def test_the_newest_stay_and_none_is_written_twice(tmp_path, monkeypatch):
     _, optimizer = saved(tmp_path)
     removed, real = [], shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **keys: removed.append(path.name) or real(path, **keys))
+    monkeypatch.setattr(shutil, "rmtree",
+                        lambda path, **keys: removed.append(path.name) or real(path, **keys))
     for name in ("7.tmp", "kept"):
         (tmp_path / "ckpt" / name).mkdir()
     write(tmp_path, optimizer.pieces(saved=True), 10)
@@ -127,7 +129,8 @@ def test_the_newest_stay_and_none_is_written_twice(tmp_path, monkeypatch):
     before = contents(tmp_path / "ckpt" / "10")
     write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99), whole=10)
     assert contents(tmp_path / "ckpt" / "10") == before
-    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99))  # a folder that is not known as whole
+    # a folder that is not known as whole
+    write(tmp_path, optimizer.pieces(saved=True), 10, replace(CFG, max_iters=99))
     assert contents(tmp_path / "ckpt" / "10") != before == contents(tmp_path / "ckpt" / "10.damaged")
     for iter, names in ((11, {"11", "10"}), (12, {"12", "11"}), (13, {"13", "12"})):
         write(tmp_path, optimizer.pieces(saved=True), iter, keep=2)
@@ -137,7 +140,8 @@ def test_the_newest_stay_and_none_is_written_twice(tmp_path, monkeypatch):
 
 # --- pieces: saved in one layout, read in another ---
 
-SHAPES = {"params.a": (7, 5), "params.b": (1, 9), "exp_avg.c": (13,), "exp_avg_sq.d": (6, 1), "exp_avg_sq.e": (40, 33)}
+SHAPES = {"params.a": (7, 5), "params.b": (1, 9), "exp_avg.c": (13,), "exp_avg_sq.d": (6, 1),
+          "exp_avg_sq.e": (40, 33)}
 
 
 def full_tensors(seed):
@@ -146,16 +150,17 @@ def full_tensors(seed):
 
 
 def ranges(rows, columns, start, end):
-    """[start, end) of a matrix's elements as boxes (row, column, rows, columns): a part of a row, whole rows, a part."""
+    """[start, end) of a matrix as boxes (row, column, rows, columns): a part of a row, whole rows, a part."""
     while start < end:
         row, column = divmod(start, columns)
-        n = min(columns - column, end - start) if column or end - start < columns else (end - start) // columns * columns
+        n = (min(columns - column, end - start) if column or end - start < columns
+             else (end - start) // columns * columns)
         yield row, column, -(-n // columns), min(n, columns)
         start += n
 
 
 def cut(tensors, ways, seed):
-    """The tensors as pieces on `ways` ranks: each is cut in two along a dimension, each half into a range a rank."""
+    """The tensors as pieces on `ways` ranks: each is halved along a dimension, a half is a range a rank."""
     random_ = random.Random(seed)
     ranks = [[] for _ in range(ways)]
     for name, t in tensors.items():
@@ -170,7 +175,8 @@ def cut(tensors, ways, seed):
                     box = part.view(rows, columns) if part.dim() == 1 else part
                     box = box[offsets[0]:offsets[0] + n, offsets[1]:offsets[1] + m]
                     offsets = offsets[-part.dim():]
-                    pieces.append(Piece(name, tuple(t.shape), tuple(a + b for a, b in zip(corner, offsets, strict=True)),
+                    pieces.append(Piece(name, tuple(t.shape),
+                                        tuple(a + b for a, b in zip(corner, offsets, strict=True)),
                                         box if part.dim() == 2 else box[0]))
     return ranks
 
@@ -188,7 +194,8 @@ def test_any_cutting_is_read_in_any_other(tmp_path):
     for seed in range(16):
         tensors = full_tensors(seed)
         pieces = sum(cut(tensors, 1 + seed % 4, seed), [])
-        boxes |= {len([p for p in part if p.name == "exp_avg_sq.e"]) for part in cut(tensors, 1 + seed % 4, seed)}
+        boxes |= {len([p for p in part if p.name == "exp_avg_sq.e"])
+                  for part in cut(tensors, 1 + seed % 4, seed)}
         write(tmp_path, pieces, seed + 1)
         ckpt = checkpoint.load(tmp_path)
         assert all(read_back(ckpt, tensors, ways, seed + 100 * ways) for ways in (1, 3, 5))
@@ -199,8 +206,10 @@ def test_any_cutting_is_read_in_any_other(tmp_path):
 
 def test_pieces_that_do_not_tile_are_refused(tmp_path):
     for start, found in ((4, 40), (6, 30)):
-        pieces = [Piece("params.a", (7, 5), (row, 0), torch.zeros(n, 5)) for row, n in ((0, 5), (start, 7 - start))]
-        with pytest.raises(CheckpointError, match=rf"the pieces of params.a \(7, 5\) hold {found} elements, must be 35"):
+        pieces = [Piece("params.a", (7, 5), (row, 0), torch.zeros(n, 5))
+                  for row, n in ((0, 5), (start, 7 - start))]
+        with pytest.raises(CheckpointError,
+                           match=rf"the pieces of params.a \(7, 5\) hold {found} elements, must be 35"):
             write(tmp_path, pieces, 1)
     assert os.listdir(tmp_path / "ckpt") == []
 
@@ -223,10 +232,12 @@ def a_rank(rank, out_dir):
     limits, saver = resource.getrlimit(resource.RLIMIT_FSIZE), Saver(out_dir, group)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]) if rank == 1 else limits)
     part = [Piece("params.a", (300, 300), (100 * rank, 0), large["params.a"][100 * rank:100 * rank + 100])]
-    fails(lambda: saver.save(part, CFG, 6), saver, r"ckpt/6 cannot be written \(File too large\); the previous one is whole")
+    fails(lambda: saver.save(part, CFG, 6), saver,
+          r"ckpt/6 cannot be written \(File too large\); the previous one is whole")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     commit, saver.commit = saver.commit, saver.commit if rank else full
-    fails(lambda: saver.save(part, CFG, 7), saver, r"ckpt/7 cannot be written \(No space left on device\); the previous")
+    fails(lambda: saver.save(part, CFG, 7), saver,
+          r"ckpt/7 cannot be written \(No space left on device\); the previous")
     dist.barrier()
     assert os.listdir(out_dir / "ckpt") == ["5"]
     assert read_back(checkpoint.load(out_dir, rank, WORLD), full_tensors(5), 4, 0)
@@ -261,7 +272,8 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
     assert [process.exitcode for process in ranks] == [0] * WORLD
     assert torch.equal(dict(checkpoint.load(tmp_path).tensors("params"))["a"], torch.zeros(300, 300))
     folder = tmp_path / "ckpt" / "8"
-    for name in sorted(contents(folder).keys() - {CHECKPOINT_JSON}):  # every rank checks a part, all of them everything
+    # every rank checks a part, all of them everything
+    for name in sorted(contents(folder).keys() - {CHECKPOINT_JSON}):
         shutil.copytree(folder, folder.with_name("9"))
         stored = {k: v for k, v in json.loads((folder / CHECKPOINT_JSON).read_text()).items() if k != "crc32"}
         (folder.with_name("9") / CHECKPOINT_JSON).write_text(manifest_text(stored | dict(iter=9)))
@@ -337,7 +349,8 @@ def test_a_copy_that_fails_is_a_failure_and_holds_nobody_up(tmp_path, monkeypatc
     saver = Saver(tmp_path)
     saver.save(optimizer.pieces(saved=True), CFG, 3)
     saver.copied()
-    with pytest.raises(CheckpointError, match=r"ckpt/3 cannot be written \(DefaultCPUAllocator: can't allocate"):
+    with pytest.raises(CheckpointError,
+                       match=r"ckpt/3 cannot be written \(DefaultCPUAllocator: can't allocate"):
         saver.wait()
 
 
@@ -349,7 +362,8 @@ def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkey
         saver.save(pieces, CFG, 4)
         saver.thread.join()
     assert saver.done()
-    with pytest.raises(CheckpointError, match=r"ckpt/4 cannot be written \(No space left on device\); the previous one"):
+    with pytest.raises(CheckpointError,
+                       match=r"ckpt/4 cannot be written \(No space left on device\); the previous one"):
         saver.save(pieces, CFG, 5)
     assert os.listdir(tmp_path / "ckpt") == ["3"]
     saver.save(pieces, CFG, 5)
@@ -474,7 +488,8 @@ def test_a_truncated_or_missing_file_is_named(intact):
         file, json = intact / name, name == CHECKPOINT_JSON
         for size in (0, 1, len(whole_) // 2, len(whole_) - 1):
             file.write_bytes(whole_[:size])
-            refused(intact, f"{name} " + ("cannot be read" if json else f"is {size} bytes long, must be {len(whole_)}"))
+            why = "cannot be read" if json else f"is {size} bytes long, must be {len(whole_)}"
+            refused(intact, f"{name} {why}")
         file.write_bytes(whole_ + b"0")
         refused(intact, f"{name} " + ("cannot be read" if json else "is .* bytes long, must be"))
         file.unlink()
@@ -495,9 +510,11 @@ def test_every_flipped_bit_is_seen(intact):
 
 
 def test_other_formats_are_refused(tmp_path, intact):
-    with pytest.raises(CheckpointError, match="nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or"):
+    with pytest.raises(CheckpointError,
+                       match="nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or"):
         checkpoint.load(tmp_path / "nowhere")
-    for stored, message in ((dict(format="memo 3"), "format='memo 3' must be 'memo 2'; read it with the memo that wrote it"),
+    for stored, message in ((dict(format="memo 3"),
+                             "format='memo 3' must be 'memo 2'; read it with the memo that wrote it"),
                             ({}, "is corrupt"), ([], "cannot be read")):
         (intact / CHECKPOINT_JSON).write_text(manifest_text(stored) if stored else str(stored))
         refused(intact, message)
@@ -506,7 +523,8 @@ def test_other_formats_are_refused(tmp_path, intact):
 @pytest.mark.parametrize("changes,message", [
     (dict(iter=-7), "iter=-7 must be 3, the name of the folder"), (dict(iter="x"), "iter='x' must be 3"),
     (dict(iter=True), "iter=True must be 3"), (dict(iter=None), "iter=None must be 3"),
-    (dict(config=[]), "config must be an object"), (dict(files=[]), r"files must be an object that names \.metadata"),
+    (dict(config=[]), "config must be an object"),
+    (dict(files=[]), r"files must be an object that names \.metadata"),
     (dict(files={}), r"files must be an object that names \.metadata"),
     *((dict(files={".metadata": [0, 0], name: [1, 1]}), "must be a plain name with bytes and crc32")
       for name in ("/dev/zero", "../3/.metadata", "", "..", "a b", "a\0")),
@@ -541,7 +559,8 @@ def test_a_disk_at_fault_is_no_damage(intact, monkeypatch):
     def fails(*args):
         raise OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(checkpoint, "crc32", fails)
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\); try again, or rename") as e:
+    with pytest.raises(CheckpointError,
+                       match=r"cannot be read \(Input/output error\); try again, or rename") as e:
         checkpoint.load(intact.parents[1])
     assert not isinstance(e.value, checkpoint.Damaged)
 
@@ -610,10 +629,12 @@ def test_foreign_metadata_executes_nothing(tmp_path, intact):
     pickle.loads(evil)
     made.unlink()  # it would work
     good = (intact / ".metadata").read_bytes()
-    for data, message in ((evil, ".*is not of a"), (pickle.dumps(torch.Size([3])), "a Size is not of a checkpoint"),
+    for data, message in ((evil, ".*is not of a"),
+                          (pickle.dumps(torch.Size([3])), "a Size is not of a checkpoint"),
                           (b"", "pickle exhausted"), (b"no pickle", ""),
                           (b"\x80\x04]r\xff\xff\xff\x1f.", "its memo has no place 536870911"),
-                          (good.replace(b"__0_0.distcp", b"../../secret"), "'../../secret' is no file of this checkpoint")):
+                          (good.replace(b"__0_0.distcp", b"../../secret"),
+                           "'../../secret' is no file of this checkpoint")):
         put_metadata(intact, data)
         refused(intact, rf"\.metadata cannot be read \({message}")
         assert not made.exists()
@@ -627,7 +648,8 @@ class EvilTensor(torch.Tensor):
 def test_foreign_tensors_execute_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("MADE", str(tmp_path / "made"))
     write(tmp_path, [whole("params.a", torch.zeros(3).as_subclass(EvilTensor))], 0)
-    with pytest.raises(CheckpointError, match=r"^\S*ckpt/0 holds something that is no tensor; nothing of it was run[^\n]*"):
+    with pytest.raises(CheckpointError,
+                       match=r"^\S*ckpt/0 holds something that is no tensor; nothing of it was run[^\n]*"):
         dict(checkpoint.load(tmp_path).tensors("params"))
     assert not (tmp_path / "made").exists()
 
@@ -639,10 +661,13 @@ def test_foreign_tensors_execute_nothing(tmp_path, monkeypatch):
                            r"give the run the checkpoint's vocab_size=200, not 300$"),
     (dict(vocab_size=201), r"is of another model; give the run the checkpoint's vocab_size=200, not 201$"),
     (dict(n_head=4), r"is of another model.*n_head=2, not 4$"),
-    (dict(n_layer=3), r"params\.h\.2\.q_w is missing in the checkpoint and \(32, 32\) in the model.*n_layer=2, not 3$"),
-    (dict(n_layer=1), r"params\.h\.1\.q_w is \(32, 32\) in the checkpoint and missing in the model.*n_layer=2, not 1$"),
+    (dict(n_layer=3),
+     r"params\.h\.2\.q_w is missing in the checkpoint and \(32, 32\) in the model.*n_layer=2, not 3$"),
+    (dict(n_layer=1),
+     r"params\.h\.1\.q_w is \(32, 32\) in the checkpoint and missing in the model.*n_layer=2, not 1$"),
     (dict(bias=False), r"params\.h\.0\.q_b is .*bias=True, not False$"),
-    (dict(position="learned"), r"params\.wpe is missing in the checkpoint and \(24, 32\).*position=rope, not learned$"),
+    (dict(position="learned"),
+     r"params\.wpe is missing in the checkpoint and \(24, 32\).*position=rope, not learned$"),
 ])
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path, change, message):
     saved(tmp_path)
@@ -658,5 +683,6 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path, change, message
 def test_a_missing_moment_is_named(tmp_path):
     model, optimizer = fresh()
     write(tmp_path, [p for p in optimizer.pieces(saved=True) if p.name != "exp_avg.lnf_w"], 3)
-    with pytest.raises(CheckpointError, match=r"exp_avg\.lnf_w is missing in the checkpoint and \(32,\) in the model$"):
+    with pytest.raises(CheckpointError,
+                       match=r"exp_avg\.lnf_w is missing in the checkpoint and \(32,\) in the model$"):
         checkpoint.restore(checkpoint.load(tmp_path), model, optimizer)

@@ -25,8 +25,9 @@ SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [
-    SEVEN, (*SEVEN, "--json"), *(("-m", f"memo.{name}", "--help") for name in ("estimate", "dsa", "planner", "profiler",
-                                                                               "convert", "sample")),
+    SEVEN, (*SEVEN, "--json"),
+    *(("-m", f"memo.{name}", "--help")
+      for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample")),
     ("train.py", "--help"), ("trace_step.py", "--block_size=128", "--vocab_size=99")])
 def test_a_command_ends_quietly_with_its_reader(command):
     reader, writer = os.pipe()
@@ -36,10 +37,10 @@ def test_a_command_ends_quietly_with_its_reader(command):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
-COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"),
-            ("trace_step.py", "--vocab_size=9"), ("memo.estimate",), ("memo.dsa", "a.csv", "-o", "b"),
-            ("memo.planner", "a.log", "-o", "b"), ("data/stdlib/prepare.py",),
-            ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
+COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.convert", "to-hf", "out", "hf"),
+            ("memo.profiler", "--calibrate"), ("trace_step.py", "--vocab_size=9"), ("memo.estimate",),
+            ("memo.dsa", "a.csv", "-o", "b"), ("memo.planner", "a.log", "-o", "b"),
+            ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -62,10 +63,12 @@ def test_an_installed_command_is_python_m():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts.values()) == {"memo.command:installed"}
     for name in scripts:
-        start = f"import sys; sys.argv[0] = '/bin/{name}'; from memo.command import installed; sys.exit(installed())"
+        start = (f"import sys; sys.argv[0] = '/bin/{name}'; "
+                 "from memo.command import installed; sys.exit(installed())")
         ends = []
         for program in (("-c", start), ("-m", name.replace("-", "."))):
-            done = subprocess.run([sys.executable, *program, "--help"], capture_output=True, text=True, cwd=ROOT)
+            done = subprocess.run([sys.executable, *program, "--help"], capture_output=True,
+                                  text=True, cwd=ROOT)
             ends.append((done.returncode, done.stdout, done.stderr))
         assert ends[0] == ends[1] and ends[0][0] == 0 and ends[0][1], name
 
@@ -73,21 +76,26 @@ def test_an_installed_command_is_python_m():
 @pytest.mark.parametrize("main,argv,message", [
     (sample.main, ["o", "--prompt=a", "--temperature=inf"], "temperature=inf must be finite"),
     (sample.main, ["o", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be at least 0.0"),
-    (sample.main, ["o", "--prompt=a", "--temperature=1e9"], "temperature=1000000000.0 must be at most 1000000.0 (all"),
+    (sample.main, ["o", "--prompt=a", "--temperature=1e9"],
+     "temperature=1000000000.0 must be at most 1000000.0 (all"),
     (sample.main, ["o", "--prompt=a", f"--seed={2**70}"], "(seeds have 63 bits)"),
     (sample.main, ["o", "--prompt=a", "--seed=-1"], "seed=-1 must be at least 0"),
-    (sample.main, ["o", "--prompt=a", "--top_k=99999999999"], "top_k=99999999999 must be at most 4294967296 (no vocabulary"),
+    (sample.main, ["o", "--prompt=a", "--top_k=99999999999"],
+     "top_k=99999999999 must be at most 4294967296 (no vocabulary"),
     (sample.main, ["o", "--prompt=a", "--max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
-    (sample.main, ["o", "--prompt=a", "--max_new_tokens=9999999999"], "must be at most 2147483648 (rows are counted in 32"),
+    (sample.main, ["o", "--prompt=a", "--max_new_tokens=9999999999"],
+     "must be at most 2147483648 (rows are counted in 32"),
     (sample.main, ["o", "--prompt=a", "--max_new=1"], "unrecognized arguments: --max_new=1"),
     (sample.main, ["", "--prompt=a"], "out_dir='' must not be empty"),
     (planner_main.main, ["a.log", "-o", "b", "--alignment=0"], "alignment=0 must be at least 1"),
     (planner_main.main, ["a.log", "-o", "b", "--time_limit=nan"], "time_limit=nan must be at least 0.0"),
-    (planner_main.main, ["a.log", "-o", "b", "--time_limit=1e99"], "(that is eleven days; what is found by then is used)"),
+    (planner_main.main, ["a.log", "-o", "b", "--time_limit=1e99"],
+     "(that is eleven days; what is found by then is used)"),
     (planner_main.main, ["a.log", "-o", ""], "output='' must not be empty"),
     (convert.main, ["to-hf", "", "hf"], "out_dir='' must not be empty"),
     (convert.main, ["from-hf", "a\nb", "hf"], "hf_folder='a\\nb' must be one line"),
-    (profiler.main, ["--calibrate", "--dtype=float16"], "dtype='float16' must be one of auto, float32, bfloat16"),
+    (profiler.main, ["--calibrate", "--dtype=float16"],
+     "dtype='float16' must be one of auto, float32, bfloat16"),
     (trace_step.main, ["--vocab_size=9", "--multiprocessors=1e3"], "multiprocessors='1e3' must be int"),
     (trace_step.main, ["--vocab_size=9", "--multiprocessors=-1"], "multiprocessors=-1 must be at least 0"),
     (trace_step.main, [], "vocab_size=0 must be known without a dataset"),
@@ -109,10 +117,21 @@ def test_an_error_of_a_file_names_it(capsys):
     assert capsys.readouterr().err == "error: /no/such/file: No such file or directory\n"
 
 
+def test_a_rank_lost_by_a_calibration_is_one_line_without_a_checkpoint(monkeypatch, capsys):
+    def lose(*args):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer\nmore of it")
+    monkeypatch.setattr(profiler, "calibrate", lose)
+    assert run(profiler.main, ["--calibrate", "--device=cpu"]) == 1
+    assert capsys.readouterr() == (
+        "", "error: lost another rank ([gloo/transport/tcp/pair.cc:534] Connection closed by peer); what "
+            "is saved is whole; the other ranks' errors say why\n")
+
+
 @pytest.mark.slow
 def test_a_start_imports_nothing_that_can_wait():
     late = "matplotlib torch.distributed.checkpoint scipy highspy ortools wandb transformers"
-    code = f"import sys, train, memo.estimate; print(*(name for name in {late.split()} if name in sys.modules))"
+    code = ("import sys, train, memo.estimate; "
+            f"print(*(name for name in {late.split()} if name in sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("\n", "")
 

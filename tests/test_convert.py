@@ -40,7 +40,8 @@ def gpt2(activation="gelu_new", vocab_size=V):
     torch.manual_seed(5)
     net = GPT2LMHeadModel(GPT2Config(
         vocab_size=vocab_size, n_positions=S, n_embd=C, n_layer=L, n_head=2, activation_function=activation,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="eager"))
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        attn_implementation="eager"))
     for p in net.parameters():
         p.data += torch.randn_like(p) * 0.1 if p.dim() == 1 else 0.0
     return net.eval()
@@ -165,7 +166,8 @@ def test_transformers_loads_the_tokenizer(tmp_path, hf):
     convert.to_hf(tmp_path / "out", tmp_path / "back")
     theirs, mine = AutoTokenizer.from_pretrained(tmp_path / "back"), load_tokenizer(tmp_path / "back")
     for text in ("some text", "def f(x):\n    return 'é漢' ,x <|endoftext|>\n"):
-        assert theirs(text)["input_ids"] == mine.encode(text).ids and theirs.decode(theirs(text)["input_ids"]) == text
+        assert (theirs(text)["input_ids"] == mine.encode(text).ids
+                and theirs.decode(theirs(text)["input_ids"]) == text)
     assert (theirs.eos_token, theirs.model_max_length) == ("<|endoftext|>", S)
 
 
@@ -261,12 +263,16 @@ def put(name, tensor):
 @pytest.mark.parametrize(("change", "message"), [
     (lose("transformer.h.1.ln_2.bias"), r"h\.1\.ln_2\.bias is missing, must be \(64,\)"),
     (lose("transformer.wte.weight"), r"wte\.weight is missing"),
-    (put("transformer.wte.weight", torch.zeros(V + 1, C)), r"wte\.weight is \(212, 64\).*must be \(211, 64\)"),
+    (put("transformer.wte.weight", torch.zeros(V + 1, C)),
+     r"wte\.weight is \(212, 64\).*must be \(211, 64\)"),
     (put("transformer.wpe.weight", torch.zeros(S - 1, C)), r"wpe\.weight is \(30, 64\).*must be \(31, 64\)"),
-    (put("transformer.h.0.mlp.c_fc.weight", torch.zeros(4 * C, C)), r"h\.0\.mlp\.c_fc\.weight is \(256, 64\)"),
-    (put("transformer.ln_f.bias", torch.zeros(C, dtype=torch.int8)), r"ln_f\.bias is \(64,\) torch.int8.*fp16"),
+    (put("transformer.h.0.mlp.c_fc.weight", torch.zeros(4 * C, C)),
+     r"h\.0\.mlp\.c_fc\.weight is \(256, 64\)"),
+    (put("transformer.ln_f.bias", torch.zeros(C, dtype=torch.int8)),
+     r"ln_f\.bias is \(64,\) torch.int8.*fp16"),
     (put("lm_head.weight", torch.zeros(V, C)), r"lm_head\.weight differs from wte\.weight"),
-    (put("transformer.h.3.ln_1.bias", torch.zeros(C)), r"h\.3\.ln_1\.bias is not a tensor of a GPT-2 with n_layer=3"),
+    (put("transformer.h.3.ln_1.bias", torch.zeros(C)),
+     r"h\.3\.ln_1\.bias is not a tensor of a GPT-2 with n_layer=3"),
 ])
 def test_weights_that_do_not_fit(tmp_path, hf, capsys, change, message):
     rewrite(hf, change)
@@ -292,7 +298,8 @@ def test_folders_that_do_not_fit(tmp_path, hf, capsys):
     fails(capsys, r"holds no model\.safetensors; give a local folder", "from-hf", hf, out)
     (hf / "pytorch_model.bin").touch()
     fails(capsys, r"pytorch_model\.bin could run code.*save_pretrained", "from-hf", hf, out)
-    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}}))
+    (hf / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}}))
     fails(capsys, r"model-1\.safetensors cannot be read", "from-hf", hf, out)
     (hf / "model.safetensors.index.json").write_text("{")
     fails(capsys, "cannot be read", "from-hf", hf, out)
@@ -309,18 +316,20 @@ HF = dict(model_type="gpt2", n_layer=3, n_head=2, n_embd=64, n_positions=128, vo
     json.dumps(HF | dict(n_head=3)),
     *(json.dumps(HF | {name: value}) for name in ("n_layer", "n_embd", "n_positions", "vocab_size")
       for value in (0, -1, 10**30, 1.5, True, None, "3", [3])),
-    *(json.dumps(HF | {name: []}) for name in ("model_type", "activation_function", "layer_norm_epsilon", "n_inner",
-                                               "scale_attn_weights", "tie_word_embeddings"))])
+    *(json.dumps(HF | {name: []})
+      for name in ("model_type", "activation_function", "layer_norm_epsilon", "n_inner",
+                   "scale_attn_weights", "tie_word_embeddings"))])
 def test_configs_that_cannot_be(tmp_path, capsys, text):
     (tmp_path / "config.json").write_text(text)
     fails(capsys, "config.json|n_embd=64 % n_head=3", "from-hf", tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(("index", "message"), [
-    ([], "must be an object, not a list"), (None, "must be an object, not a NoneType"), ("[" * 99999, "nested at most 32"),
-    *((dict(weight_map=names), "weight_map must give each tensor the name of a file in its folder; download") for names in (
-        None, [], {}, "x", 3, {"a": None}, {"a": 3}, {"a": ["x"]}, {"a": ""}, {"a": ".."}, {"a": "/etc/passwd"},
-        {"a": "../../outside.safetensors"}, {"a": "x/y"}, {"a": "x\0"})),
+    ([], "must be an object, not a list"), (None, "must be an object, not a NoneType"),
+    ("[" * 99999, "nested at most 32"),
+    *((dict(weight_map=names), "weight_map must give each tensor the name of a file in its folder; download")
+      for names in (None, [], {}, "x", 3, {"a": None}, {"a": 3}, {"a": ["x"]}, {"a": ""}, {"a": ".."},
+                    {"a": "/etc/passwd"}, {"a": "../../outside.safetensors"}, {"a": "x/y"}, {"a": "x\0"})),
     (dict(weight_map={"a": "pipe"}), "hf/pipe cannot be read .is no regular file.; download"),
     (dict(weight_map={"a": "zero"}), "hf/zero cannot be read .is no regular file.; download"),
     (dict(weight_map={"a": "config.json"}), "hf/config.json cannot be read .*; download")])
@@ -341,12 +350,15 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, hf, capsys):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_told(tmp_path, hf, capsys, bad):
-    rewrite(hf, lambda tensors: (tensors["transformer.h.1.mlp.c_fc.weight"][3, 4:6].fill_(bad),
-                                 tensors["transformer.wte.weight"][0].fill_(bad),
-                                 tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()})))
+    def spoil(tensors):
+        tensors["transformer.h.1.mlp.c_fc.weight"][3, 4:6].fill_(bad)
+        tensors["transformer.wte.weight"][0].fill_(bad)
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    rewrite(hf, spoil)
     convert.main(["from-hf", str(hf), str(tmp_path / "out")])
     [line] = capsys.readouterr().err.splitlines()
-    assert line == f"warning: {hf}: there are NaN or infinities in wte.weight and in 1 more tensor; the model cannot train"
+    assert line == (f"warning: {hf}: there are NaN or infinities in wte.weight and in 1 more tensor; "
+                    "the model cannot train")
 
 
 def test_nothing_is_overwritten(tmp_path, hf, capsys):
@@ -365,7 +377,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_weights(tmp_path, hf, capsys, mon
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(convert, "save_file", full)
-    fails(capsys, r"model\.safetensors cannot be written \(I/O error: No space left.*; free some space there or choose",
+    fails(capsys, r"model\.safetensors cannot be written \(I/O error: No space left.*; "
+                  r"free some space there or choose",
           "to-hf", tmp_path / "out", tmp_path / "hf2")
     assert not list((tmp_path / "hf2").glob("model*"))
 

@@ -18,7 +18,8 @@ from memo.errors import ConfigError
 from memo.tokens import DTYPES, load_tokenizer, train_tokenizer, write_dataset
 from tests.helpers import ROOT
 
-TEXTS = [f"document {i}\n" + f"line {i * i} of é漢 text\n\tindented 'words' {i}\n\n" * (i % 7 + 1) for i in range(45)]
+TEXTS = [f"document {i}\n" + f"line {i * i} of é漢 text\n\tindented 'words' {i}\n\n" * (i % 7 + 1)
+         for i in range(45)]
 
 
 def script(name):
@@ -37,7 +38,7 @@ def tokenizer():
 
 
 def documents(folder, split):
-    """The documents of a split, decoded with the folder's own tokenizer and cut at its end-of-document token."""
+    """The documents of a split, decoded with the folder's tokenizer and cut at its end-of-document token."""
     meta = json.loads((folder / "meta.json").read_text())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = np.fromfile(folder / f"{split}.bin", DTYPES[meta["dtype"]])
@@ -54,7 +55,8 @@ def fake_dataset(folder, counts=(100, 50), vocab_size=256, dtype="uint16", ids=N
     folder.mkdir()
     for split, n in zip(SPLITS, counts, strict=True):
         (np.arange(n) if ids is None else ids).astype(DTYPES[dtype]).tofile(folder / f"{split}.bin")
-    meta = dict(dtype=dtype, vocab_size=vocab_size, counts={s: dict(tokens=n) for s, n in zip(SPLITS, counts, strict=True)})
+    meta = dict(dtype=dtype, vocab_size=vocab_size,
+                counts={s: dict(tokens=n) for s, n in zip(SPLITS, counts, strict=True)})
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -69,7 +71,8 @@ def test_documents_come_back_whole(tmp_path, tokenizer):
     assert meta["vocab_size"] == 300
     sha256 = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
     assert meta["tokenizer"] == dict(file="tokenizer.json", sha256=sha256, end_of_document="<|endoftext|>")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
 
 
 @pytest.mark.parametrize("n", [2, 19, 20])
@@ -117,7 +120,8 @@ def test_pieces_do_not_change_the_ids(tmp_path, tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("document", [
-    "x " + "ab" * 5000 + " z", " " * 10_000, "word " * 2000, "\n" * 50 + "  a\n    b\n" * 900, "漢字" * 5000, "a", ""])
+    "x " + "ab" * 5000 + " z", " " * 10_000, "word " * 2000, "\n" * 50 + "  a\n    b\n" * 900,
+    "漢字" * 5000, "a", ""])
 def test_pieces_are_never_long(document):
     """However long a word is, and whatever parts the document is read in."""
     for chars in (64, 100):
@@ -133,7 +137,8 @@ def test_pieces_are_never_long(document):
 def test_training_sees_no_long_word():
     long = "ab" * 5000 + " c " + " \t" * 3000
     parts = list(tokens.short_words(long))
-    assert "".join(parts) == long and max(len(word) for part in parts for word in re.findall(r"\S+|\s+", part)) <= 1024
+    assert "".join(parts) == long
+    assert max(len(word) for part in parts for word in re.findall(r"\S+|\s+", part)) <= 1024
     usual = "\n".join(TEXTS) + "x" * 1024
     assert list(tokens.short_words(usual)) == [usual]
 
@@ -152,7 +157,8 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     documents = ["".join(TEXTS)] * 200
     write_dataset(tmp_path, documents, train_tokenizer(documents, 300), 10**7)
     err = capsys.readouterr().err
-    assert re.search(r"^training a tokenizer of 300 tokens on [\d,]+ characters, 0 s so far$", err, re.MULTILINE)
+    assert re.search(r"^training a tokenizer of 300 tokens on [\d,]+ characters, 0 s so far$", err,
+                     re.MULTILINE)
     assert re.search(r"^encoding: \d+ of 10 MB, 0 s so far$", err, re.MULTILINE)
 
 
@@ -226,7 +232,8 @@ def test_sources(tmp_path, tokenizer, kind):
     source, out = write_source(tmp_path / "in", kind), tmp_path / "out"
     if kind != "txt":
         source = next(source.iterdir())
-    text.main([f"--source={source}", f"--tokenizer={save(tokenizer, tmp_path / 't.json')}", f"--out_dir={out}"])
+    text.main([f"--source={source}", f"--tokenizer={save(tokenizer, tmp_path / 't.json')}",
+               f"--out_dir={out}"])
     expected = TEXTS + ["2020-01-01"] * (kind == "jsonl")
     assert documents(out, "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
     assert documents(out, "val") == expected[19::20]
@@ -250,7 +257,8 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
         return datasets.Dataset.from_dict(dict(id=list(range(45)), body=TEXTS))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    argv = ["--source=someone/words", "--tokenizer=train:300", f"--out_dir={tmp_path}", "--config=en", "--split=test"]
+    argv = ["--source=someone/words", "--tokenizer=train:300", f"--out_dir={tmp_path}", "--config=en",
+            "--split=test"]
     text.main([*argv, "--text_key=body"])
     assert asked == [(("someone/words", "en"), dict(split="test"))]
     assert documents(tmp_path, "val") == TEXTS[19::20]
@@ -280,16 +288,20 @@ def test_truncation_and_padding_of_a_tokenizer_are_left_out(tmp_path, tokenizer)
 
 
 BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "list.jsonl": b"[1]\n",
-             "half.jsonl": b'{"text": "a\n', "key.jsonl": b'{"body": "a"}\n', "number.jsonl": b'{"text": 3}\n',
-             "deep.jsonl": b'{"text":' + b"[" * 99999 + b"\n", "bad.parquet": b"nothing " * 9, "a.md": b"# a",
-             "digits.jsonl": b'{"text": ' + b"9" * 9999 + b"}\n", "long.jsonl": b'{"text": "' + b"a" * 500 + b'"}\n'}
+             "half.jsonl": b'{"text": "a\n', "key.jsonl": b'{"body": "a"}\n',
+             "number.jsonl": b'{"text": 3}\n', "deep.jsonl": b'{"text":' + b"[" * 99999 + b"\n",
+             "bad.parquet": b"nothing " * 9, "a.md": b"# a",
+             "digits.jsonl": b'{"text": ' + b"9" * 9999 + b"}\n",
+             "long.jsonl": b'{"text": "' + b"a" * 500 + b'"}\n'}
 
 
 @pytest.mark.parametrize(("argv", "message"), [
     ("--source=nowhere.txt", "source=nowhere.txt does not exist; give a file, a folder"),
     ("--source=a/b/c", "source=a/b/c does not exist; give"),
-    ("--source=in/empty", "source=in/empty must hold files of the suffixes .txt, .jsonl, .parquet, it holds none; give"),
-    ("--source=in/a.md", "source=in/a.md must have one of the suffixes .txt, .jsonl, .parquet, not '.md'; convert"),
+    ("--source=in/empty",
+     "source=in/empty must hold files of the suffixes .txt, .jsonl, .parquet, it holds none; give"),
+    ("--source=in/a.md",
+     "source=in/a.md must have one of the suffixes .txt, .jsonl, .parquet, not '.md'; convert"),
     ("--source=in/empty.txt", "the source holds no text; give"),
     ("--source=in/one.txt", "the only document has 2 tokens, a dataset needs 4; give"),
     ("--source=in/latin.txt", "in/latin.txt must be UTF-8 text (invalid continuation byte); convert"),
@@ -300,17 +312,21 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=in/bad.parquet", "source=in/bad.parquet cannot be loaded (ArrowInvalid: Parquet magic bytes"),
     ("--source=in/key.jsonl --tokenizer=train:256 --text_key=body", "vocab_size=256 must be at least 257"),
     ("--source=in --tokenizer=train:many", "tokenizer=train:many must be train:<vocab>, a whole number; try"),
-    ("--source=in --tokenizer=nowhere.json", "tokenizer=nowhere.json must be a tokenizer.json, a folder with one"),
+    ("--source=in --tokenizer=nowhere.json",
+     "tokenizer=nowhere.json must be a tokenizer.json, a folder with one"),
     ("--source=in --tokenizer=in/one.txt", "tokenizer=in/one.txt cannot be read ("),
-    ("--source=in/key.jsonl --text_key=body --tokenizer=no_end.json", "tokenizer's vocabulary must hold a token that ends"),
-    ("--source=in --tokenizer=train:1" + "0" * 30, "must be at most 1048576 (the trainer takes memory for each before"),
+    ("--source=in/key.jsonl --text_key=body --tokenizer=no_end.json",
+     "tokenizer's vocabulary must hold a token that ends"),
+    ("--source=in --tokenizer=train:1" + "0" * 30,
+     "must be at most 1048576 (the trainer takes memory for each before"),
     ("--source=in --tokenizer=train:1" + "0" * 5000, "tokenizer='train:10000"),
     ("--source=in --out_dir=", "out_dir='' must not be empty"),
     ("--source=", "source='' must not be empty"),
     ("--source=in/deep.jsonl", "in/deep.jsonl:1 must be one JSON object a line (maximum recursion depth"),
     ("--source=in/endless.txt", "source=in/endless.txt is no regular file and no folder; give one"),
     ("--source=in/digits.jsonl", "in/digits.jsonl:1 must be one JSON object a line (Exceeds the limit"),
-    ("--source=in/long.jsonl", "in/long.jsonl:1 must be at most 400 characters long (a row is read as a whole); split"),
+    ("--source=in/long.jsonl",
+     "in/long.jsonl:1 must be at most 400 characters long (a row is read as a whole); split"),
     ("--source=in --out=x", "unrecognized arguments: --out=x; see --help"),
     ("--text_key=x", "the following arguments are required: --source"),
     ("--source=in/key.jsonl --text_key=body --out_dir=in/a.md", "Not a directory"),
@@ -333,7 +349,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv,
 
 def offline(tmp_path, *command):
     env = os.environ | dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True,
+                          timeout=120)
 
 
 @pytest.mark.slow
@@ -386,21 +403,24 @@ def test_batches_depend_on_seed_and_step_only(tmp_path):
     again = open_dataset(str(tmp_path / "d"), 8).batch("train", 3, 1, 4, 8, seed=7)
     assert torch.equal(again[0], tokens)
     others = [data.offsets(*key, 4, 8, seed=s) for *key, s in
-              (("train", 4, 1, 7), ("train", 3, 0, 7), ("train", 1, 3, 7), ("train", 3, 1, 8), ("val", 3, 1, 7))]
+              (("train", 4, 1, 7), ("train", 3, 0, 7), ("train", 1, 3, 7), ("train", 3, 1, 8),
+               ("val", 3, 1, 7))]
     assert len({tuple(o) for o in [*others, offsets]}) == 6
 
 
 def test_windows_cover_the_split_to_both_ends(tmp_path):
     data = open_dataset(str(fake_dataset(tmp_path / "d", counts=(12, 9))), 8)
-    for split, windows in (("train", 4), ("val", 1)):  # val is exactly S + 1 tokens: one window, at every step
+    for split, windows in (("train", 4), ("val", 1)):  # val is exactly S + 1 tokens: one window
         seen = [o for step in range(100) for o in data.offsets(split, step, 0, 2, 8, seed=0)]
         assert sorted(set(seen)) == list(range(windows))
     assert data.batch("val", 5, 0, 1, 8, seed=0)[1].tolist() == [list(range(1, 9))]
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
-    folder = fake_dataset(tmp_path / "d", counts=(9, 9), vocab_size=30, ids=np.array([0, 1, 2, 3, 4, 30, 6, 99, 8]))
-    with pytest.raises(ConfigError, match=r"train\.bin: token 30 at position 5 must be below meta.json's vocab_size=30"):
+    folder = fake_dataset(tmp_path / "d", counts=(9, 9), vocab_size=30,
+                          ids=np.array([0, 1, 2, 3, 4, 30, 6, 99, 8]))
+    with pytest.raises(ConfigError,
+                       match=r"train\.bin: token 30 at position 5 must be below meta.json's vocab_size=30"):
         open_dataset(str(folder), 8).batch("train", 0, 0, 1, 8, seed=0)
 
 
@@ -412,31 +432,44 @@ def change(**changes):
 
 
 @pytest.mark.parametrize(("harm", "message"), [
-    (lambda d: (d / "meta.json").unlink(), "has no meta.json, so it is no dataset; run python data/text/prepare.py"),
+    (lambda d: (d / "meta.json").unlink(),
+     "has no meta.json, so it is no dataset; run python data/text/prepare.py"),
     (lambda d: (d / "meta.json").write_text("{"), "meta.json cannot be read (Expecting property name"),
-    (lambda d: (d / "meta.json").write_text("[]"), "meta.json cannot be read (it must be an object, not a list)"),
-    (lambda d: (d / "meta.json").write_text("null"), "meta.json cannot be read (it must be an object, not a NoneType)"),
+    (lambda d: (d / "meta.json").write_text("[]"),
+     "meta.json cannot be read (it must be an object, not a list)"),
+    (lambda d: (d / "meta.json").write_text("null"),
+     "meta.json cannot be read (it must be an object, not a NoneType)"),
     (lambda d: (d / "meta.json").write_text("[" * 99999), "(it must be nested at most 32 deep)"),
-    (lambda d: (d / "meta.json").write_text('{"a":' * 40 + "1" + "}" * 40), "(it must be nested at most 32 deep)"),
-    (lambda d: (d / "meta.json").write_text('{"vocab_size": 1e999}'), "cannot be read (1e999 is no finite number)"),
+    (lambda d: (d / "meta.json").write_text('{"a":' * 40 + "1" + "}" * 40),
+     "(it must be nested at most 32 deep)"),
+    (lambda d: (d / "meta.json").write_text('{"vocab_size": 1e999}'),
+     "cannot be read (1e999 is no finite number)"),
     (change(counts={}), "meta.json: counts={} must be those of train and val; run"),
     (change(counts=dict(train=dict(tokens=100), val=[])), "must be those of train and val; run"),
-    (change(counts=dict(train=dict(tokens=100), val=dict(tokens=-1))), "counts.val.tokens=-1 must be a whole number; run"),
-    (change(counts=dict(train=dict(tokens=True), val=dict(tokens=1))), "counts.train.tokens=True must be a whole number"),
+    (change(counts=dict(train=dict(tokens=100), val=dict(tokens=-1))),
+     "counts.val.tokens=-1 must be a whole number; run"),
+    (change(counts=dict(train=dict(tokens=True), val=dict(tokens=1))),
+     "counts.train.tokens=True must be a whole number"),
     *((change(vocab_size=n), f"vocab_size={n!r} must be a whole number, 1 to 2**32; run")
       for n in ("many", 0, -1, 1e30, 2**33, True, None, [])),
     (change(dtype=[]), "meta.json: dtype=[] must be uint16 or uint32; run"),
     (change(tokenizer=[]), "meta.json: tokenizer=[] must be an object; run"),
-    (change(tokenizer=dict(sha256="0" * 64)), "tokenizer.json is not the tokenizer that made this dataset, which meta.json"),
+    (change(tokenizer=dict(sha256="0" * 64)),
+     "tokenizer.json is not the tokenizer that made this dataset, which meta.json"),
     (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read ("),
-    (lambda d: ((d / "train.bin").unlink(), (d / "train.bin").mkdir()), "train.bin is no regular file: 0 bytes must be"),
-    (lambda d: ((d / "train.bin").unlink(), os.mkfifo(d / "train.bin")), "train.bin is no regular file: 0 bytes must be"),
-    (lambda d: ((d / "val.bin").unlink(), (d / "val.bin").symlink_to("/dev/zero")), "val.bin is no regular file: 0 bytes"),
+    (lambda d: ((d / "train.bin").unlink(), (d / "train.bin").mkdir()),
+     "train.bin is no regular file: 0 bytes must be"),
+    (lambda d: ((d / "train.bin").unlink(), os.mkfifo(d / "train.bin")),
+     "train.bin is no regular file: 0 bytes must be"),
+    (lambda d: ((d / "val.bin").unlink(), (d / "val.bin").symlink_to("/dev/zero")),
+     "val.bin is no regular file: 0 bytes"),
     (change(dtype="int8"), "meta.json: dtype='int8' must be uint16 or uint32; run"),
     (lambda d: (d / "val.bin").unlink(), "val.bin is missing: 0 bytes must be the 100 of the 50 tokens"),
     (lambda d: (d / "train.bin").write_bytes(b""), "train.bin is empty: 0 bytes must be the 200 of"),
-    (lambda d: (d / "train.bin").write_bytes(b"x" * 199), "train.bin has another length: 199 bytes must be the 200 of"),
-    (lambda d: (d / "train.bin").write_bytes(b"x" * 198), "train.bin has another length: 198 bytes must be the 200 of"),
+    (lambda d: (d / "train.bin").write_bytes(b"x" * 199),
+     "train.bin has another length: 199 bytes must be the 200 of"),
+    (lambda d: (d / "train.bin").write_bytes(b"x" * 198),
+     "train.bin has another length: 198 bytes must be the 200 of"),
 ])
 def test_damaged_datasets(tmp_path, harm, message):
     folder = fake_dataset(tmp_path / "d")
@@ -453,14 +486,16 @@ def test_a_split_that_is_cut_short_while_it_is_open(tmp_path):
     folder = fake_dataset(tmp_path / "d")
     data = open_dataset(str(folder), 8)
     os.truncate(folder / "train.bin", 20)
-    with pytest.raises(ConfigError, match=r"train\.bin was cut short: 20 bytes must be the 200 of the 100 tokens .*; run"):
+    with pytest.raises(ConfigError,
+                       match=r"train\.bin was cut short: 20 bytes must be the 200 of the 100 tokens .*; run"):
         data.batch("train", 0, 0, 9, 8, seed=0)
 
 
 def test_slices_of_ids_are_those_of_the_file(tmp_path):
     ids = open_dataset(str(fake_dataset(tmp_path / "d")), 8).tokens["train"]
     mapped = np.memmap(tmp_path / "d" / "train.bin", "<u2", mode="r")
-    for part in (slice(0, 9), slice(3, 3), slice(90, 200), slice(99, 100), slice(None), slice(200, 300), slice(-5, None)):
+    for part in (slice(0, 9), slice(3, 3), slice(90, 200), slice(99, 100), slice(None), slice(200, 300),
+                 slice(-5, None)):
         assert ids[part].tolist() == mapped[part].tolist() and ids[part].dtype == mapped.dtype
 
 
@@ -481,16 +516,19 @@ def model_of(tokenizer, **changes):
 
 
 @pytest.mark.parametrize("junk", [
-    lambda t: "", lambda t: "[]", lambda t: "{", lambda t: "[" * 99999, lambda t: "\0", lambda t: '{"model": 3}',
-    lambda t: model_of(t, vocab=[]), lambda t: model_of(t, merges=[["a", "nothing"]]), lambda t: model_of(t, type="none"),
+    lambda t: "", lambda t: "[]", lambda t: "{", lambda t: "[" * 99999, lambda t: "\0",
+    lambda t: '{"model": 3}', lambda t: model_of(t, vocab=[]),
+    lambda t: model_of(t, merges=[["a", "nothing"]]), lambda t: model_of(t, type="none"),
     lambda t: model_of(t, continuing_subword_prefix="x"),  # the library would abort
     lambda t: json.dumps(json.loads(t.to_str()) | dict(  # and here panic
         normalizer=dict(type="Replace", pattern=dict(String=""), content="a"))),
-    lambda t: json.dumps(json.loads(t.to_str()) | dict(model=dict(type="WordLevel", vocab={}, unk_token="u")))])
+    lambda t: json.dumps(json.loads(t.to_str())
+                         | dict(model=dict(type="WordLevel", vocab={}, unk_token="u")))])
 def test_junk_is_no_tokenizer(tmp_path, tokenizer, capfd, junk):
     path = tmp_path / "tokenizer.json"
     path.write_text(junk(tokenizer))
-    with pytest.raises(ConfigError, match=rf"^tokenizer={path} cannot be read \([^\n]+\); give a tokenizer.json of"):
+    with pytest.raises(ConfigError,
+                       match=rf"^tokenizer={path} cannot be read \([^\n]+\); give a tokenizer.json of"):
         load_tokenizer(path)
     assert capfd.readouterr() == ("", "")
 
@@ -499,13 +537,15 @@ def test_junk_is_no_tokenizer(tmp_path, tokenizer, capfd, junk):
 def test_a_split_without_one_window(tmp_path, counts, split):
     folder = fake_dataset(tmp_path / "d", counts)
     open_dataset(str(folder), 49)
-    with pytest.raises(ConfigError, match=rf"block_size=50 \+ 1 must be <= 50, .*{split}.bin; try --block_size=49"):
+    with pytest.raises(ConfigError,
+                       match=rf"block_size=50 \+ 1 must be <= 50, .*{split}.bin; try --block_size=49"):
         open_dataset(str(folder), 50)
 
 
 def test_datasets_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("memo.batch.DATA", tmp_path)
-    with pytest.raises(ConfigError, match="dataset=stdlib must be .* there is none; run python data/stdlib/prepare.py$"):
+    with pytest.raises(ConfigError,
+                       match="dataset=stdlib must be .* there is none; run python data/stdlib/prepare.py$"):
         open_dataset("stdlib", 8)
     fake_dataset(tmp_path / "mine")
     assert open_dataset("mine", 8).folder == tmp_path / "mine"
@@ -524,5 +564,6 @@ def test_a_batch_goes_to_a_gpu_through_pinned_memory_and_nobody_waits():
             return self.pinned, device, non_blocking
     gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
     assert to_device(Host(), gpu, pin=True) == (True, gpu, True)
-    assert to_device(Host(), gpu, pin=False) == (False, gpu, False)  # from pageable memory a copy must be waited for
+    # from pageable memory a copy must be waited for
+    assert to_device(Host(), gpu, pin=False) == (False, gpu, False)
     assert to_device(Host(), cpu, pin=True) == (False, cpu, False)

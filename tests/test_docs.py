@@ -12,7 +12,8 @@ from memo.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/nullcuda/README.md"]
-BLOCK = re.compile(r"^    (?:\$ )?((?:python|torchrun|make|sbatch) (?:.*\\\n)*.*)\n(?:    (error: (?:.+\n)+))?", re.M)
+BLOCK = re.compile(r"^    (?:\$ )?((?:python|torchrun|make|sbatch) (?:.*\\\n)*.*)\n(?:    (error: "
+                   r"(?:.+\n)+))?", re.M)
 
 
 def text_of(page):
@@ -92,7 +93,8 @@ def parse(command):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), command
     elif "train.py" in words or words[0] == "sbatch":
         program = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
-        load_config([word for word in words[program + 1:] if not word.startswith(("--force", "--init_from="))])
+        load_config([word for word in words[program + 1:]
+                     if not word.startswith(("--force", "--init_from="))])
     elif "-m" in words:
         name, argv = words[words.index("-m") + 1], words[words.index("-m") + 2:]
         if not name.startswith("memo."):

@@ -1,4 +1,4 @@
-"""Placements are the best there are (brute force), the validator catches every broken rule, and mistakes are one line."""
+"""Placements are the best (brute force), the validator finds every broken rule, mistakes are one line."""
 
 import random
 import subprocess
@@ -50,14 +50,16 @@ def random_problem(rng):
 def least_peak(problem):
     """Brute force: every order from the bottom up, each buffer right above those that it meets."""
     buffers = {b: b.size + -b.size % problem.alignment for b in problem.buffers}
-    load = max(sum(size for b, size in buffers.items() if b.lower <= t < b.upper) for t in {b.lower for b in buffers})
+    load = max(sum(size for b, size in buffers.items() if b.lower <= t < b.upper)
+               for t in {b.lower for b in buffers})
     best = sum(buffers.values())
 
     def place(left, placed, peak):
         nonlocal best
         best = best if left else min(best, peak)
         for b in left:
-            at = max((top for other, top in placed if other.lower < b.upper and b.lower < other.upper), default=0)
+            at = max((top for other, top in placed if other.lower < b.upper and b.lower < other.upper),
+                     default=0)
             top = at + buffers[b]
             if max(peak, top) < best > load:
                 place([other for other in left if other is not b], placed + [(b, top)], max(peak, top))
@@ -71,16 +73,20 @@ def towers(part, stop, deadline):
     return [sum(part.size[:i]) for i in range(len(part.size))]
 
 
-# Small problems whose least peak is above their load, 6, found at random: what the load cannot prove, a solver must.
+# Small problems whose least peak is above their load, 6, found at random: only a solver can prove it.
 GAPS = [
-    [(0, 1, 2), (0, 2, 4), (1, 3, 1), (2, 4, 2), (3, 4, 1), (4, 5, 3), (1, 6, 1), (2, 6, 2), (5, 7, 3), (6, 7, 3)],
-    [(0, 1, 4), (1, 2, 3), (0, 3, 1), (2, 3, 2), (0, 3, 1), (3, 4, 4), (1, 4, 1), (2, 5, 1), (4, 6, 5), (5, 6, 1)],
-    [(0, 1, 5), (1, 2, 3), (2, 3, 1), (0, 3, 1), (2, 4, 1), (1, 5, 2), (3, 5, 2), (2, 5, 1), (4, 6, 1), (5, 6, 5)],
+    [(0, 1, 2), (0, 2, 4), (1, 3, 1), (2, 4, 2), (3, 4, 1), (4, 5, 3), (1, 6, 1), (2, 6, 2),
+     (5, 7, 3), (6, 7, 3)],
+    [(0, 1, 4), (1, 2, 3), (0, 3, 1), (2, 3, 2), (0, 3, 1), (3, 4, 4), (1, 4, 1), (2, 5, 1),
+     (4, 6, 5), (5, 6, 1)],
+    [(0, 1, 5), (1, 2, 3), (2, 3, 1), (0, 3, 1), (2, 4, 1), (1, 5, 2), (3, 5, 2), (2, 5, 1),
+     (4, 6, 1), (5, 6, 5)],
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver,instances,helped", [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 300, False)])
+@pytest.mark.parametrize("solver,instances,helped",
+                         [("auto", 1000, True), ("cpsat", 1000, False), ("mip", 300, False)])
 def test_the_proven_optimum_is_that_of_brute_force(solver, instances, helped, monkeypatch):
     monkeypatch.setattr(solvers, "_gurobi", lambda *args, **kwargs: None)
     if not helped:
@@ -120,11 +126,13 @@ def test_80_gib_in_bytes(solver, gurobi, monkeypatch):
         problem = problem_of([(lower, upper, size * unit) for lower, upper, size in GAPS[0]])
         solution = solve(problem, solver)
         assert (solution.peak, solution.lower_bound) == (7 * unit, 7 * unit)
-    odd = [(lower, upper, size * 8 * GIB + i) for i, (lower, upper, size) in enumerate(GAPS[0])]  # no common unit
+    # no common unit
+    odd = [(lower, upper, size * 8 * GIB + i) for i, (lower, upper, size) in enumerate(GAPS[0])]
     assert _unit(problem_of(odd)) == 1
     solution, least = solve(problem_of(odd), solver), solve(problem_of(odd), "cpsat")
     assert least.proven and least.peak <= solution.peak <= least.peak * 1.001
-    assert solution.proven or (solver == "mip" and solution.lower_bound == lower_bound(problem_of(odd)))  # claims no proof
+    # mip claims no proof
+    assert solution.proven or (solver == "mip" and solution.lower_bound == lower_bound(problem_of(odd)))
 
 
 @pytest.mark.parametrize("answer", [(None, -inf), (None, inf), ([0.0] * 10, 3.0), ([1e-7, -1e-7] * 5, 6.0)])
@@ -135,7 +143,8 @@ def test_what_a_mip_solver_says_is_not_believed(answer, monkeypatch):
 
 
 def test_a_part_gains_nothing_below_the_peak_of_another():
-    problem = problem_of(GAPS[0] + [(lower + 10, upper + 10, size) for lower, upper, size in GAPS[1]] + [(20, 30, 3)])
+    later = [(lower + 10, upper + 10, size) for lower, upper, size in GAPS[1]]
+    problem = problem_of(GAPS[0] + later + [(20, 30, 3)])
     solution = solve(problem)
     assert (solution.peak, solution.proven) == (7, True)
     empty = solve(Problem(()))
@@ -164,7 +173,8 @@ def test_greedy_is_quick():
 
 def many(n, longest=100):
     rng = random.Random(1)
-    rows = ((t, t + rng.randint(1, longest), rng.randint(1, 10**6)) for t in (rng.randrange(n) for _ in range(n)))
+    rows = ((t, t + rng.randint(1, longest), rng.randint(1, 10**6))
+            for t in (rng.randrange(n) for _ in range(n)))
     return problem_of(list(rows))
 
 
@@ -179,7 +189,7 @@ def test_greedy_ends_with_its_time():
 
 
 def test_a_large_problem_gets_a_quick_placement_first(monkeypatch):
-    problem, asked = problem_of([(i, 100 + i, 7) for i in range(200)]), []  # whose in_order is the best there is
+    problem, asked = problem_of([(i, 100 + i, 7) for i in range(200)]), []  # whose in_order is the best
     monkeypatch.setattr(solvers, "_best_fit", lambda *args: asked.append(args))
     monkeypatch.setattr(solvers, "LARGE", 199)
     assert solve(problem).proven and not asked
@@ -189,8 +199,8 @@ def test_a_large_problem_gets_a_quick_placement_first(monkeypatch):
 def test_placements_in_order_of_time_are_placements(seed):
     """The validator, which is quick with many alive, finds what looking at all pairs finds."""
     rng = random.Random(seed)
-    rows = [(lower, lower + rng.randint(1, 30), rng.choice([1, 2, 3, 64, 10**12])) for lower in (rng.randrange(60)
-                                                                                              for _ in range(150))]
+    rows = [(lower, lower + rng.randint(1, 30), rng.choice([1, 2, 3, 64, 10**12]))
+            for lower in (rng.randrange(60) for _ in range(150))]
     part = solvers.part_of(*zip(*rows, strict=True))
     offsets, problem = solvers.in_order(part), problem_of(rows)
 
@@ -216,13 +226,15 @@ def test_the_validator_keeps_order_among_many():
     rng, there = random.Random(0), set()
     for _ in range(3000):
         k = rng.randrange(5000)
-        assert row.neighbours(k) == sorted(j for j in there if j < k)[-1:] + sorted(j for j in there if j >= k)[:1]
+        before, behind = sorted(j for j in there if j < k), sorted(j for j in there if j >= k)
+        assert row.neighbours(k) == before[-1:] + behind[:1]
         (there.discard if k in there else there.add)(k)
         (row.add if k in there else row.drop)(k)
 
 
 def test_sizes_beyond_the_solvers_are_refused_and_those_below_are_solved():
-    with pytest.raises(DsaError, match=f"size={2**63} of buffer 'b1': all sizes so far must add up to at most {2**60}"):
+    with pytest.raises(DsaError,
+                       match=f"size={2**63} of buffer 'b1': all sizes so far must add up to at most {2**60}"):
         problem_of([(0, 1, 1), (0, 1, 2**63)])
     with pytest.raises(DsaError, match="must add up to at most"):
         problem_of([(0, 1, 1)] * 5, alignment=2**58)
@@ -311,7 +323,8 @@ def test_csv_there_and_back(tmp_path):
 
 def run(tmp_path, text, *args):
     (tmp_path / "r.csv").write_text(text)
-    command = [sys.executable, "-m", "memo.dsa", str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"), *args]
+    command = [sys.executable, "-m", "memo.dsa", str(tmp_path / "r.csv"), "-o", str(tmp_path / "plan.csv"),
+               *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -323,7 +336,8 @@ HEAD = "id,lower,upper,size\n"
     (HEAD + "a,5,2,4\n", [], "r.csv:2: lower=5 must be below upper=2"),
     (HEAD + "a,0,2,-4\n", [], "r.csv:2: size=-4 of buffer 'a' must be at least 1"),
     (HEAD + "a,0,2,0\n", [], "r.csv:2: size=0 of buffer 'a' must be at least 1"),
-    (HEAD + "a,0,2,4\nb,0,2,9\n", ["--capacity=8"], "r.csv:3: size=9 of buffer 'b' must be at most capacity=8"),
+    (HEAD + "a,0,2,4\nb,0,2,9\n", ["--capacity=8"],
+     "r.csv:3: size=9 of buffer 'b' must be at most capacity=8"),
     (HEAD + "a,0,two,4\n", [], "r.csv:2: upper='two' must be a whole number"),
     (HEAD + "a,0,2,4.5\n", [], "r.csv:2: size='4.5' must be a whole number"),
     (HEAD + "a,0,2\n", [], "r.csv:2: 3 fields must be 4"),
@@ -333,18 +347,23 @@ HEAD = "id,lower,upper,size\n"
     (HEAD, [], "r.csv:2: there must be at least one buffer"),
     (None, [], "r.csv: cannot be read (No such file or directory)"),
     (b"\xff\xfe\x00", [], "r.csv: cannot be read"),
-    (HEAD + f"a,0,2,{2**63}\n", [], f"r.csv:2: size={2**63} of buffer 'a': all sizes so far must add up to at most"),
-    (HEAD + f"a,0,2,1{'0' * 4000}\n", [], "r.csv:2: size=<a number of 13288 bits> of buffer 'a': all sizes so far"),
+    (HEAD + f"a,0,2,{2**63}\n", [],
+     f"r.csv:2: size={2**63} of buffer 'a': all sizes so far must add up to at most"),
+    (HEAD + f"a,0,2,1{'0' * 4000}\n", [],
+     "r.csv:2: size=<a number of 13288 bits> of buffer 'a': all sizes so far"),
     (HEAD + f"a,0,2,1{'0' * 5000}\n", [], "r.csv:2: size='10000"),
     (HEAD + f'"{"a" * 200_000}",0,2,1\n', [], "r.csv:2: field larger than field limit"),
     (HEAD + "a,0,2,4\n", ["--alignment=0"], "alignment=0 must be at least 1"),
     (HEAD + "a,0,2,4\n", ["--alignment=1e9"], "alignment='1e9' must be int"),
-    (HEAD + "a,0,2,4\n", ["--alignment=10000000000"], "alignment=10000000000 must be at most 1073741824 (no page"),
+    (HEAD + "a,0,2,4\n", ["--alignment=10000000000"],
+     "alignment=10000000000 must be at most 1073741824 (no page"),
     (HEAD + "a,0,2,4\n", ["--capacity=0"], "capacity=0 must be at least 1"),
-    (HEAD + "a,0,2,4\n", ["--capacity=99999999999999999999"], "must be at most 1152921504606846976 (so much is all"),
+    (HEAD + "a,0,2,4\n", ["--capacity=99999999999999999999"],
+     "must be at most 1152921504606846976 (so much is all"),
     (HEAD + "a,0,2,4\n", ["--time_limit=nan"], "time_limit=nan must be"),
     (HEAD + "a,0,2,4\n", ["--time_limit=inf"], "time_limit=inf must be finite"),
-    (HEAD + "a,0,2,4\n", ["--time_limit=1e9"], "time_limit=1000000000.0 must be at most 1000000.0 (that is eleven days"),
+    (HEAD + "a,0,2,4\n", ["--time_limit=1e9"],
+     "time_limit=1000000000.0 must be at most 1000000.0 (that is eleven days"),
     (HEAD + "a,0,2,4\n", ["--time=1"], "unrecognized arguments: --time=1; see --help"),
     (HEAD + "a,0,2,4\n", ["--solver=best"], "solver='best' must be one of auto, greedy, mip, cpsat"),
 ])

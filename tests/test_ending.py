@@ -38,7 +38,7 @@ def undisturbed(dataset, tmp_path_factory):
 # --- signals ---
 
 @pytest.mark.usefixtures("hangup_is_heard")
-def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+def test_a_second_signal_saves_without_this_step(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(signals, "SAME_S", 0.0)
     real, calls = Block.backward, []
 
@@ -52,7 +52,8 @@ def test_a_second_signal_saves_without_the_step_under_way(dataset, tmp_path, mon
     assert train.main(argv(dataset, tmp_path, activation="keep")) == 128 + signal.SIGHUP
     assert checkpoint.load(tmp_path).iter == 5
     out, err = capsys.readouterr()
-    assert "stopped by SIGHUP after 5 of 12 steps, saved in" in out and "again to save without this step" in err
+    assert ("stopped by SIGHUP after 5 of 12 steps, saved in" in out
+            and "again to save without this step" in err)
     assert resumed(tmp_path) == 0
     assert losses(tmp_path) == undisturbed
 
@@ -105,7 +106,7 @@ def broken_disk(monkeypatch, works=lambda path: False):
     monkeypatch.setattr(dcp, "write", write)
 
 
-def test_a_run_that_cannot_save_stops_and_saves_elsewhere(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+def test_a_run_that_cannot_save_saves_elsewhere(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken_disk(monkeypatch, lambda folder: "memo-saved-" in str(folder))
     with pytest.raises(TrainingError, match=r"^\d+ saves in a row failed: .*Input/output error"):
@@ -122,7 +123,8 @@ def test_a_run_that_cannot_save_stops_and_saves_elsewhere(dataset, tmp_path, mon
 def test_the_last_save_of_all_says_where_it_went(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken_disk(monkeypatch)
-    message = r"out/ckpt/3 cannot be written \(Input/output error\).*; nor could it be saved elsewhere: \S*/memo-saved-"
+    message = (r"out/ckpt/3 cannot be written \(Input/output error\).*; "
+               r"nor could it be saved elsewhere: \S*/memo-saved-")
     with pytest.raises(TrainingError, match=message):
         train.main(argv(dataset, tmp_path / "out", max_iters=3))
 
@@ -162,7 +164,8 @@ def broken_pipe():
 
 def test_a_run_whose_console_is_a_full_disk_ends_well(dataset, tmp_path):
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "train.py", *argv(dataset, tmp_path)], cwd=ROOT, stdout=full, stderr=full)
+        done = subprocess.run([sys.executable, "train.py", *argv(dataset, tmp_path)], cwd=ROOT, stdout=full,
+                              stderr=full)
     assert done.returncode == 0 and checkpoint.load(tmp_path).iter == 12
 
 
@@ -174,7 +177,8 @@ def test_pictures_and_loggers_that_fail_are_warnings(dataset, tmp_path, monkeypa
     monkeypatch.setattr(JsonlLogger, "log", fails)
     assert train.main(argv(dataset, tmp_path)) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
-    assert sorted(line.split()[1] for line in warnings) == ["JsonlLogger", "loss.png", "memory_plan.png", "timeline.png"]
+    lost = sorted(line.split()[1] for line in warnings)
+    assert lost == ["JsonlLogger", "loss.png", "memory_plan.png", "timeline.png"]
     assert checkpoint.load(tmp_path).iter == 12
 
 
@@ -257,7 +261,8 @@ def test_hints_can_be_typed(dataset, tmp_path, monkeypatch, capsys):
 def test_the_prompt_is_the_datas_and_leaves_room(dataset, tmp_path):
     for words, room in (("one two three four", 61), ("@ one two", 62), ("one", 63)):
         ids = SimpleNamespace(val=words.split())
-        tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(tokens), encode=lambda t: SimpleNamespace(ids=t.split()))
+        tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(tokens),
+                                    encode=lambda t: SimpleNamespace(ids=t.split()))
         run = SimpleNamespace(out=tmp_path, cfg=SimpleNamespace(block_size=64),
                               data=SimpleNamespace(tokens=dict(val=np.array(ids.val))))
         (tmp_path / "tokenizer.json").touch()

@@ -47,13 +47,15 @@ def paper(S, gpus=8, model="7B", **keys):
     return budget.estimate(paper_config(model, S, **keys), A800, gpus, fast_arena)
 
 
-@pytest.mark.parametrize("tp,cp,dp,made", [(1, 1, 1, 0), (8, 1, 1, 1), (1, 8, 1, 2), (1, 1, 8, 1), (4, 2, 1, 4),
-                                           (2, 1, 4, 3), (1, 2, 4, 2), (2, 2, 2, 4)])
+@pytest.mark.parametrize("tp,cp,dp,made",
+                         [(1, 1, 1, 0), (8, 1, 1, 1), (1, 8, 1, 2), (1, 1, 8, 1), (4, 2, 1, 4),
+                          (2, 1, 4, 3), (1, 2, 4, 2), (2, 2, 2, 4)])
 def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, made):
-    """As tests/test_mesh.py counts them: `world` has one of its own only where no other axis has all ranks."""
+    """As tests/test_mesh.py counts them: `world` has its own only where no other axis has all ranks."""
     cfg = paper_config("7B", 65536, tp=tp, cp=cp, gradient_accumulation_steps=dp)
     *_, lines = budget.states(cfg, A800, tp * cp * dp, 2)
-    [line] = [line for line in lines if line.region == "communication"] or [budget.Line("", "0 NCCL communicators", 0)]
+    [line] = ([line for line in lines if line.region == "communication"]
+              or [budget.Line("", "0 NCCL communicators", 0)])
     assert line.device_bytes == made * hardware.COMMUNICATOR_BYTES
     assert line.what == f"{made} NCCL communicator{'s' * (made != 1)}"
 
@@ -77,17 +79,20 @@ def test_every_cell_without_host_memory_and_no_other():
 
 @pytest.mark.parametrize("model", ["7B", "13B", "30B"])
 def test_mfu_of_table_3(model):
-    off = [abs(100 * max(got.mfu for got in of_that_width(model, S) if got.fits) - mfu) for S, mfu in rows_of_table3(model)]
+    off = [abs(100 * max(got.mfu for got in of_that_width(model, S) if got.fits) - mfu)
+           for S, mfu in rows_of_table3(model)]
     assert max(off) < 3 and sum(off) / len(off) < 1.5, off
 
 
 def test_where_the_dry_run_is_more_hopeful_than_the_paper():
-    """The known errors, as docs/estimate.md has them: cells where the paper ran out of memory, and short contexts."""
+    """The known errors of docs/estimate.md: cells where the paper ran out of memory, and short contexts."""
     failed = [r for r in PAPER["table3"] if r["system"] == "memo" and "fail" in r]
     assert [(r["model"], r["seq_tokens"] // 1024, r["fail"]) for r in failed] == [
         ("7B", 1152, "oom"), ("7B", 1280, "oom"), ("7B", 1408, "oom"), ("30B", 1408, "oohm")]
-    assert all(paper(r["seq_tokens"], r["gpus"], r["model"]).fits for r in PAPER["table3"] if r["system"] == "memo")
-    cells = zip(PAPER["table4"]["seq_tokens"], PAPER["table4"]["mfu_percent"]["full_recompute+plan"], strict=True)
+    assert all(paper(r["seq_tokens"], r["gpus"], r["model"]).fits for r in PAPER["table3"]
+               if r["system"] == "memo")
+    cells = zip(PAPER["table4"]["seq_tokens"], PAPER["table4"]["mfu_percent"]["full_recompute+plan"],
+                strict=True)
     failed = [S for S, cell in cells if cell == "oom"]
     assert failed == [786432, 917504] and all(paper(S, activation="recompute").fits for S in failed)
     short = paper_config("7B", 4096, gradient_accumulation_steps=16)
@@ -99,7 +104,8 @@ def test_recompute_and_swap_of_table_4():
     for i, S in enumerate(PAPER["table4"]["seq_tokens"][:6]):
         memo, recompute = paper(S).mfu, paper(S, activation="recompute").mfu
         assert recompute / memo == pytest.approx(0.8, abs=0.03)
-        assert 100 * recompute == pytest.approx(PAPER["table4"]["mfu_percent"]["full_recompute+plan"][i], abs=1)
+        measured = PAPER["table4"]["mfu_percent"]["full_recompute+plan"][i]
+        assert 100 * recompute == pytest.approx(measured, abs=1)
 
 
 @pytest.mark.slow
@@ -117,7 +123,8 @@ def test_every_byte_is_in_a_line_and_a_region():
         got = budget.estimate(cfg, A800, 8, lambda *_: ArenaBytes(10**9, 10**6))
         out = report.as_dict(got)
         regions = {k: v for k, v in out["device_bytes"].items() if k not in ("total", "capacity")}
-        assert sum(regions.values()) == out["device_bytes"]["total"] == sum(line.device_bytes for line in got.lines)
+        total = sum(line.device_bytes for line in got.lines)
+        assert sum(regions.values()) == out["device_bytes"]["total"] == total
         assert out["host_bytes"]["total"] == 8 * sum(line.host_bytes for line in got.lines)
         assert all(isinstance(n, int) for line in got.lines for n in line[2:])
         assert sum(out["seconds"]["parts"].values()) == pytest.approx(out["seconds"]["step"])
@@ -125,19 +132,22 @@ def test_every_byte_is_in_a_line_and_a_region():
         assert all(line.what in text for line in got.lines)
 
 
-@pytest.mark.parametrize("keys", [dict(), dict(tp=2), dict(cp=2, position="learned", bias=True), dict(tp=2, cp=2),
-                                  dict(dtype="bfloat16"), dict(optimizer_device="cpu", cp=2),
-                                  dict(optimizer_device="cpu", tp=2, gradient_accumulation_steps=4, bias=True),
-                                  dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
-                                  dict(activation="recompute"), LLAMA, dict(LLAMA, tp=2, cp=2),
-                                  dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True)])
+@pytest.mark.parametrize("keys",
+                         [dict(), dict(tp=2), dict(cp=2, position="learned", bias=True), dict(tp=2, cp=2),
+                          dict(dtype="bfloat16"), dict(optimizer_device="cpu", cp=2),
+                          dict(optimizer_device="cpu", tp=2, gradient_accumulation_steps=4, bias=True),
+                          dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
+                          dict(activation="recompute"), LLAMA, dict(LLAMA, tp=2, cp=2),
+                          dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True)])
 def test_lines_are_the_bytes_of_a_real_model(keys):
     shape = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
     cfg = Config(**shape | dict(gradient_accumulation_steps=2) | keys)
     cpu, world = torch.device("cpu"), 2 * cfg.tp * cfg.cp
-    here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40), None, None, None)
+    here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40),
+                            None, None, None)
     got = budget.estimate(cfg, here, world, fast_arena)
-    mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp), dp=Axis("dp", 2), replicas=Axis("data", 2 * cfg.cp))
+    mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp), dp=Axis("dp", 2),
+                replicas=Axis("data", 2 * cfg.cp))
     model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
     optimizer = Optimizer(model, cfg)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, got.placement)
@@ -158,8 +168,9 @@ def traced_arenas(*argv, device="cuda", preset="7b_1m"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["", "--tp=8 --cp=1", "--tp=1 --cp=8", "--block_size=65536", "--context_parallel=ulysses",
-                                  "--block_size=2097152", "--tp=1 --cp=1 --block_size=8192", "--tp=1 --cp=1 --n_head=8",
+@pytest.mark.parametrize("text", ["", "--tp=8 --cp=1", "--tp=1 --cp=8", "--block_size=65536",
+                                  "--context_parallel=ulysses", "--block_size=2097152",
+                                  "--tp=1 --cp=1 --block_size=8192", "--tp=1 --cp=1 --n_head=8",
                                   "--tp=2 --cp=4 --context_parallel=ulysses --block_size=262144"])
 def test_the_fast_bound_is_one_and_is_near(text):
     exact, bound = (sum(arena) for arena in traced_arenas(*text.split()))
@@ -183,9 +194,11 @@ def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
     assert exact <= bound <= 1.45 * exact
 
 
-@pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False, qkv_bias=True)])
+@pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False,
+                                                        qkv_bias=True)])
 def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
-    train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1, warmup_iters=0, **family))
+    train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1,
+                         warmup_iters=0, **family))
     plan = json.loads((tmp_path / "plan.json").read_text())
     guessed, measured = plan["estimate"]["device_bytes"], {}
     guessed["transient"] += guessed["head"]
@@ -193,7 +206,8 @@ def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
         measured[line["region"]] = measured.get(line["region"], 0) + line["device_bytes"]
     assert {name: guessed[name] for name, n in measured.items() if n} == pytest.approx(
         {name: n for name, n in measured.items() if n}, rel=0.01)
-    assert plan["estimate"]["host_bytes"]["total"] == plan["host_bytes"] and plan["estimate"]["alpha"] == plan["alpha"]
+    assert plan["estimate"]["host_bytes"]["total"] == plan["host_bytes"]
+    assert plan["estimate"]["alpha"] == plan["alpha"]
 
 
 # --- time ---
@@ -239,7 +253,8 @@ def test_the_schedule_event_by_event(n_buffers, rate):
 
 def test_speeds_lie_between_those_that_were_measured():
     speeds = hardware.Speeds({"matmul": [(100, 1.0), (10000, 100.0)], "memory": [(1, 5.0)]})
-    assert [speeds.rate("matmul", n) for n in (1, 100, 1000, 10000, 10**6)] == pytest.approx([1, 1, 10, 100, 100])
+    rates = [speeds.rate("matmul", n) for n in (1, 100, 1000, 10000, 10**6)]
+    assert rates == pytest.approx([1, 1, 10, 100, 100])
     assert speeds.rate("gelu forward", 17) == 5.0 and speeds.seconds("norm", 10) == 2.0
 
 
@@ -295,8 +310,8 @@ def command(*argv, capsys):
 
 
 def test_json_is_the_contracts(capsys):
-    code, out, _ = command(*SEVEN, "--json", "--max_context", "--host_memory_bytes=1.035e12", "--pcie_bytes_per_s=10.5e9",
-                           "--device_memory_bytes=80e9", capsys=capsys)
+    code, out, _ = command(*SEVEN, "--json", "--max_context", "--host_memory_bytes=1.035e12",
+                           "--pcie_bytes_per_s=10.5e9", "--device_memory_bytes=80e9", capsys=capsys)
     got = json.loads(out)
     assert code == 0 and got["fits"] is True and got["reason"] is None
     assert got["layout"] == dict(tp=4, cp=2, pp=1, dp=1)
@@ -319,7 +334,8 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     assert out.count("it would with --") == 3
 
 
-@pytest.mark.parametrize("argv", [["--tp=3"], ["--block_size=1048568"], ["--n_head=2", "--n_embd=256"], ["--cp=5"]])
+@pytest.mark.parametrize("argv",
+                         [["--tp=3"], ["--block_size=1048568"], ["--n_head=2", "--n_embd=256"], ["--cp=5"]])
 def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
     with_layout = ["config/7b_1m.py", "--gpu=h100-80gb", "--gpus=2", *argv]
     assert command(*with_layout, capsys=capsys)[0] == 2
@@ -330,7 +346,8 @@ def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
 
 
 def test_search_takes_the_configs_number_of_ranks(capsys):
-    assert " 8 x h100-80gb on 1 node" in command("config/7b_1m.py", "--gpu=h100-80gb", "--search", capsys=capsys)[1]
+    out = command("config/7b_1m.py", "--gpu=h100-80gb", "--search", capsys=capsys)[1]
+    assert " 8 x h100-80gb on 1 node" in out
     _, _, err = command("config/7b_1m.py", "--gpu=h100-80gb", "--tp=0", "--search", capsys=capsys)
     assert err == "error: tp=0 must be at least 1\n"
 
@@ -343,19 +360,26 @@ def test_search_takes_the_configs_number_of_ranks(capsys):
     (("--gpu=a800-80gb", "--gpus=eight"), r"^error: --gpus=eight must be a number"),
     (("--gpu=a800-80gb", "--gpus=-8"), r"^error: --gpus=-8 must be at least 1$"),
     (("--gpu=a800-80gb", "--gpus=1.5"), r"^error: --gpus=1.5 must be a whole number$"),
-    (("--gpu=a800-80gb", "--gpus=1e30"), r"^error: --gpus=.* must be at most 1048576 \(no cluster has as many\)$"),
+    (("--gpu=a800-80gb", "--gpus=1e30"),
+     r"^error: --gpus=.* must be at most 1048576 \(no cluster has as many\)$"),
     (("--gpu=a800-80gb", "--gpus=nan"), r"^error: --gpus=nan must be of type int"),
-    (("--gpu=a800-80gb", "--device_memory_bytes=1e300"), r"must be at most 1e\+18 \(no cluster has as much\)$"),
+    (("--gpu=a800-80gb", "--device_memory_bytes=1e300"),
+     r"must be at most 1e\+18 \(no cluster has as much\)$"),
     (("--gpu=a800-80gb", "--host_memory_bytes=inf"), r"^error: --host_memory_bytes=inf must be finite$"),
-    (("--gpu=a800-80gb", "--pcie_bytes_per_s=1e-300"), r"^error: --pcie_bytes_per_s=1e-300 must be at least 1.0$"),
+    (("--gpu=a800-80gb", "--pcie_bytes_per_s=1e-300"),
+     r"^error: --pcie_bytes_per_s=1e-300 must be at least 1.0$"),
     (("--gpu=a800-80gb", "--plot="), r"^error: --plot='' must not be empty"),
-    (("--gpu=a800-80gb", "--host_memory_gb=5000"), r"^error: host_memory_gb=5000 must be at most 1720, 90% of"),
-    (("--gpu=a800-80gb", "--plot=/nowhere/at/all.png"), r"^error: --plot=/nowhere/at/all.png cannot be written"),
+    (("--gpu=a800-80gb", "--host_memory_gb=5000"),
+     r"^error: host_memory_gb=5000 must be at most 1720, 90% of"),
+    (("--gpu=a800-80gb", "--plot=/nowhere/at/all.png"),
+     r"^error: --plot=/nowhere/at/all.png cannot be written"),
     (("--gpu=a800-80gb", "--pcie_bytes_per_s=0"), r"^error: --pcie_bytes_per_s=0.0 must be at least 1.0$"),
     (("--gpu=a800-80gb", "--json=yes"), r"^error: --json=yes: --json takes no value"),
     (("--gpu=a800-80gb", "--n_layr=3"), r"unknown key 'n_layr'; did you mean 'n_layer'\?"),
-    (("--gpu=a800-80gb", "--vocab_size=0", "--dataset=nowhere"), r"^error: vocab_size=0 must be known without a dataset"),
-    (("--gpu=here", "--gpus=8"), r"^error: --gpu=here: nothing was measured on this machine with ranks=8; try torchrun"),
+    (("--gpu=a800-80gb", "--vocab_size=0", "--dataset=nowhere"),
+     r"^error: vocab_size=0 must be known without a dataset"),
+    (("--gpu=here", "--gpus=8"),
+     r"^error: --gpu=here: nothing was measured on this machine with ranks=8; try torchrun"),
 ])
 def test_bad_input_is_a_line(argv, says, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -364,16 +388,18 @@ def test_bad_input_is_a_line(argv, says, capsys, monkeypatch, tmp_path):
 
 
 def test_a_model_larger_than_all_devices_says_by_how_much(capsys):
-    code, out, err = command("config/65b_1m.py", "--gpus=8", "--gpu=rtx4090", "--tp=8", "--cp=1", capsys=capsys)
+    code, out, err = command("config/65b_1m.py", "--gpus=8", "--gpu=rtx4090", "--tp=8", "--cp=1",
+                             capsys=capsys)
     assert code == 2 and not out and err.count("\n") == 1
-    assert err.startswith("error: --gpus=8: 64.8B parameters, their gradients and optimizer take 1087 GiB, all 8 devices "
-                          "together have 188.8: 898.1 GiB too much; try at least --gpus=47")
+    assert err.startswith("error: --gpus=8: 64.8B parameters, their gradients and optimizer take 1087 GiB, "
+                          "all 8 devices together have 188.8: 898.1 GiB too much; try at least --gpus=47")
 
 
 def test_the_bound_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('not here')")
-    done = subprocess.run([sys.executable, "-m", "memo.estimate", *SEVEN, "--fast", "--json"], capture_output=True,
-                          text=True, env=os.environ | dict(PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    done = subprocess.run([sys.executable, "-m", "memo.estimate", *SEVEN, "--fast", "--json"],
+                          capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=f"{tmp_path}:{ROOT}"))
     assert done.returncode == 0 and json.loads(done.stdout)["fits"], done.stderr
 
 
@@ -383,18 +409,21 @@ def test_help_is_in_columns(monkeypatch, columns):
     lines = estimate_main.estimate_help().splitlines()[6:]
     assert max(map(len, lines)) <= min(110, columns)
     given = [line.split("=")[0].split()[0] for line in lines if line.startswith("  --")]
-    assert set(given) == {f"--{name}" for name in (*estimate_main.FLAGS, *estimate_main.OPTIONS, *estimate_main.FIGURES)}
+    assert set(given) == {f"--{name}"
+                          for name in (*estimate_main.FLAGS, *estimate_main.OPTIONS, *estimate_main.FIGURES)}
     told = [re.match(r"  (--\S+)? *", line).end() for line in lines if re.match(r"  (--\S+)? +\S", line)]
     assert len(set(told)) == 1
 
 
 def test_the_end_of_the_search_is_not_called_the_memorys(capsys):
-    code, out, _ = command(*SEVEN, "--max_context", "--device_memory_bytes=1e18", "--host_memory_bytes=1e18", capsys=capsys)
-    assert f"max_context {search.LONGEST:,} tokens" in out and "where this search ends; more would fit: device memory" in out
+    code, out, _ = command(*SEVEN, "--max_context", "--device_memory_bytes=1e18", "--host_memory_bytes=1e18",
+                           capsys=capsys)
+    assert (f"max_context {search.LONGEST:,} tokens" in out
+            and "where this search ends; more would fit: device memory" in out)
     limits = {}
     for has in ("80e9", "1e18"):
-        out = command(*SEVEN, "--max_context", "--json", f"--device_memory_bytes={has}", "--host_memory_bytes=1e18",
-                      capsys=capsys)[1]
+        out = command(*SEVEN, "--max_context", "--json", f"--device_memory_bytes={has}",
+                      "--host_memory_bytes=1e18", capsys=capsys)[1]
         limits[has] = json.loads(out)["max_block_size_limit"]
     assert limits == {"80e9": "device memory", "1e18": "search"}
 
@@ -411,8 +440,8 @@ def test_what_cannot_fit_by_far_is_not_traced():
 def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "FIRST_S", 0.001)
     png = tmp_path / "a.png"
-    code, out, err = command("config/7b_1m.py", "--gpu=a800-80gb", "--gpus=16", "--search", "--max_context", f"--plot={png}",
-                             capsys=capsys)
+    code, out, err = command("config/7b_1m.py", "--gpu=a800-80gb", "--gpus=16", "--search", "--max_context",
+                             f"--plot={png}", capsys=capsys)
     assert code == 0 and png.exists() and out.splitlines()[-1] == f"plot        {png}"
     for text in (r"--search: \d+ of \d+ layouts tried, \d+ of the fastest looked at closely",
                  r"looking for the greatest block_size that fits: trying [\d,]+", f"drawing {png}"):
@@ -440,17 +469,19 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     cfg = load_config(["config/7b_1m.py"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     line = search.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
-    assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, estimated at ")
+    assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, "
+                           "estimated at ")
     assert "try --cp or --tp" in line and "the greatest block_size that would fit is " in line
     assert int(line.rpartition(" ")[2]) < cfg.block_size or "should fit" in line
-    argv = arguments(dataset, tmp_path, activation="keep", n_layer=16, n_embd=256, n_head=4, block_size=1024, batch_size=8,
-                     max_iters=1, warmup_iters=0)
+    argv = arguments(dataset, tmp_path, activation="keep", n_layer=16, n_embd=256, n_head=4, block_size=1024,
+                     batch_size=8, max_iters=1, warmup_iters=0)
     code = "import resource, sys, torch, train\nfrom memo.errors import last_line\n" \
            "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n" \
            "resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)\n" \
            "try:\n    train.main(sys.argv[1:])\n" \
            "except Exception as e:\n    sys.exit(f'error: {last_line(e)}')"
-    done = subprocess.run([sys.executable, "-c", code, *argv, "--force"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code, *argv, "--force"], capture_output=True,
+                          text=True, cwd=ROOT)
     assert done.returncode == 1
     assert "while the region rounding_buffers grew, estimated at " in done.stderr, done.stderr
 
@@ -464,7 +495,8 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     profiler.main(["--calibrate", "--device=cpu"])
     out, err = capsys.readouterr()
     assert "matmul" in out
-    assert re.search(r"^measuring (matmul|attention|gelu|norm).*, [\d.e+]+ (FLOPs|bytes), 0 s so far$", err, re.MULTILINE)
+    assert re.search(r"^measuring (matmul|attention|gelu|norm).*, [\d.e+]+ (FLOPs|bytes), 0 s so far$", err,
+                     re.MULTILINE)
     here = hardware.machine("here")
     assert here.cpu and here.threads == torch.get_num_threads() and here.speeds.itemsize == 4
     small = ["--n_layer=4", "--n_embd=256", "--n_head=4", "--block_size=4096", "--vocab_size=512", "--json"]
@@ -476,8 +508,8 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
 
 
 MEASURED = dict(
-    format=2, device="CPU", threads=2, ranks=1, itemsize=4, overhead_s=1e-6, memory_bytes=None, peak_flops_per_s=None,
-    capability=[0, 0], multiprocessors=0,
+    format=2, device="CPU", threads=2, ranks=1, itemsize=4, overhead_s=1e-6, memory_bytes=None,
+    peak_flops_per_s=None, capability=[0, 0], multiprocessors=0,
     node=dict(gpus_per_node=1, host_memory_bytes=10**10, nvlink_bytes_per_s=1.0, pcie_bytes_per_s=1e10,
               network_bytes_per_s=1.0, host_bytes_per_s=1e10),
     speeds={op: [[2**10, 1e9], [2**20, 2e9]] for op in hardware.OPERATIONS})
@@ -496,15 +528,17 @@ def node(**changes):
 
 
 DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(threads=0),
-           changed(threads=1.5), changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1), changed(overhead_s=None),
-           changed(device=3),
-           changed(memory_bytes=-1), changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"), changed(capability=9),
-           changed(capability=[9]), changed(multiprocessors=-1), changed(node=None), changed(node={}), node(gpus_per_node=0),
-           node(gpus_per_node=1.5), node(host_memory_bytes=-10**12), node(pcie_bytes_per_s=0), node(more=1),
-           node(nvlink_bytes_per_s=True), changed(speeds=[]), changed(speeds={}), speeds([[1, 1e9]], "anything"), speeds([]),
-           speeds(1), speeds([1]), speeds([[1, 2, 3]]), speeds([[1, -1e9]]), speeds([[1, 0]]), speeds([[0, 1e9]]),
-           speeds([[2, 1e9], [1, 1e9]]), speeds([[1, 1e9], [1, 2e9]]), speeds([["1", 1e9]]), speeds([[1, None]]),
-           speeds([[1, 1e300]]), changed().replace("1e-06", "NaN"), changed().replace("1e-06", "1e999")]
+           changed(threads=1.5), changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1),
+           changed(overhead_s=None), changed(device=3), changed(memory_bytes=-1),
+           changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"),
+           changed(capability=9), changed(capability=[9]), changed(multiprocessors=-1), changed(node=None),
+           changed(node={}), node(gpus_per_node=0), node(gpus_per_node=1.5), node(host_memory_bytes=-10**12),
+           node(pcie_bytes_per_s=0), node(more=1), node(nvlink_bytes_per_s=True), changed(speeds=[]),
+           changed(speeds={}), speeds([[1, 1e9]], "anything"), speeds([]), speeds(1), speeds([1]),
+           speeds([[1, 2, 3]]), speeds([[1, -1e9]]), speeds([[1, 0]]), speeds([[0, 1e9]]),
+           speeds([[2, 1e9], [1, 1e9]]), speeds([[1, 1e9], [1, 2e9]]), speeds([["1", 1e9]]),
+           speeds([[1, None]]), speeds([[1, 1e300]]), changed().replace("1e-06", "NaN"),
+           changed().replace("1e-06", "1e999")]
 
 
 def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
@@ -521,9 +555,11 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
         machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1, 0, ""))
         assert machine.cpu and machine.speeds is None
     path.unlink()
-    assert command(*preset, capsys=capsys)[2].startswith("error: --gpu=here: nothing was measured on this machine")
+    err = command(*preset, capsys=capsys)[2]
+    assert err.startswith("error: --gpu=here: nothing was measured on this machine")
     path.parent.chmod(0o777)
-    why = f"error: a calibration cannot be kept: {path.parent} can be written by others; chmod 700 {path.parent}\n"
+    why = (f"error: a calibration cannot be kept: {path.parent} can be written by others; "
+           f"chmod 700 {path.parent}\n")
     assert command(*preset, capsys=capsys)[2] == why
     assert commands.run(profiler.main, ["--calibrate"]) == 2 and capsys.readouterr().err == why
 
@@ -532,10 +568,10 @@ ARENA = dict(transient=10**6, head=10**5)
 
 
 @pytest.mark.parametrize("poison", [
-    dict(arena=ARENA | dict(transient=-10**12)), dict(arena=ARENA | dict(head=1e3)), dict(arena=dict(transient=1)),
-    dict(arena=ARENA | dict(head=None)), dict(arena=ARENA | dict(head=True)), dict(arena=[1, 2]),
-    dict(arena=ARENA | dict(x=1)), dict(arena=ARENA | dict(transient=10**30)), dict(arena=ARENA, keys={}), ARENA, [],
-    "[" * 99999])
+    dict(arena=ARENA | dict(transient=-10**12)), dict(arena=ARENA | dict(head=1e3)),
+    dict(arena=dict(transient=1)), dict(arena=ARENA | dict(head=None)), dict(arena=ARENA | dict(head=True)),
+    dict(arena=[1, 2]), dict(arena=ARENA | dict(x=1)), dict(arena=ARENA | dict(transient=10**30)),
+    dict(arena=ARENA, keys={}), ARENA, [], "[" * 99999])
 def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg, machine, traces = load_config(["--vocab_size=99"]), hardware.machine("a800-80gb"), []
@@ -546,8 +582,10 @@ def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     first = [traced_arena(cfg, machine, trace) for _ in range(2)]
     file, = (tmp_path / "memo").glob("arena-*.json")
     stored = json.loads(file.read_text())
-    assert len(traces) == 1 and first == [ArenaBytes(1024, 0)] * 2 and stored["arena"] == dict(transient=1024, head=0)
-    file.write_text(poison if isinstance(poison, str) else json.dumps(stored | poison if "arena" in poison else poison))
+    assert len(traces) == 1 and first == [ArenaBytes(1024, 0)] * 2
+    assert stored["arena"] == dict(transient=1024, head=0)
+    file.write_text(poison if isinstance(poison, str)
+                    else json.dumps(stored | poison if "arena" in poison else poison))
     assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 2
     assert json.loads(file.read_text()) == stored
     (tmp_path / "memo").chmod(0o777)
@@ -570,6 +608,7 @@ def test_attention_without_a_kernel_holds_the_scores():
     cfg = load_config(["config/gpt2_124m.py", "--vocab_size=50257", "--block_size=8192", "--position=rope"])
     A = hardware.machine("h100-80gb")
     for slow in (replace(cfg, dtype="float32"), replace(cfg, attention="math")):
-        kernels, scores = (budget.estimate(one, A, 1, fast_arena).bytes_of("transient")[0] for one in (cfg, slow))
+        kernels, scores = (budget.estimate(one, A, 1, fast_arena).bytes_of("transient")[0]
+                           for one in (cfg, slow))
         assert scores > kernels + 12 * 8192**2 * 8
         assert sum(traced_arena(slow, A)) <= sum(fast_arena(slow, A))

@@ -1,5 +1,5 @@
-"""Runs of several ranks from end to end: the losses of one process, checkpoints that change their layout, ranks that die,
-two nodes, and what ranks do not agree on."""
+"""Runs of several ranks from end to end: the losses of one process, checkpoints that change their layout,
+ranks that die, two nodes, and what ranks do not agree on."""
 
 import contextlib
 import io
@@ -32,8 +32,8 @@ from testing.ranks import Ranks, children, pool
 from tests.helpers import ROOT
 
 MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
-             gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5, eval_interval=5,
-             eval_iters=2, save_interval=0, device="cpu")
+             gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
+             eval_interval=5, eval_iters=2, save_interval=0, device="cpu")
 SAME = 1e-5
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -56,9 +56,10 @@ def worst(mine, reference):
 
 
 def here(host, argv, console=os.devnull):
-    """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: everybody's, or a list of each rank's."""
+    """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: of all, or one of each."""
     mine = argv[host.rank] if isinstance(argv[0], list) else argv
-    with open(f"{console}{host.rank}" if console != os.devnull else console, "w") as file, contextlib.redirect_stdout(file):
+    path = f"{console}{host.rank}" if console != os.devnull else console
+    with open(path, "w") as file, contextlib.redirect_stdout(file):
         try:
             run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
         except Exception as e:
@@ -88,23 +89,26 @@ def alone(dataset, tmp_path_factory):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks,keys", [(2, dict(tp=2)), (2, dict(cp=2)), (2, {}),
-                                        (4, dict(tp=2, cp=2, context_parallel="ulysses", optimizer_device="cpu"))])
+                                        (4, dict(tp=2, cp=2, context_parallel="ulysses",
+                                                 optimizer_device="cpu"))])
 def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone, ranks, keys):
     assert pool(ranks).run(here, argv(dataset, tmp_path, **keys), str(tmp_path / "console")) == [0] * ranks
     assert worst(losses(tmp_path), losses(alone)) < SAME
     val, reference = ([r["val_loss"] for r in rows(out) if "val_loss" in r] for out in (tmp_path, alone))
     assert worst(val, reference) < SAME
-    assert [(tmp_path / f"console{r}").stat().st_size > 0 for r in range(ranks)] == [True] + [False] * (ranks - 1)
+    spoke = [(tmp_path / f"console{r}").stat().st_size > 0 for r in range(ranks)]
+    assert spoke == [True] + [False] * (ranks - 1)
     last, first = rows(tmp_path)[-1], rows(alone)[-1]
     axes = {"tp": keys.get("tp", 1), "cp": keys.get("cp", 1), "data": ranks // keys.get("tp", 1)}
-    assert set(last["sent_bytes"]) == {name for name, size in axes.items() if size > 1} and first["sent_bytes"] == {}
+    assert set(last["sent_bytes"]) == {name for name, size in axes.items() if size > 1}
+    assert first["sent_bytes"] == {}
     assert all(n > 0 for n in last["sent_bytes"].values()) and last["tokens"] == first["tokens"]
     assert last["tgs"] == pytest.approx(last["tokens"] / ranks / last["step_s"])
     assert last["host_bytes"] * ranks == first["host_bytes"] * max(1, ranks // (axes["tp"] * axes["cp"]))
 
 
 def here_stopped(host, argv):
-    """here(), where a signal comes to rank 0 alone, after all ranks have agreed to go on with the next step."""
+    """here(), where a signal comes to rank 0 alone, after all ranks agreed to go on with the next step."""
     with pytest.MonkeyPatch.context() as m:
         real = train.report_step
 
@@ -154,8 +158,10 @@ def test_a_checkpoint_is_resumed_in_any_other_layout(dataset, tmp_path, alone):
 def test_the_same_layout_goes_on_bitwise(dataset, tmp_path):
     keys = dict(tp=2, cp=2)
     assert pool(4).run(here, argv(dataset, tmp_path / "whole", **keys)) == [0] * 4
-    assert pool(4).run(here, argv(dataset, tmp_path / "parts", **keys, max_iters=5, lr_decay_iters=10)) == [0] * 4
-    assert pool(4).run(here, ["--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=10"]) == [0] * 4
+    parts = argv(dataset, tmp_path / "parts", **keys, max_iters=5, lr_decay_iters=10)
+    assert pool(4).run(here, parts) == [0] * 4
+    resumed = ["--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=10"]
+    assert pool(4).run(here, resumed) == [0] * 4
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -174,12 +180,18 @@ def test_mistakes_are_one_line_on_every_rank(dataset, tmp_path):
             (argv(dataset, tmp_path / "out", tp=2, cp=2), "dp(1)*cp(2)*tp(2) != WORLD_SIZE(2)"),
             (argv(dataset, tmp_path / "out", tp=3), "n_head=4 % tp=3 != 0"),
             (argv(dataset, tmp_path / "out", cp=2, block_size=62), "block_size=62 % (2*cp*tp)=4 != 0"),
-            (argv(dataset, tmp_path / "out", cp=2, n_head=1, context_parallel="ulysses"), "n_head/tp=1 % cp=2 != 0"),
-            (argv(dataset, tmp_path / "out", gradient_accumulation_steps=1), "gradient_accumulation_steps=1 % dp=2 != 0"),
-            ([good, [*good, "--seed=2"]], f"{rank1} has seed=2, rank 0 seed=1337; start all ranks with the same command"),
-            ([good, [*good, "--dtype=bfloat16"]], f"{rank1} has dtype=bfloat16, rank 0 dtype=auto; start all ranks"),
-            ([good, [*good, "--n_layr=2"]], f"{rank1}: --n_layr=2: unknown key 'n_layr'; did you mean 'n_layer'?"),
-            ([good, [*good, f"--dataset={other}"]], f"{rank1} has dataset={other}, rank 0 dataset={dataset}")):
+            (argv(dataset, tmp_path / "out", cp=2, n_head=1, context_parallel="ulysses"),
+             "n_head/tp=1 % cp=2 != 0"),
+            (argv(dataset, tmp_path / "out", gradient_accumulation_steps=1),
+             "gradient_accumulation_steps=1 % dp=2 != 0"),
+            ([good, [*good, "--seed=2"]],
+             f"{rank1} has seed=2, rank 0 seed=1337; start all ranks with the same command"),
+            ([good, [*good, "--dtype=bfloat16"]],
+             f"{rank1} has dtype=bfloat16, rank 0 dtype=auto; start all ranks"),
+            ([good, [*good, "--n_layr=2"]],
+             f"{rank1}: --n_layr=2: unknown key 'n_layr'; did you mean 'n_layer'?"),
+            ([good, [*good, f"--dataset={other}"]],
+             f"{rank1} has dataset={other}, rank 0 dataset={dataset}")):
         first, second = pool(2).run(here, case)
         assert first == second and first.startswith(f"Agreed: {message}") and "\n" not in first
         assert not (tmp_path / "out").exists()
@@ -194,7 +206,8 @@ def test_other_tokens_under_the_same_name_are_found_out(dataset, tmp_path):
     ids[7] ^= 1
     ids.tofile(tmp_path / "1" / "data" / "val.bin")
     first, second = pool(2).run(in_its_own_folder, str(tmp_path), argv("data", tmp_path / "out", cp=2))
-    assert first == second and first.startswith(f"Agreed: rank 1 ({socket.gethostname()}) has hash of dataset data=")
+    assert first == second
+    assert first.startswith(f"Agreed: rank 1 ({socket.gethostname()}) has hash of dataset data=")
     assert first.endswith("; give all hosts the same data")
 
 
@@ -214,8 +227,8 @@ def test_a_folder_that_the_hosts_do_not_share_is_found_out(dataset, tmp_path):
     pool(2).run(impatient)
     first, second = pool(2).run(in_its_own_folder, str(tmp_path), argv(dataset, "out", cp=2))
     assert first == second
-    assert first == (f"Agreed: rank 1 ({socket.gethostname()}): out_dir=out is not the folder that rank 0 writes to; choose "
-                     "one that all hosts share")
+    assert first == (f"Agreed: rank 1 ({socket.gethostname()}): out_dir=out is not the folder "
+                     "that rank 0 writes to; choose one that all hosts share")
 
 
 def impatient(host):
@@ -229,10 +242,12 @@ def test_a_missing_or_damaged_shard_is_named(dataset, tmp_path):
     shard = next((tmp_path / "ckpt" / "3").glob("__1_*"))
     data = shard.read_bytes()
     for damage, message in ((lambda: shard.write_bytes(data[:-1] + b"?"), "is corrupt"),
-                            (lambda: shard.write_bytes(data[:-1]), "bytes long, must be"), (shard.unlink, "is missing")):
+                            (lambda: shard.write_bytes(data[:-1]), "bytes long, must be"),
+                            (shard.unlink, "is missing")):
         damage()
         for said in pool(2).run(here, resume):
-            assert said.startswith("Agreed: ") and f"{shard} " in said and message in said and "\n" not in said
+            assert (said.startswith("Agreed: ") and f"{shard} " in said and message in said
+                    and "\n" not in said)
     shard.write_bytes(data)
     assert pool(2).run(here, resume) == [0, 0]
 
@@ -258,15 +273,16 @@ def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_pat
     assert pool(2).run(here, [*keys, "--max_iters=3", "--lr_decay_iters=10"]) == [0, 0]
     resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=10", "--save_interval=2"]
     for said in pool(2).run(small_files, resume, 20_000):  # tried at 4, 6 and 8 too: training went on
-        assert said.startswith(f"{tmp_path}/ckpt/10 cannot be written (File too large); the previous one is whole; free "
-                               "some space there or choose another folder; nor could it be saved elsewhere: ")
+        assert said.startswith(f"{tmp_path}/ckpt/10 cannot be written (File too large); "
+                               "the previous one is whole; free some space there or choose another folder; "
+                               "nor could it be saved elsewhere: ")
     assert len(losses(tmp_path)) == 10 and os.listdir(tmp_path / "ckpt") == ["3"]
     assert pool(2).run(here, resume) == [0, 0]
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["10", "8"]
 
 
 def without_room(host, argv):
-    """here(), but rank 1's rehearsal runs out of memory in its first backward -> (exit code, lines on stderr)."""
+    """here(), but rank 1's rehearsal has no memory for its first backward -> (exit code, stderr's lines)."""
     run, said = Rehearsal.run, io.StringIO()
 
     def out_of_memory(self, label, *args):
@@ -282,7 +298,8 @@ def without_room(host, argv):
 @pytest.mark.parametrize("keys", [dict(tp=2), dict(cp=2)], ids=str)
 def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path, keys):
     assert pool(2).run(here, argv(dataset, tmp_path / "recorded", max_iters=3, **keys)) == [0, 0]
-    (code, said), (other_code, _) = pool(2).run(without_room, argv(dataset, tmp_path / "traced", max_iters=3, **keys))
+    traced = argv(dataset, tmp_path / "traced", max_iters=3, **keys)
+    (code, said), (other_code, _) = pool(2).run(without_room, traced)
     assert code == other_code == 0 and "its requests are traced, not recorded" in said[0]
     assert losses(tmp_path / "traced") == losses(tmp_path / "recorded")
     recorded, traced = (json.loads((tmp_path / name / "plan.json").read_text())["memory_plans"][0]["segments"]
@@ -291,7 +308,7 @@ def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path,
 
 
 def measured_without_room(host, argv, said):
-    """What rank 1 says whose layer does not fit while the rates are measured; rank 0 waits in a message of that layer."""
+    """What rank 1 says where its layer does not fit while rates are measured; rank 0 waits in its message."""
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     with pytest.MonkeyPatch.context() as m:
@@ -320,7 +337,8 @@ def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):
 
 def torchrun(argv, *options, ranks):
     """With a thread for each rank, as in the pools: sums over several come in another order."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options, "train.py", *argv]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options,
+               "train.py", *argv]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=os.environ | dict(OMP_NUM_THREADS="1"))
 
@@ -341,13 +359,15 @@ def undisturbed(dataset, tmp_path_factory):
 
 @pytest.mark.ranks
 def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(dataset, tmp_path, undisturbed):
-    run = torchrun(argv(dataset, tmp_path, tp=2, max_iters=24, save_interval=3), "--standalone", "--max-restarts=1", ranks=2)
+    run = torchrun(argv(dataset, tmp_path, tp=2, max_iters=24, save_interval=3), "--standalone",
+                   "--max-restarts=1", ranks=2)
     wait_for_rows(tmp_path, 8)
     os.kill(children(run.pid)[1], signal.SIGKILL)
     out, err = run.communicate(timeout=400)
     assert run.returncode == 0, err
     assert losses(tmp_path) == losses(undisturbed)
-    assert out.count("run         steps 0 to 24") == 1 and out.count("to 24 in") == 2  # the second goes on, by itself
+    assert out.count("run         steps 0 to 24") == 1
+    assert out.count("to 24 in") == 2  # the second goes on, by itself
 
 
 @pytest.mark.ranks
@@ -370,8 +390,8 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dat
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     keys = dict(cp=2, max_iters=24, save_interval=3)
-    nodes = [torchrun(argv(dataset, tmp_path / "two", **keys), "--nnodes=2", "--rdzv-backend=c10d", "--max-restarts=3",
-                      f"--rdzv-endpoint=127.0.0.1:{port}", ranks=1) for _ in range(2)]
+    nodes = [torchrun(argv(dataset, tmp_path / "two", **keys), "--nnodes=2", "--rdzv-backend=c10d",
+                      "--max-restarts=3", f"--rdzv-endpoint=127.0.0.1:{port}", ranks=1) for _ in range(2)]
     wait_for_rows(tmp_path / "two", 8)
     os.kill(children(nodes[1].pid)[0], signal.SIGKILL)
     said = ""
@@ -399,7 +419,8 @@ def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
 def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(dataset, data)
-    np.r_[np.zeros(17), np.full(31, 9999), np.zeros(17)].astype(np.uint16).tofile(data / "val.bin")  # one window of 64
+    val = np.r_[np.zeros(17), np.full(31, 9999), np.zeros(17)]  # one window of 64
+    val.astype(np.uint16).tofile(data / "val.bin")
     meta = json.loads((data / "meta.json").read_text())
     meta["counts"]["val"] = dict(tokens=65)
     (data / "meta.json").write_text(json.dumps(meta))

@@ -1,4 +1,4 @@
-"""The mesh: who is where, what they say to each other and what it costs, and what stops a run before it begins."""
+"""The mesh: who is where, what ranks say to each other, what that costs, what stops a run at its start."""
 
 import io
 import os
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 def test_torchruns_environment():
     assert read_launch({}) == Launch(0, 1, 0, 1, 0, "")
-    given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="2",
-                 TORCHELASTIC_RUN_ID="job 7")
+    given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4",
+                 TORCHELASTIC_RESTART_COUNT="2", TORCHELASTIC_RUN_ID="job 7")
     assert read_launch(given) == Launch(5, 8, 1, 4, 2, "job 7")
     cores = len(os.sched_getaffinity(0))
     assert read_launch(given | dict(OMP_NUM_THREADS="1")).threads == max(1, cores // 4)  # torchrun's default
@@ -40,11 +40,13 @@ def test_torchruns_environment():
 
 
 @pytest.mark.parametrize("name,value,range", [
-    ("RANK", "8", "0 to 7"), ("RANK", "-1", "0 to 7"), ("RANK", "x", "0 to 7"), ("WORLD_SIZE", "0", "1 to 1048576"),
-    ("WORLD_SIZE", "1e9", "1 to"), ("LOCAL_RANK", "4", "0 to 3"), ("LOCAL_WORLD_SIZE", "9", "1 to 8")])
+    ("RANK", "8", "0 to 7"), ("RANK", "-1", "0 to 7"), ("RANK", "x", "0 to 7"),
+    ("WORLD_SIZE", "0", "1 to 1048576"), ("WORLD_SIZE", "1e9", "1 to"), ("LOCAL_RANK", "4", "0 to 3"),
+    ("LOCAL_WORLD_SIZE", "9", "1 to 8")])
 def test_an_environment_that_cannot_be_is_a_line(name, value, range):
     given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4") | {name: value}
-    with pytest.raises(ConfigError, match=f"^{name}={value} in the environment must be a whole number from {range}"):
+    with pytest.raises(ConfigError,
+                       match=f"^{name}={value} in the environment must be a whole number from {range}"):
         read_launch(given)
 
 
@@ -55,7 +57,8 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
     def late():
         time.sleep(0.25)
         for rank in (1, 2):
-            threading.Thread(target=launch.meeting, args=(dist.TCPStore("localhost", store.port), rank, 3)).start()
+            threading.Thread(target=launch.meeting,
+                             args=(dist.TCPStore("localhost", store.port), rank, 3)).start()
     threading.Thread(target=late).start()
     assert launch.meeting(store, 0, 3)
     assert capfd.readouterr().err.startswith("waiting for 2 of 3 ranks, 0 s so far\n")
@@ -63,8 +66,10 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
 
 @pytest.mark.parametrize("keys,world,message", [
     (dict(cp=2, tp=3, n_head=6, n_embd=36, block_size=24), 8,
-     r"^dp\(1\)\*cp\(2\)\*tp\(3\) != WORLD_SIZE\(8\); start it with torchrun --nproc_per_node=6 \(or a multiple\)"),
-    (dict(cp=2, tp=4), 1, r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
+     r"^dp\(1\)\*cp\(2\)\*tp\(3\) != WORLD_SIZE\(8\); "
+     r"start it with torchrun --nproc_per_node=6 \(or a multiple\)"),
+    (dict(cp=2, tp=4), 1,
+     r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
     (dict(gradient_accumulation_steps=3), 2,
      r"^gradient_accumulation_steps=3 % dp=2 != 0 .*; try --gradient_accumulation_steps=4$"),
 ])
@@ -74,7 +79,8 @@ def test_layouts_that_do_not_fill_the_world(keys, world, message):
 
 
 def test_layouts_that_do():
-    for tp, cp, accumulation, world, dp in ((1, 1, 1, 1, 1), (2, 2, 1, 4, 1), (2, 1, 4, 8, 4), (1, 4, 6, 8, 2)):
+    for tp, cp, accumulation, world, dp in ((1, 1, 1, 1, 1), (2, 2, 1, 4, 1), (2, 1, 4, 8, 4),
+                                            (1, 4, 6, 8, 2)):
         assert degrees(Config(tp=tp, cp=cp, gradient_accumulation_steps=accumulation), world) == dp
 
 
@@ -119,7 +125,8 @@ def opened(host, cp, tp, kind):
         m.setattr(mesh_module, "start_collective",
                   lambda call, *args: noting(call.__name__, args[-1]) or start(call, *args))
         reduce, batch = dist.all_reduce, dist.batch_isend_irecv
-        m.setattr(dist, "all_reduce", lambda x, *args, group: noting("all_reduce", group) or reduce(x, *args, group=group))
+        m.setattr(dist, "all_reduce",
+                  lambda x, *args, group: noting("all_reduce", group) or reduce(x, *args, group=group))
         m.setattr(dist, "batch_isend_irecv", lambda ops: noting("shift", ops[0].group) or batch(ops))
         mesh = open_mesh(host, cp, tp, CPU, kind)
     axes = [a for a in (mesh.weights, mesh.tokens, mesh.replicas, mesh.world) if a.size > 1]
@@ -169,7 +176,8 @@ def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, 
     ranks.processes[1].join(30)
     assert ranks.processes[1].exitcode == (9 if fault == "gone" else 1)
     [line] = (tmp_path / "0").read_text().splitlines()
-    assert re.fullmatch(rf"error: rank 0 \({socket.gethostname()}\): axis tp \(2 ranks, 0 to 1\) over gloo: {said}; check "
+    assert re.fullmatch(rf"error: rank 0 \({socket.gethostname()}\): axis tp \(2 ranks, 0 to 1\) over gloo: "
+                        rf"{said}; check "
                         r"that their hosts reach each other, past firewalls and over the right interface "
                         rf"\(GLOO_SOCKET_IFNAME is {interface}\)", line), line
 
@@ -195,15 +203,16 @@ def test_a_rank_that_says_nothing_for_long_is_lost(tmp_path):
     assert ranks.processes[0].exitcode == 1
     ranks.processes[1].kill()
     lines = (tmp_path / "0").read_text().splitlines()
-    assert lines == ["0 lives", f"error: rank 0 ({socket.gethostname()}): lost rank 1; the last checkpoint is whole"]
+    assert lines == ["0 lives",
+                     f"error: rank 0 ({socket.gethostname()}): lost rank 1; what is saved is whole"]
 
 
 def talk(host, dtype):
-    """Every call gives what it says; with nobody at the other ends, the same bytes are counted and shapes given."""
+    """Every call gives what it says; with nobody at the other ends bytes are counted and shapes given."""
     axis = Axis("tp", host.size, host.rank, host.group)
     silent = Axis("tp", host.size, host.rank)
     n, r = axis.size, axis.rank
-    everybody = torch.stack([torch.arange(12.) + 3 * i for i in range(n)]).to(dtype)  # (n, 12): what each rank has
+    everybody = torch.stack([torch.arange(12.) + 3 * i for i in range(n)]).to(dtype)  # (n, 12): of each rank
     mine, table = everybody[r].clone(), torch.stack([everybody[r] + i for i in range(n)])
     calls = dict(gather=(lambda a: a.gather(mine.view(3, 4)), everybody.view(n, 3, 4)),
                  scatter_sum=(lambda a: a.scatter_sum(table), everybody.sum(0) + n * r),
@@ -262,7 +271,8 @@ def test_ranks_end_when_the_one_before_them_is_gone_whatever_they_do():
 def fail(host, ranks, same):
     def work():
         if host.rank in ranks:
-            raise ConfigError("n_layer=0 must be at least 1" if same else f"out_dir={host.rank} cannot be written")
+            raise ConfigError("n_layer=0 must be at least 1" if same
+                              else f"out_dir={host.rank} cannot be written")
         return host.rank
     try:
         return together(host, work)
@@ -274,7 +284,8 @@ def fail(host, ranks, same):
 def test_an_error_on_one_rank_is_one_line_on_all():
     assert pool(2).run(fail, [], True) == [0, 1]
     assert pool(2).run(fail, [0, 1], True) == ["n_layer=0 must be at least 1"] * 2
-    assert pool(2).run(fail, [1], False) == [f"rank 1 ({socket.gethostname()}): out_dir=1 cannot be written"] * 2
+    said = f"rank 1 ({socket.gethostname()}): out_dir=1 cannot be written"
+    assert pool(2).run(fail, [1], False) == [said] * 2
 
 
 def differ(host, what):
@@ -293,7 +304,7 @@ def test_ranks_that_were_told_different_things_are_found_out():
 
 @pytest.mark.cuda
 def test_a_single_rank_over_nccl_inside_a_planned_segment(tmp_path):
-    """What size 1 leaves out, done all the same: every collective over NCCL, from the arena, in place where it may be."""
+    """What size 1 leaves out, done all the same: collectives over NCCL, in the arena, in place if allowed."""
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
     store = dist.FileStore(str(tmp_path / "store"), 1)

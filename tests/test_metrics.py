@@ -16,12 +16,13 @@ from testing.paper import PAPER
 
 def paper_config(model, S=4096):
     m = PAPER["models"][model]
-    return Config(n_layer=m["n_layer"], n_head=m["n_head"], n_embd=m["n_embd"], vocab_size=m["vocab_size"], block_size=S)
+    return Config(n_layer=m["n_layer"], n_head=m["n_head"], n_embd=m["n_embd"], vocab_size=m["vocab_size"],
+                  block_size=S)
 
 
 def test_mfu_reproduces_every_consistent_row_of_the_paper():
-    """Table 3, models 7B, 13B and 30B: to 0.02 points of MFU, or to what the two decimals of a printed TGS leave
-    open where that is more."""
+    """Table 3, models 7B, 13B and 30B: to 0.02 points of MFU, or to what the two decimals of a printed TGS
+    leave open where that is more."""
     rows = [r for r in PAPER["table3"] if "mfu" in r and not r.get("inconsistent")]
     assert len(rows) == 87
     for r in rows:
@@ -33,7 +34,8 @@ def test_mfu_reproduces_every_consistent_row_of_the_paper():
 def test_the_rows_marked_inconsistent_really_are():
     for r in PAPER["table3"]:
         if r.get("inconsistent"):
-            assert abs(100 * mfu(paper_config(r["model"], r["seq_tokens"]), r["tgs"], PAPER["peak_flops"]) - r["mfu"]) > 0.02
+            assert abs(100 * mfu(paper_config(r["model"], r["seq_tokens"]), r["tgs"],
+                                 PAPER["peak_flops"]) - r["mfu"]) > 0.02
 
 
 def test_attention_counts_the_unmasked_half_only():
@@ -48,11 +50,12 @@ def test_attention_counts_the_unmasked_half_only():
 @pytest.mark.parametrize("name,peak", [
     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA A100 80GB PCIe", 312e12),
     ("A100-SXM4-40GB", 312e12), ("NVIDIA A800-SXM4-80GB", 312e12), ("NVIDIA A800 80GB PCIe", 312e12),
-    ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989.4e12), ("NVIDIA B200", 2250e12),
-    ("NVIDIA L40S", 362.05e12), ("NVIDIA GeForce RTX 4090", 165.2e12),
-    ("NVIDIA H100 NVL", 835.5e12), ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA H800", 989.4e12), ("NVIDIA H800 PCIe", 756e12),
-    ("NVIDIA GH200 480GB", 989.4e12), ("NVIDIA GH200 144G HBM3e", 989.4e12), ("NVIDIA B300 SXM6 AC", 2250e12),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H20", None), ("NVIDIA L40", None), ("CPU, 2 threads", None)])
+    ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989.4e12),
+    ("NVIDIA B200", 2250e12), ("NVIDIA L40S", 362.05e12), ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ("NVIDIA H100 NVL", 835.5e12), ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA H800", 989.4e12),
+    ("NVIDIA H800 PCIe", 756e12), ("NVIDIA GH200 480GB", 989.4e12), ("NVIDIA GH200 144G HBM3e", 989.4e12),
+    ("NVIDIA B300 SXM6 AC", 2250e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H20", None),
+    ("NVIDIA L40", None), ("CPU, 2 threads", None)])
 def test_peaks(name, peak):
     assert peak_flops_per_s(name) == peak
 
@@ -72,8 +75,8 @@ def test_metrics_lines_keep_the_contract_and_full_precision(tmp_path):
     log.log(stats(0))
     log.log(stats(1, val_loss=2.0))
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert list(rows[0]) == ("iter loss lr grad_norm step_s tokens tgs mfu alpha offload_bytes stall_s transient_peak_bytes "
-                             "device_peak_bytes host_bytes sent_bytes").split()
+    assert list(rows[0]) == ("iter loss lr grad_norm step_s tokens tgs mfu alpha offload_bytes stall_s "
+                             "transient_peak_bytes device_peak_bytes host_bytes sent_bytes").split()
     assert rows[0]["loss"] == 1 / 3 and rows[0]["mfu"] is None and math.isclose(rows[1]["val_loss"], 2.0)
 
 
@@ -92,10 +95,11 @@ def test_a_resumed_run_drops_the_lines_it_writes_again(tmp_path):
 def test_a_spoilt_line_costs_that_line_only(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps(stats(i).as_dict()) for i in range(2)]
-    wrong = (dict(iter=True), dict(iter=-1), dict(loss=None), dict(loss=10**400), dict(tgs="x"), dict(tokens=[]),
-             dict(val_loss="x"))
+    wrong = (dict(iter=True), dict(iter=-1), dict(loss=None), dict(loss=10**400), dict(tgs="x"),
+             dict(tokens=[]), dict(val_loss="x"))
     bad = [json.dumps(stats(1).as_dict() | row) for row in wrong]
-    bad += ['{"it', "null", "\udcff", '{"a": 1}', '{"iter": 1}', "[" * 99999, '{"iter": 1, "a": ' + "[" * 99999, "9" * 9999]
+    bad += ['{"it', "null", "\udcff", '{"a": 1}', '{"iter": 1}', "[" * 99999,
+            '{"iter": 1, "a": ' + "[" * 99999, "9" * 9999]
     path.write_text("\n".join([lines[0], *bad, lines[1], ""]), errors="surrogateescape")
     log = JsonlLogger(path, 2)
     log.log(stats(3))

@@ -15,7 +15,7 @@ from memo.planner.plan import bilevel
 from memo.planner.rehearsal import traced_requests
 from model import GPT, initial_weights
 from testing.twin import Twin
-from tests.helpers import error, perturbed_weights, random_batch
+from tests.helpers import LLAMA, error, perturbed_weights, random_batch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -50,9 +50,28 @@ CASES = list(itertools.product(("learned", "rope"), (True, False), (1, 3), (32, 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
     gelu = "tanh" if bias else "exact"
-    cfg = Config(n_layer=2, n_head=2, n_embd=2 * D, vocab_size=211, block_size=129, position=position, bias=bias,
-                 gelu=gelu)
+    cfg = Config(n_layer=2, n_head=2, n_embd=2 * D, vocab_size=211, block_size=129,
+                 position=position, bias=bias, gelu=gelu)
     compare(cfg, B, 129, device, dtype, limit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keys", [
+    LLAMA, LLAMA | dict(n_kv_head=1, head_dim=0, tie_embeddings=True),
+    LLAMA | dict(n_kv_head=4, qkv_bias=True), LLAMA | dict(head_dim=32, qk_norm=True, rope_theta=1e6),
+    LLAMA | dict(qk_norm=True, qkv_bias=True, head_dim=8),
+    dict(norm="rmsnorm", qk_norm=True), dict(mlp="swiglu", n_kv_head=2, position="learned")], ids=str)
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
+def test_gradients_of_other_families_match_autograd(keys, dtype, limit, device):
+    cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129, **keys)
+    compare(cfg, 2, 129, device, dtype, limit)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_groups_that_share_keys_give_the_gradients_of_one_group(heads, monkeypatch):
+    cfg = Config(n_layer=1, n_head=8, n_embd=64, vocab_size=64, block_size=64, n_kv_head=2)
+    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", heads * 64 * 8)  # with 3: two, an equal part of four
+    compare(cfg, 1, 64, "cpu", torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,9 +108,10 @@ def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
     assert torch.equal(model.grads, before)
 
 
-@pytest.mark.parametrize("position", ["learned", "rope"])
-def test_recompute_gives_the_same_bits(position):
-    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, position=position, bias=True)
+@pytest.mark.parametrize("keys", [dict(position="learned", bias=True), dict(bias=True), LLAMA,
+                                  LLAMA | dict(qk_norm=True)], ids=str)
+def test_recompute_gives_the_same_bits(keys):
+    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, **keys)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 2, 512, "cpu"))
@@ -125,14 +145,16 @@ def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most,
         assert torch.equal(getattr(s, n), want[n]), n
 
 
-@pytest.mark.parametrize("rows,ranks", [(0, 1), (1, 1), (255, 8), (700, 1), (2**16, 1), (2**16 + 1, 1), (2**20 + 300, 3),
-                                        (2**18 - 1, 8)])
+@pytest.mark.parametrize("rows,ranks",
+                         [(0, 1), (1, 1), (255, 8), (700, 1), (2**16, 1), (2**16 + 1, 1), (2**20 + 300, 3),
+                          (2**18 - 1, 8)])
 def test_a_chunk_is_neither_too_large_nor_too_small(rows, ranks):
     parts = cut(5, 5 + rows, ranks)
     assert [r.start for r in parts] == [5, *(r.stop for r in parts[:-1])] and parts[-1].stop == 5 + rows
     sizes = [r.stop - r.start for r in parts]
     assert max(sizes) - min(sizes) < 2 * SPLIT_ROWS and min(sizes) >= min(rows, SPLIT_ROWS)
-    assert max(sizes) <= max(SPLIT_ROWS, CHUNK_ROWS // ranks + SPLIT_ROWS * (CHUNK_ROWS % (ranks * SPLIT_ROWS) > 0))
+    assert max(sizes) <= max(SPLIT_ROWS,
+                             CHUNK_ROWS // ranks + SPLIT_ROWS * (CHUNK_ROWS % (ranks * SPLIT_ROWS) > 0))
     assert all(r.start % SPLIT_ROWS == 5 for r in parts)
 
 
@@ -154,7 +176,8 @@ def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
     assert torch.allclose(rotary(there, turn, back=True), x, atol=1e-5 if dtype == torch.float32 else 5e-2)
     q, k = torch.randn(2, 1, 32)
     def score(m, n):
-        a, b = (rotary(z.clone(), rotations(torch.tensor([p]), 32, 10000.0), back=False) for z, p in ((q, m), (k, n)))
+        a, b = (rotary(z.clone(), rotations(torch.tensor([p]), 32, 10000.0), back=False)
+                for z, p in ((q, m), (k, n)))
         return (a * b).sum()
     assert torch.allclose(score(5, 3), score(1005, 1003), atol=1e-4)
 
@@ -190,7 +213,8 @@ def test_adamw_decays_matrices_only_and_clips_the_global_norm():
     optimizer.load(perturbed_weights(cfg, "cpu"))
     twin = Twin(cfg).load(views(model.layout, model.params.clone()).items())
     matrices, vectors = ([p for p in twin.parameters() if (p.dim() >= 2) == m] for m in (True, False))
-    reference = torch.optim.AdamW([dict(params=matrices, weight_decay=0.5), dict(params=vectors, weight_decay=0.0)],
+    reference = torch.optim.AdamW([dict(params=matrices, weight_decay=0.5),
+                                   dict(params=vectors, weight_decay=0.0)],
                                   lr=1e-3, betas=(cfg.beta1, cfg.beta2), foreach=False)
     for i in range(5):
         batch = random_batch(cfg, 1, 64, "cpu", seed=i)
@@ -206,7 +230,7 @@ def test_adamw_decays_matrices_only_and_clips_the_global_norm():
     mine = views(model.layout, model.params)
     for names, p in twin.memo_names().items():
         got, want = torch.cat([mine[name] for name in names]), p.detach()
-        if names[0].endswith("q_b"):  # the loss does not depend on the k bias: AdamW makes steps of its rounding noise
+        if names[0].endswith("q_b"):  # no loss depends on the k bias: AdamW makes steps of rounding noise
             got, want = (t.view(3, -1)[[0, 2]] for t in (got, want))
         assert error(got, want) < 1e-5, names
 
@@ -228,7 +252,8 @@ def gpu_step(cfg):
 
 def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):
     monkeypatch.setattr(GPT, "head", lambda *args: None)
-    names, _ = gpu_step(Config(n_layer=1, n_head=2, n_embd=64, vocab_size=128, block_size=512, attention="flash"))
+    names, _ = gpu_step(Config(n_layer=1, n_head=2, n_embd=64, vocab_size=128, block_size=512,
+                               attention="flash"))
     assert "aten::addmm.dtype_out" not in names and any("flash_attention_backward" in name for name in names)
 
 
@@ -236,6 +261,7 @@ def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):
 def test_no_second_copy_in_fp32_of_a_chunk_of_rows(kernels, monkeypatch):
     """At 128K tokens: rotary positions and the embedding's gradient used to hold two, 2.18 GB."""
     monkeypatch.setattr(GPT, "head", lambda *args: None)
-    cfg = Config(n_layer=1, n_head=32, n_embd=4096, vocab_size=50257, block_size=2**17, attention="flash", ops=kernels)
+    cfg = Config(n_layer=1, n_head=32, n_embd=4096, vocab_size=50257, block_size=2**17, attention="flash",
+                 ops=kernels)
     _, nbytes = gpu_step(cfg)
     assert nbytes <= 1.05 * 2**16 * 4096 * 4

@@ -1,4 +1,4 @@
-"""Norms, SwiGLU and rotary positions: torch's kernels and the fused ones (in Triton's interpreter) against fp64."""
+"""Norms, SwiGLU, rotary positions: torch's kernels and the fused ones (Triton's interpreter) against fp64."""
 
 import pytest
 import torch
@@ -70,7 +70,8 @@ def test_rms_norm_forward_and_backward(kind, N, C, eps, dtype, limit, monkeypatc
             assert error(dw - 1, w_.grad) < 1e-4  # fp32, whatever the dtype
 
 
-@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, 2 * BF16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, 2 * BF16)],
+                         ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(5, 2, 24), (3, 1, 2000)])
 def test_swiglu_forward_and_backward(kind, shape, dtype, limit, monkeypatch):
     """(n, tp, F/tp). The gradients take the places of gate and up; dy is used up."""
@@ -104,9 +105,10 @@ def test_rotary_turns_every_pair(kind, heads, D, dtype, limit):
 def test_merged_parts_are_attention_to_all_keys(kind, dtype):
     B, T, H, D, keys = 2, 37, 3, 24, 10
     scores, v = torch.randn(B, H, T, keys).double() * 5, torch.randn(B, H, keys, D).double()
-    halves = [(torch.einsum("bhqk,bhkd->bqhd", s.softmax(-1), v_).to(dtype), s.logsumexp(-1).float()) for s, v_ in
-              zip(scores.split(5, -1), v.split(5, 2), strict=True)]
-    (out, lse), (out_, lse_) = halves
+    halves = zip(scores.split(5, -1), v.split(5, 2), strict=True)
+    (out, lse), (out_, lse_) = (
+        (torch.einsum("bhqk,bhkd->bqhd", s.softmax(-1), v_).to(dtype), s.logsumexp(-1).float())
+        for s, v_ in halves)
     longer = torch.zeros(B, T + 3, H, D), torch.zeros(B, H, T + 3)  # views of something else, as in a ring
     out, lse = longer[0][:, 3:].copy_(out), longer[1][..., 3:].copy_(lse)
     kind.merge(out, lse, out_, lse_)
@@ -143,5 +145,6 @@ def test_what_fused_kernels_request_is_traced_without_triton():
 def test_absent_kernels_are_an_error_only_by_name():
     assert resolve_ops("auto", CPU) == (TORCH, "they need a CUDA device")
     assert resolve_ops("torch", CPU) == (TORCH, "")
-    with pytest.raises(ConfigError, match="ops=triton is not available: they need a CUDA device; try ops=auto"):
+    with pytest.raises(ConfigError,
+                       match="ops=triton is not available: they need a CUDA device; try ops=auto"):
         resolve_ops("triton", CPU)

@@ -1,4 +1,4 @@
-"""Every layout gives the loss and the gradients of one process; in one layout every mode and alpha gives the same bits."""
+"""A layout gives the loss and gradients of one process; in it all modes and alphas give the same bits."""
 
 
 import pytest
@@ -18,19 +18,21 @@ from memo.swap.placement import Placement
 from memo.swap.streams import open_streams
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import COSTS, degrees_of, mesh_of, perturbed_weights, step
+from tests.helpers import LLAMA, costs_of, degrees_of, mesh_of, perturbed_weights, step
 
 CPU = torch.device("cpu")
 S = 2048
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S, gradient_accumulation_steps=2)
-POSITIONS = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh")}
+FAMILIES = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh"),
+            "llama": LLAMA | dict(n_kv_head=4, qkv_bias=True),
+            "qwen": LLAMA | dict(n_kv_head=4, qk_norm=True)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"]
 def build(cfg, mesh, dtype=torch.float32):
-    """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the gradients of q
-    and k are so small that one process misses them by 2e-4 in fp32."""
+    """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
+    gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
     model = GPT(cfg, CPU, dtype, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
@@ -38,7 +40,8 @@ def build(cfg, mesh, dtype=torch.float32):
     tensors = tensors_of(cfg, dtype.itemsize)
     hidden = 0.6 if cfg.finds_alpha else 1.0
     p = AlphaProblem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
-    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, place_rows(cfg, p, n_rows(cfg), COSTS)[0])
+    placement, _ = place_rows(cfg, p, n_rows(cfg), costs_of(tensors))
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
     return model, optimizer
 
 
@@ -47,7 +50,8 @@ def whole(optimizer, flat):
     states = optimizer.states
     optimizer.states = lambda: {"it": flat}
     try:
-        return [(p.name.removeprefix("it."), p.shape, p.offsets, p.tensor.clone()) for p in optimizer.pieces(saved=True)]
+        return [(p.name.removeprefix("it."), p.shape, p.offsets, p.tensor.clone())
+                for p in optimizer.pieces(saved=True)]
     finally:
         optimizer.states = states
 
@@ -65,7 +69,7 @@ def assembled(ranks):
 
 
 def gradients(host, cfgs, plan, dtype=torch.float32):
-    """For each config (loss, gradient norm, gradients as whole() gives them, requests that missed the plan)."""
+    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
         model, optimizer = build(cfg, mesh, dtype)
@@ -82,8 +86,8 @@ def gradients(host, cfgs, plan, dtype=torch.float32):
 
 
 def make_small(m):
-    """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU; so are groups of
-    heads."""
+    """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU;
+    groups of heads are small too."""
     m.setattr("memo.parallel.tp.CHUNK_ROWS", 256)
     m.setattr("memo.parallel.tp.pieces_at_once", lambda axis, device: 2)
     m.setattr("memo.layer.GROUP_ELEMENTS", 1)
@@ -96,7 +100,7 @@ def gradients_in_pieces(*args):
 
 
 def on_ranks(text, cfgs, *how, work=gradients):
-    """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; all ranks agree on the loss and the norm."""
+    """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; ranks agree on loss and norm."""
     size = degrees_of(text)
     ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(work, cfgs, *how)
     made = []
@@ -108,18 +112,18 @@ def on_ranks(text, cfgs, *how, work=gradients):
 
 @pytest.fixture(scope="module")
 def alone():
-    """{position: (loss, norm, gradients)} of one process."""
+    """{family: (loss, norm, gradients)} of one process."""
     made = {}
-    for position, keys in POSITIONS.items():
+    for family, keys in FAMILIES.items():
         cfg = Config(**KEYS, **keys, activation="keep")
         model, optimizer = build(cfg, ALONE)
         loss = step(model, optimizer, cfg)
-        made[position] = loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
+        made[family] = loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
     return made
 
 
 def relative_error(mine, reference, name):
-    like = name.replace("k_b", "q_b")  # no loss depends on k's bias: its gradient is noise, small beside that of q's
+    like = name.replace("k_b", "q_b")  # no loss depends on k's bias: its gradient is small noise beside q's
     return ((mine[name] - reference[name]).norm() / reference[like].norm()).item()
 
 
@@ -127,25 +131,27 @@ def relative_error(mine, reference, name):
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("position", POSITIONS)
-def test_every_layout_gives_the_gradients_of_one_process(text, kind, position, alone):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_gives_the_gradients_of_one_process(text, kind, family, alone):
     size = degrees_of(text)
     if kind == "ulysses" and size["cp"] == 1:
         pytest.skip("nothing to exchange")
-    modes = MODES if position == "rope" else MODES[1:3]
-    agree(text, kind, position, modes, alone[position], gradients)
+    modes = MODES if family == "rope" else MODES[1:3]
+    agree(text, kind, family, modes, alone[family], gradients)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("text,kind", [("tp2", "ring"), ("tp2 cp2", "ring"), ("tp2 cp2", "ulysses")])
-def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, alone):
-    agree(text, kind, "rope", MODES + ENDS, alone["rope"], gradients_in_pieces)
+@pytest.mark.parametrize("text,kind,family", [
+    ("tp2", "ring", "rope"), ("tp2 cp2", "ring", "rope"), ("tp2 cp2", "ulysses", "rope"),
+    ("tp2 cp2", "ring", "qwen"), ("tp2 cp2", "ulysses", "llama")])
+def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, family, alone):
+    agree(text, kind, family, MODES + ENDS, alone[family], gradients_in_pieces)
 
 
-def agree(text, kind, position, modes, reference, work):
+def agree(text, kind, family, modes, reference, work):
     size = degrees_of(text)
-    keys = KEYS | POSITIONS[position] | dict(tp=size["tp"], cp=size["cp"], context_parallel=kind)
+    keys = KEYS | FAMILIES[family] | dict(tp=size["tp"], cp=size["cp"], context_parallel=kind)
     first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes], True, work=work)
     loss, norm, reference = reference
     assert abs(first[0] - loss) <= 1e-5 * loss
@@ -165,10 +171,11 @@ def agree(text, kind, position, modes, reference, work):
 @pytest.mark.parametrize("text", ["tp3", "cp3", "dp3"])
 def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
     size = degrees_of(text)
-    keys = dict(n_layer=3, n_head=6, n_embd=48, vocab_size=300, batch_size=2, block_size=216, bias=True, alpha=0.5,
-                gradient_accumulation_steps=3)
+    keys = dict(n_layer=3, n_head=6, n_embd=48, vocab_size=300, batch_size=2, block_size=216,
+                bias=True, alpha=0.5, gradient_accumulation_steps=3)
     [(loss, norm, reference, _)] = gradients(Axis("host"), [Config(**keys)], False, dtype)
-    [(mine_loss, mine_norm, mine, _)] = on_ranks(text, [Config(**keys, tp=size["tp"], cp=size["cp"])], False, dtype)
+    [(mine_loss, mine_norm, mine, _)] = on_ranks(text, [Config(**keys, tp=size["tp"], cp=size["cp"])],
+                                                 False, dtype)
     assert abs(mine_loss - loss) <= limit * loss and abs(mine_norm - norm) <= max(limit, 1e-4) * norm
     worst = max((relative_error(mine, assembled([reference]), name), name) for name in mine)
     assert worst[0] <= limit, worst
@@ -177,35 +184,48 @@ def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("tp,cp", [(2, 1), (1, 2), (2, 2), (8, 1), (4, 2)])
-def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, monkeypatch):
+@pytest.mark.parametrize("family,shared", [("rope", 1), ("grouped", 4)])
+def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, shared, monkeypatch):
+    """`shared`: query heads that read one head of keys and values, of which only its own travel."""
     if pieces:
         make_small(monkeypatch)
-    cfg = Config(**KEYS | dict(batch_size=2), tp=tp, cp=cp, context_parallel=kind)
+    if (KEYS["n_head"] // shared) % tp:
+        pytest.skip("the heads of keys and values are shared out")
+    cfg = Config(**KEYS | dict(batch_size=2, n_kv_head=KEYS["n_head"] // shared), tp=tp, cp=cp,
+                 context_parallel=kind)
     mesh = Mesh(weights=Axis("tp", tp, tp - 1), tokens=Axis("cp", cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(2, S // cp, streams=open_streams(CPU))
     model.blocks[0].forward(model.swap.layers[0], model.turn, model.swap.x[1])
     BTC = 2 * (S // cp) * cfg.n_embd * 2  # bytes, bf16
     assert mesh.weights.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
-    assert mesh.tokens.sent_bytes == (2 * BTC // tp * (cp - 1) if kind == "ring" else 4 * BTC // tp * (cp - 1) // cp)
+    KV = 2 * BTC // tp // shared  # bytes of a block's keys and values
+    if kind == "ulysses" and KEYS["n_head"] // tp // shared % cp:
+        KV *= cp  # one head, to every rank
+    if pieces:
+        KV = 2 * BTC // tp  # groups of so few query heads that keys and values travel for every one of them
+    exchanged = (2 * BTC // tp + KV) * (cp - 1) // cp
+    assert mesh.tokens.sent_bytes == (KV * (cp - 1) if kind == "ring" else exchanged)
     mesh.take_sent_bytes()
     model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
     assert mesh.weights.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
-    home = 4 * BTC // tp * cp * (cp > 1)  # a ring's gradients of keys and values, fp32
-    assert mesh.tokens.sent_bytes == (2 * BTC // tp * (cp - 1) + home if kind == "ring" else 8 * BTC // tp * (cp - 1) // cp)
+    home = 2 * KV * cp * (cp > 1)  # a ring's gradients of keys and values, fp32
+    exchanged = (4 * BTC // tp + 2 * KV) * (cp - 1) // cp
+    assert mesh.tokens.sent_bytes == (KV * (cp - 1) + home if kind == "ring" else exchanged)
 
 
 def both_traces(host, cfg):
-    """Requests of this rank's step, recorded and traced with nobody at the other ends, and bytes sent in each."""
+    """Requests of this rank's step, recorded and traced with nobody at the other ends, and the bytes sent."""
     mesh = mesh_of(host, cfg)
     model, _ = build(cfg, mesh)
     arena = Arena(CPU, "greedy")
     made, silent = [], mesh.silent()
     mesh.take_sent_bytes()
     for trace, m in ((rehearsed_requests(model, arena), mesh),
-                     (traced_requests(lambda device: GPT(cfg, device, torch.float32, mesh=silent), *model.shape,
-                                      model.swap.missing, "cpu"), silent)):
-        sizes = {label: [n for verb, _, n in events if verb == "malloc"] for label, events in trace.segments.items()}
+                     (traced_requests(lambda device: GPT(cfg, device, torch.float32, mesh=silent),
+                                      *model.shape, model.swap.missing, "cpu"), silent)):
+        sizes = {label: [n for verb, _, n in events if verb == "malloc"]
+                 for label, events in trace.segments.items()}
         made.append((sizes, m.take_sent_bytes()))
     model.close()
     return made
@@ -213,7 +233,8 @@ def both_traces(host, cfg):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("keys", [dict(tp=2, cp=2), dict(tp=2, cp=2, context_parallel="ulysses")], ids=["ring", "ulysses"])
+@pytest.mark.parametrize("keys", [dict(tp=2, cp=2), dict(tp=2, cp=2, context_parallel="ulysses")],
+                         ids=["ring", "ulysses"])
 def test_a_rank_can_be_traced_without_the_others(keys):
     cfg = Config(**KEYS | keys, alpha=0.5)
     for (recorded, sent), (traced, would_send) in pool(4).run(both_traces, cfg):
@@ -234,19 +255,21 @@ def test_no_rank_ever_has_full_logits():
     tokens = torch.zeros(1, 4096, dtype=torch.int64, device="meta")
     model.reserve(1, 4096, streams=open_streams(CPU))
     model.forward(tokens, tokens, scale=1.0)
-    largest = max(n for events in arena.recorded().segments.values() for verb, _, n in events if verb == "malloc")
-    assert largest == 4 * 4096 * 50304 // 4  # the softmax of a chunk of tokens, fp32, over a quarter of the vocabulary
+    largest = max(n for events in arena.recorded().segments.values() for verb, _, n in events
+                  if verb == "malloc")
+    assert largest == 4 * 4096 * 50304 // 4  # the softmax of a chunk of tokens, fp32, a quarter of the words
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("S", [2**20, 2**21])
-@pytest.mark.parametrize("tp,cp,kind", [(4, 2, "ring"), (4, 2, "ulysses"), (8, 1, "ring"), (2, 4, "ring"), (1, 8, "ring"),
-                                        (1, 8, "ulysses")])
+@pytest.mark.parametrize("tp,cp,kind",
+                         [(4, 2, "ring"), (4, 2, "ulysses"), (8, 1, "ring"), (2, 4, "ring"), (1, 8, "ring"),
+                          (1, 8, "ulysses")])
 def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     """At a million tokens and more: all of a step's temporary tensors in units of one (n, C)."""
-    monkeypatch.setattr(GPT, "head", lambda *args: None)  # which takes long to trace, in its many chunks, and little memory
-    cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}", f"--context_parallel={kind}",
-                       "--n_layer=3"])
+    monkeypatch.setattr(GPT, "head", lambda *args: None)  # its many chunks take long to trace, little memory
+    cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}",
+                       f"--context_parallel={kind}", "--n_layer=3"])
     mesh = Mesh(weights=Axis("tp", tp), tokens=Axis("cp", cp))
     N = n_rows(cfg)
     missing = [Placement(3, 1, N, {t.name: 0 for t in layer_of(cfg).skeletal if t.group}).missing(0)] * 3

@@ -46,7 +46,7 @@ def fixed(alpha):
 # --- Placement ---
 
 def owners(p):
-    """{tensor: [(buffer's rows in memory as a range, layer)]} by the rule that buffer k starts k shifts on."""
+    """{tensor: [(buffer's rows as a range of memory, layer)]}: buffer k starts k shifts on."""
     return {t.name: [range(i % p.n_buffers * p.shift(t.name), i % p.n_buffers * p.shift(t.name) + p.n_rows)
                      for i in range(p.n_layer)] for t in layer_of(CFG).skeletal if t.name != "x"}
 
@@ -55,8 +55,8 @@ def owners(p):
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 5])
 def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(kept, n_buffers):
     p = Placement(5, n_buffers, 512, {n: kept for n, t in tensors().items() if t.group})
-    spans = {name: n // (t.nbytes // 512) for (name, n), t in zip(p.buffer_bytes(tensors()).items(), tensors().values(),
-                                                                  strict=True)}
+    found = zip(p.buffer_bytes(tensors()).items(), tensors().values(), strict=True)
+    spans = {name: n // (t.nbytes // 512) for (name, n), t in found}
     for name, places in owners(p).items():
         assert max(r.stop for r in places) == spans[name]  # all of the buffer, and nothing beyond it
         for i, mine in enumerate(places):
@@ -83,7 +83,7 @@ def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_
 
 
 def stalls(L, n, f, c):
-    """Seconds that a forward pass of L layers waits: layer i for the copy of layer i - n; copies run one by one."""
+    """Seconds that a forward pass of L layers waits: layer i for the copy of layer i - n, one at a time."""
     now, done, waited = 0.0, [], 0.0
     for i in range(L):
         if i >= n:
@@ -129,7 +129,8 @@ def test_alpha_from_measured_rates(mode):
     r = d.rates
     assert 0 < r.forward_s < r.backward_s and r.offload_bytes_per_s > 1e6 and r.prefetch_bytes_per_s > 1e6
     assert set(r.recompute_s) == {"ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out"}
-    assert all(s >= 0 for s in r.recompute_s.values()) and max(r.recompute_s.values()) > 0  # here they are microseconds
+    # here they are microseconds
+    assert all(s >= 0 for s in r.recompute_s.values()) and max(r.recompute_s.values()) > 0
     assert 0 <= d.alpha <= 1 and set(d.swap_plan.limits) == {"overlap", "host"}
     assert not model.grads.any()
     model.close()
@@ -143,7 +144,8 @@ def test_what_is_said_is_what_was_taken(alpha):
     rows = memory.where_it_lives(cfg, d, model, optimizer)
     device = sum(line.device_bytes for line in rows)
     positions = model.positions.nbytes + model.turn.nbytes
-    assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions  # fp32: own masters
+    # fp32: own masters
+    assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
     assert sum(line.host_bytes for line in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
     text = memory.memory_table(cfg, d, rows, None)
@@ -174,7 +176,8 @@ def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_th
         assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
         if n == 5:
             assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
-            assert "alpha       none: all layers stay on the device" in memory.memory_table(cfg, d, lines, None)
+            table = memory.memory_table(cfg, d, lines, None)
+            assert "alpha       none: all layers stay on the device" in table
     model.close()
 
 
@@ -213,8 +216,8 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     gpu_with(monkeypatch, least)
     assert memory.reserve_activations(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
     gpu_with(monkeypatch, least - 1)
-    wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; try --block_size=511, or "
-              r"--alpha=0 to try all the same$")
+    wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; "
+              r"try --block_size=511, or --alpha=0 to try all the same$")
     with pytest.raises(ConfigError, match=wanted):
         memory.reserve_activations(CFG, model, PLENTY)
     gpu_with(monkeypatch, 100 * whole())
@@ -231,14 +234,15 @@ def check(cfg, device=CPU, limit=PLENTY):
 
 def test_too_little_host_memory_is_told_before_the_device_is_touched():
     little = 1.5 * whole()
-    wanted = (r"^alpha=1 needs .* of host memory for 3 swapped layers, this rank has .*; the largest alpha that fits is "
-              r"0\.42\d, the largest block_size with this alpha 256$")
+    wanted = (r"^alpha=1 needs .* of host memory for 3 swapped layers, this rank has .*; "
+              r"the largest alpha that fits is 0\.42\d, the largest block_size with this alpha 256$")
     with pytest.raises(OutOfHostMemory, match=wanted):
         check(replace(CFG, activation="swap"), limit=little)
     check(fixed(0.42), limit=little)
     check(CFG, limit=little)
     less = 3 * tensors()["x"].nbytes - 1
-    wanted = r"^block_size=512 needs .* of host memory for 3 swapped layers, .*; the largest block_size that fits is 511$"
+    wanted = (r"^block_size=512 needs .* of host memory for 3 swapped layers, .*; "
+              r"the largest block_size that fits is 511$")
     with pytest.raises(OutOfHostMemory, match=wanted):
         check(CFG, limit=less)
     check(CFG, torch.device("cuda"), less)  # it may have room for all layers
@@ -257,10 +261,12 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
         assert memory.host_limit(on_host, launch) == share - states * 16 // 12 // world  # and gradients
         granted = replace(CFG, vocab_size=1000, host_memory_gb=0.4)  # the copy comes on top
         assert memory.host_limit(granted, launch) == 4 * 10**8 // local_world
-    wanted = r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; try host_memory"
+    wanted = (r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; "
+              r"try host_memory")
     with pytest.raises(OutOfHostMemory, match=wanted):
         memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
-    with pytest.raises(OutOfHostMemory, match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
+    with pytest.raises(OutOfHostMemory,
+                       match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
         memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
     assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
 
@@ -268,7 +274,8 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
     cuda = torch.device("cuda")
     cfg = replace(CFG, deterministic=True)
-    with pytest.raises(ConfigError, match=r"^deterministic=True needs alpha by hand on a GPU .*; try --alpha=0.5 or"):
+    with pytest.raises(ConfigError,
+                       match=r"^deterministic=True needs alpha by hand on a GPU .*; try --alpha=0.5 or"):
         check(cfg, cuda)
     for allowed in (replace(cfg, alpha=0.5), replace(cfg, activation="keep"), replace(cfg, n_layer=2)):
         check(allowed, cuda)

@@ -1,4 +1,4 @@
-"""Traces, their text, and plans in one level and two: every plan is replayed request by request on a model of memory."""
+"""Traces, their text, and plans in one level and two: a model of memory replays every request."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
 
 
 def step(rng, layers, crossing=True):
-    """A random step: embedding, equal layers forward, head, equal layers backward; some tensors go from one to another."""
+    """A random step: embedding, equal layers forward, head, the same backward; some tensors live longer."""
     def piece(n):
         events, live = [], []
         for k in range(n):
@@ -46,7 +46,8 @@ def assert_it_replays(trace, plan):
             segment, k = name, 0
         elif verb == "malloc":
             planned, offset = plan.segments[segment][k]
-            assert planned == nbytes and offset % plan.alignment == 0 and 0 <= offset <= plan.arena_bytes - nbytes
+            assert (planned == nbytes and offset % plan.alignment == 0
+                    and 0 <= offset <= plan.arena_bytes - nbytes)
             assert all(offset + nbytes <= start or stop <= offset for start, stop in live.values())
             live[name] = (offset, offset + nbytes)
             most, k = max(most, offset + nbytes), k + 1
@@ -82,13 +83,15 @@ def test_equal_layers_are_solved_once_and_without_crossings_level_2_costs_nothin
 
 
 def test_a_log_without_marks_is_one_segment():
-    plan = bilevel(parse_trace("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\nfree c 100\nfree b 50\n"))
+    plan = bilevel(parse_trace("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\n"
+                               "free c 100\nfree b 50\n"))
     assert list(plan.segments) == ["step"] and plan.arena_bytes == plan.lower_bound == 150 and plan.proven
     assert [n for n, _ in plan.segments["step"]] == [100, 50, 100]
 
 
 def test_what_is_never_freed_lives_to_the_end_and_what_is_kept_is_not_planned():
-    trace = parse_trace("begin a\nmalloc x 10\nmalloc y 20\nend a\nbegin b\nmalloc z 5\nfree z 5\nfree y 20\nend b\n")
+    trace = parse_trace("begin a\nmalloc x 10\nmalloc y 20\nend a\n"
+                        "begin b\nmalloc z 5\nfree z 5\nfree y 20\nend b\n")
     assert bilevel(trace).arena_bytes == one_level(trace).arena_bytes == 35
     settled = trace.settled()
     assert settled.events[1] == ("keep", "x", 10) and bilevel(settled).segments["a"][0] == (10, None)
@@ -106,11 +109,13 @@ def test_the_text_of_a_trace_reads_back():
 def test_repeated_segments():
     trace = parse_trace("begin a 0\nmalloc 1 8\nfree 1 8\nend a 0\nbegin b\nmalloc 1 9\nfree 1 9\nend b\n")
     order = [("a 0", "a 0"), ("a 1", "a 0"), ("b", "b")]
-    assert {k: len(events) for k, events in trace.repeated(order).segments.items()} == {"a 0": 4, "a 1": 4, "b": 4}
+    counts = {k: len(events) for k, events in trace.repeated(order).segments.items()}
+    assert counts == {"a 0": 4, "a 1": 4, "b": 4}
     leaves = parse_trace("begin a\nmalloc 1 8\nend a\nfree 1 8\n").repeated([("a", "a"), ("b", "a")])
     assert [verb for verb, *_ in leaves.events] == ["begin", "keep", "end"] * 2
+    crossing = parse_trace("begin a\nmalloc 1 8\nend a\nbegin b\nfree 1 8\nend b\n")
     with pytest.raises(LogError):  # what goes from one segment to another cannot be repeated
-        parse_trace("begin a\nmalloc 1 8\nend a\nbegin b\nfree 1 8\nend b\n").repeated([("b", "b"), ("a", "a")])
+        crossing.repeated([("b", "b"), ("a", "a")])
 
 
 def test_a_plan_is_made_once_and_cached(tmp_path, monkeypatch):
@@ -150,19 +155,22 @@ def kept_in_the_arena(plan):
 
 
 def in_floats(plan):
-    plan["segments"] = {label: [[float(n), at] for n, at in segment] for label, segment in plan["segments"].items()}
+    plan["segments"] = {label: [[float(n), at] for n, at in segment]
+                        for label, segment in plan["segments"].items()}
 
 
 @pytest.mark.parametrize("poison", [
     lambda plan: plan.clear(), lambda plan: plan.update(more=1), lambda plan: plan.update(segments=None),
-    lambda plan: plan.update(segments={label: [[n, 0] for n, _ in s] for label, s in plan["segments"].items()}),
+    lambda plan: plan.update(segments={label: [[n, 0] for n, _ in s]
+                                       for label, s in plan["segments"].items()}),
     lambda plan: plan.update(segments={label: s[:-1] for label, s in plan["segments"].items()}),
     lambda plan: plan.update(arena_bytes=10 * plan["arena_bytes"]), lambda plan: plan.update(arena_bytes=-1),
-    lambda plan: plan.update(arena_bytes=float(plan["arena_bytes"])), lambda plan: plan.update(solver="greedy"),
-    lambda plan: plan.update(alignment=1), lambda plan: plan.update(alignment=True), lambda plan: plan.update(lower_bound=1),
-    lambda plan: plan.update(seconds=None), lambda plan: plan.update(levels=[{}]), lambda plan: plan.update(levels=[1]),
-    unaligned, lambda plan: unaligned(plan, 3), lambda plan: moved(plan, 3), lambda plan: moved(plan, 12 * 2**30), in_floats,
-    kept_in_the_arena])
+    lambda plan: plan.update(arena_bytes=float(plan["arena_bytes"])),
+    lambda plan: plan.update(solver="greedy"), lambda plan: plan.update(alignment=1),
+    lambda plan: plan.update(alignment=True), lambda plan: plan.update(lower_bound=1),
+    lambda plan: plan.update(seconds=None), lambda plan: plan.update(levels=[{}]),
+    lambda plan: plan.update(levels=[1]), unaligned, lambda plan: unaligned(plan, 3),
+    lambda plan: moved(plan, 3), lambda plan: moved(plan, 12 * 2**30), in_floats, kept_in_the_arena])
 def test_a_poisoned_plan_is_made_again(tmp_path, poison):
     trace = step(random.Random(3), 2)
     first = next(name for verb, name, _ in trace.events if verb == "malloc" and name.startswith("0."))
@@ -177,7 +185,8 @@ def test_a_poisoned_plan_is_made_again(tmp_path, poison):
     assert Plan.from_json(file.read_text()) == again  # in the place of the poisoned one
 
 
-@pytest.mark.parametrize("text", ["{", "", "[]", "null", "[" * 99999, "[" * 99 + "]" * 99, '{"arena_bytes": NaN}'])
+@pytest.mark.parametrize("text",
+                         ["{", "", "[]", "null", "[" * 99999, "[" * 99 + "]" * 99, '{"arena_bytes": NaN}'])
 def test_a_damaged_plan_is_made_again(tmp_path, text):
     trace = step(random.Random(3), 2)
     plan = cached_plan(trace, tmp_path)
@@ -242,9 +251,12 @@ def test_a_log_that_cannot_be(tmp_path, capsys, text, message):
 def test_files_that_cannot_be(tmp_path, capsys):
     path, out = tmp_path / "requests.log", str(tmp_path / "plan.json")
     for content, message in ((None, "cannot be read (No such file or directory); give a request log"),
-                             (b"\xff\xfe", "cannot be read"), (b"# nothing\n", "must hold at least one malloc"),
-                             (b"begin a\nkeep b 1\nend a\nmalloc x 5\n", "at least one malloc, inside its segments"),
-                             (b"begin a\nmalloc b 1\nfree b 1\n", "segment 'a' must end before the log does")):
+                             (b"\xff\xfe", "cannot be read"),
+                             (b"# nothing\n", "must hold at least one malloc"),
+                             (b"begin a\nkeep b 1\nend a\nmalloc x 5\n",
+                              "at least one malloc, inside its segments"),
+                             (b"begin a\nmalloc b 1\nfree b 1\n",
+                              "segment 'a' must end before the log does")):
         if content is not None:
             path.write_bytes(content)
         assert run(main, [str(path), "-o", out]) == 2
@@ -252,10 +264,12 @@ def test_files_that_cannot_be(tmp_path, capsys):
         assert error.startswith(f"error: {path}") and message in error and error.count("\n") == 1
     path.write_text("malloc a 1\n")
     assert run(main, [str(path), "-o", str(tmp_path / "no" / "plan.json")]) == 2
-    assert "no/plan.json cannot be written (No such file or directory); choose another -o" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "no/plan.json cannot be written (No such file or directory); choose another -o" in err
 
 
 def test_json_for_people():
-    value = {"a": [[1, None], [2, "x,  y [  z  ]"]], "b": [], "c": {"d": [{"e [ 1 ]": 1}], "e": {}}, "f": ["1, 2", "]"]}
+    value = {"a": [[1, None], [2, "x,  y [  z  ]"]], "b": [], "c": {"d": [{"e [ 1 ]": 1}], "e": {}},
+             "f": ["1, 2", "]"]}
     text = readable_json(value)
     assert json.loads(text) == value and '\n  [1, null],\n' in text and '["1, 2", "]"]' in text

@@ -28,7 +28,8 @@ def write(root, files):
 
 
 def test_meminfo(tmp_path):
-    write(tmp_path, {"proc/meminfo": "MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"})
+    write(tmp_path, {"proc/meminfo": "MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 kB\n"
+                                     "HugePages_Total: 0\n"})
     assert meminfo_available(tmp_path) == 3000 * 1024
     assert 0 < meminfo_available() < 2**50
 
@@ -46,8 +47,9 @@ def test_control_groups_the_tightest_of_all_above_counts_and_file_cache_is_free(
 
 def test_control_groups_of_version_1(tmp_path):
     top = "sys/fs/cgroup/memory"
-    write(tmp_path, {"proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n", f"{top}/a/memory.limit_in_bytes": "5000\n",
-                     f"{top}/a/memory.usage_in_bytes": "3000\n", f"{top}/a/memory.stat": "total_inactive_file 500\n"})
+    write(tmp_path,
+          {"proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n", f"{top}/a/memory.limit_in_bytes": "5000\n",
+           f"{top}/a/memory.usage_in_bytes": "3000\n", f"{top}/a/memory.stat": "total_inactive_file 500\n"})
     assert cgroup_available(tmp_path) == 2500
 
 
@@ -63,8 +65,9 @@ def test_a_ranks_share_of_the_host(monkeypatch):
     assert host_bytes("auto") == 720 * 10**9
     assert host_bytes("auto", local_ranks=8) == 90 * 10**9
     assert host_bytes(80.0, local_ranks=8) == 10 * 10**9
-    with pytest.raises(OutOfHostMemory, match=r"^host_memory_gb=721 must be at most 720, 90% of what is free on this host; "
-                                              r"try host_memory_gb=auto$"):
+    with pytest.raises(OutOfHostMemory,
+                       match=r"^host_memory_gb=721 must be at most 720, 90% of what is free on this host; "
+                             r"try host_memory_gb=auto$"):
         host_bytes(721.0)
 
 
@@ -82,7 +85,8 @@ def test_the_slab_is_there_from_the_start_and_gone_at_the_end_whoever_holds_a_vi
 
 
 def test_memory_that_the_system_refuses():
-    with pytest.raises(OutOfHostMemory, match=r"host memory of 5.\d+e\+08 GiB cannot be had \(.*\); try a smaller alpha"):
+    with pytest.raises(OutOfHostMemory,
+                       match=r"host memory of 5.\d+e\+08 GiB cannot be had \(.*\); try a smaller alpha"):
         HostSlab(2**59, CPU)
 
 
@@ -142,13 +146,16 @@ def test_copies_are_cut_where_pieces_end():
         piece, ends = rng.randint(1, 50), [0]
         for _ in range(rng.randint(1, 10)):
             ends.append(ends[-1] + rng.randint(0, 120))
-        locked = {byte: k for k, s in enumerate(slab.split(0, ends[-1], piece)) for byte in range(s.start, s.stop)}
-        assert sorted(locked) == list(range(ends[-1])) and max(Counter(locked.values()).values(), default=0) <= piece
+        locked = {byte: k for k, s in enumerate(slab.split(0, ends[-1], piece))
+                  for byte in range(s.start, s.stop)}
+        assert sorted(locked) == list(range(ends[-1]))
+        assert max(Counter(locked.values()).values(), default=0) <= piece
         assert all(s.start % piece == 0 for s in slab.split(0, ends[-1], piece))
         for first, end in pairwise(ends):
             parts = [range(s.start, s.stop) for s in slab.split(first, end, piece)]
             assert [byte for part in parts for byte in part] == list(range(first, end))
-            assert all(len({locked[byte] for byte in part}) == 1 for part in parts)  # none is empty, none crosses
+            # none is empty, none crosses
+            assert all(len({locked[byte] for byte in part}) == 1 for part in parts)
             assert len({locked[byte] for byte in range(first, end)}) == len(parts)  # no more than it takes
 
 
@@ -156,7 +163,7 @@ def test_copies_are_cut_where_pieces_end():
     (64 * 1024, "64 KiB", "a smaller --host_memory_gb, `ulimit -l unlimited`, or --pin_memory=false"),
     (2**40, "1073741824 KiB", "a smaller --host_memory_gb, or --pin_memory=false"),
     (resource.RLIM_INFINITY, "unlimited", "a smaller --host_memory_gb, or --pin_memory=false")])
-def test_a_page_lock_that_is_refused_names_the_piece_and_the_remedy(fake_cuda, monkeypatch, limit, shown, remedy):
+def test_a_page_lock_that_is_refused_names_piece_and_remedy(fake_cuda, monkeypatch, limit, shown, remedy):
     driver, calls = fake_cuda
     driver.errors = [0, 0, 2]
 
@@ -168,8 +175,9 @@ def test_a_page_lock_that_is_refused_names_the_piece_and_the_remedy(fake_cuda, m
     monkeypatch.setattr(slab, "PIECE_BYTES", MIB)
     with pytest.raises(OutOfHostMemory) as e:
         HostSlab(5 * MIB // 2, torch.device("cuda"))
-    assert str(e.value) == ("page-locking 0.0004883 GiB (piece 3 of 3) of the host slab's 0.002441 GiB failed (CUDA error "
-                            f"2: out of memory; ulimit -l is {shown}); try {remedy}, which copies more slowly")
+    assert str(e.value) == ("page-locking 0.0004883 GiB (piece 3 of 3) of the host slab's 0.002441 GiB "
+                            f"failed (CUDA error 2: out of memory; ulimit -l is {shown}); try {remedy}, "
+                            "which copies more slowly")
     assert [c[0] for c in calls] == ["register"] * 3 + ["launch"] + ["unregister"] * 2
     assert {c[1] for c in calls[4:]} == {c[1] for c in calls[:2]}  # the two that had been locked
 

@@ -1,9 +1,10 @@
-"""Every mode and every alpha gives the same bits, whatever the streams' timing; without any one of the waits, not."""
+"""Every mode and alpha gives the same bits, whatever the streams' timing; without any of the waits, not."""
 
 import gc
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from memo.swap.placement import Placement
 from memo.swap.slab import HostSlab
 from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
 from model import GPT
-from tests.helpers import COSTS, error, perturbed_weights, random_batch, resident_bytes
+from tests.helpers import LLAMA, costs_of, error, perturbed_weights, random_batch, resident_bytes
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64)
@@ -27,12 +28,12 @@ EIGHTHS = [i / 8 for i in range(9)]
 
 
 def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
-    """The Placement of `cfg` where the host, and the copy's time, are these parts of what swapping all of it needs."""
+    """The Placement of `cfg` where host and copy's time are these parts of what swapping all needs."""
     tensors = layer_of(cfg).tensors(B, S, dtype.itemsize)
     whole = sum(t.nbytes for t in tensors.values())
     p = AlphaProblem(tensors, cfg.n_layer, hidden * whole, 1.0, int(host * max(0, cfg.n_layer - 2) * whole))
-    assert set(COSTS) == set(groups_of(tensors))
-    return place_rows(cfg, p, B * S, COSTS)[0]
+    assert set(costs_of(tensors)) == set(groups_of(tensors))
+    return place_rows(cfg, p, B * S, costs_of(tensors))[0]
 
 
 def build(B, S, dtype, device="cpu", streams=None, limits=None, **keys):
@@ -70,7 +71,8 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-MODES = [dict(activation="recompute"), dict(activation="swap"), *(dict(activation="memo", alpha=a) for a in EIGHTHS),
+MODES = [dict(activation="recompute"), dict(activation="swap"),
+         *(dict(activation="memo", alpha=a) for a in EIGHTHS),
          dict(activation="memo", alpha_mode="per_tensor", limits=dict(hidden=0.6)),
          dict(activation="memo", alpha_mode="paper", limits=dict(hidden=0.6))]
 
@@ -94,15 +96,17 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     monkeypatch.setattr("memo.parallel.tp.CHUNK_ROWS", 600)
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
-    assert torch.equal(keep[0], whole[0]) and error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(keep[0], whole[0])
+    assert error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
     for mode in (*MODES[:2], *MODES[2:-2:2], *MODES[-2:]):  # every other eighth
         assert same(trained(2, S, dtype, 2, **mode, **keys), keep), mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("position,bias", [("learned", True), ("learned", False), ("rope", True)])
-def test_with_biases_and_learned_positions_alike(position, bias):
-    keys = dict(position=position, bias=bias, gelu="tanh")
+@pytest.mark.parametrize("keys", [
+    dict(position="learned", bias=True, gelu="tanh"), dict(position="learned"), dict(bias=True),
+    LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True)], ids=str)
+def test_other_families_alike(keys):
     keep = trained(2, 1024, torch.float32, 2, activation="keep", **keys)
     for mode in (dict(activation="recompute"), dict(activation="memo", alpha=0.5),
                  dict(activation="memo", limits=dict(hidden=0.5))):
@@ -200,8 +204,8 @@ def test_every_mode_on_a_gpu_within_the_kernels_noise(dtype, limit):
 # --- where the rows live ---
 
 class Poison(CpuStream):
-    """An offload stream that leaves nothing but NaN of what it copied: all rows of a buffer but those it shares with the
-    other one, in which the next layer is at work already."""
+    """An offload stream that leaves nothing but NaN of what it copied: all rows of a buffer but those it
+    shares with the other one, in which the next layer is at work already."""
 
     def __init__(self, timeline):
         super().__init__("offload", timeline)
@@ -223,7 +227,8 @@ def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeyp
     keep = trained(2, 1024, torch.float32, 2, activation="keep")
     timeline = Timeline()
     offload = Poison(timeline)
-    streams = Streams(CpuStream("compute", timeline, threaded=False), offload, CpuStream("prefetch", timeline), timeline)
+    streams = Streams(CpuStream("compute", timeline, threaded=False), offload,
+                      CpuStream("prefetch", timeline), timeline)
     cfg, model, optimizer = build(2, 1024, torch.float32, streams=streams, **keys)
     offload.model, recomputed = model, []
     for block in model.blocks:
@@ -243,7 +248,8 @@ def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeyp
     assert same([*seen, model.params], keep)
     assert offload.layers == 2 * 3
     whole = keys.get("activation") == "swap" or keys.get("alpha") == 1
-    assert len(recomputed) == (0 if whole else 2 * 4)  # the last but one shares rows with the last, though it is not swapped
+    # the last but one shares rows with the last, though it is not swapped
+    assert len(recomputed) == (0 if whole else 2 * 4)
     model.close()
 
 
@@ -255,8 +261,10 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
         always, others = N * (2 * row + 4 * H), int(alpha * N) * (14 * row + 4 * 4)
         assert model.swap.host_bytes == model.swap.slab.bytes.nbytes == (L - 2) * (always + others)
         copied = sorted((h.data_ptr(), h.nbytes) for pairs in model.swap.pairs for _, h in pairs)
-        assert copied[0][0] == model.swap.slab.bytes.data_ptr() and sum(n for _, n in copied) == model.swap.host_bytes
-        assert all(a + n == b for (a, n), (b, _) in zip(copied, copied[1:], strict=False))  # neither gaps nor overlaps
+        assert copied[0][0] == model.swap.slab.bytes.data_ptr()
+        assert sum(n for _, n in copied) == model.swap.host_bytes
+        # neither gaps nor overlaps
+        assert all(a + n == b for (a, n), (b, _) in zip(copied, copied[1:], strict=False))
         assert all(d.nbytes == h.nbytes for pairs in model.swap.pairs for d, h in pairs)
         model.close()
 
@@ -305,7 +313,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
                                   limits=dict(hidden=0.5))
             p = model.swap.placement
             model.close()
-            sizes, swap = allocations(lambda: Swap(p, gpt_layer(C, H), B, S, torch.float32, CPU))  # noqa: B023
+            sizes, swap = allocations(partial(Swap, p, gpt_layer(C, H), B, S, torch.float32, CPU))
             assert sum(sizes) == peak(sizes) == sum(p.buffer_bytes(tensors).values()) == swap.device_bytes
             taken[activation, L] = sum(sizes)
             swap.close()
@@ -317,10 +325,11 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
             model.close()
     for L in (4, 8, 16):
         assert taken["swap", L] == 2 * whole + x
-        assert taken["memo", L] == 2 * always + x + (1 + 3 / 8) * (whole - always)  # the paper's alpha there, in rows of 128
+        # the paper's alpha there, in rows of 128
+        assert taken["memo", L] == 2 * always + x + (1 + 3 / 8) * (whole - always)
         assert taken["keep", L] == L * whole + x
         assert taken["recompute", L] == whole + L * x
-    assert len(set(steps.values())) <= 3, steps  # what a step takes on top: once whole, once in rows, once neither
+    assert len(set(steps.values())) <= 3, steps  # what a step takes on top: whole, in rows, neither
     for activation in ("keep", "swap", "memo", "recompute"):
         assert len({steps[activation, L] for L in (4, 8, 16)}) == 1
 
@@ -328,8 +337,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
 # --- races ---
 
 class Delayed(CpuStream):
-    """A worker that sleeps up to `longest` seconds before everything, and knows nothing of the waits for events named
-    `removed`."""
+    """A worker that sleeps up to `longest` seconds before all it does, and waits for no event `removed`."""
 
     def __init__(self, name, timeline):
         super().__init__(name, timeline)
@@ -348,13 +356,15 @@ class Delayed(CpuStream):
             super().wait(event)
 
 
-WAITS = {"computed": "compute", "offloaded": "offload", "done": "compute", "prefetched": "prefetch"}  # for whom
+# for whom
+WAITS = {"computed": "compute", "offloaded": "offload", "done": "compute", "prefetched": "prefetch"}
 
 
 @pytest.fixture
 def racing():
-    """pass_(seed, removed) -> whether losses and gradients of two passes with other batches, and an evaluation in between,
-    over randomly delayed streams are those of `keep`. The host, too, runs ahead of the compute stream, through all three.
+    """pass_(seed, removed) -> whether losses and gradients of two passes with other batches, and an
+    evaluation in between, over randomly delayed streams are those of `keep`. The host, too, runs ahead of the
+    compute stream, through all three.
     """
     timeline = Timeline()
     streams = Streams(*(Delayed(name, timeline) for name in ("compute", "offload", "prefetch")), timeline)
@@ -437,7 +447,8 @@ def test_an_exception_in_a_layer_ends_everything_without_a_hang(where, threaded,
                       CpuStream("prefetch", timeline), timeline)
     cfg, model, _ = build(1, 512, torch.float32, streams=streams, activation="memo", alpha=0.5)
     closed = []
-    monkeypatch.setattr(HostSlab, "close", lambda slab, real=HostSlab.close: closed.append(slab) or real(slab))
+    monkeypatch.setattr(HostSlab, "close",
+                        lambda slab, real=HostSlab.close: closed.append(slab) or real(slab))
 
     real = getattr(model.blocks[2], where)
 

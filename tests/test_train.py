@@ -77,8 +77,8 @@ def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dat
     events = json.loads((tmp_path / "memo" / "timeline.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["compute", "offload", "prefetch"]
     names = {(e["tid"], e["name"]) for e in events if e["ph"] == "X"}
-    assert {(0, "forward 4"), (0, "recompute 3"), (0, "backward 0"), (0, "head"), (1, "offload 2"), (2, "prefetch 0"),
-            (0, "stall: prefetched 1")} <= names
+    assert {(0, "forward 4"), (0, "recompute 3"), (0, "backward 0"), (0, "head"), (1, "offload 2"),
+            (2, "prefetch 0"), (0, "stall: prefetched 1")} <= names
     assert not any(name in ("offload 3", "prefetch 3", "recompute 4") for _, name in names)
 
 
@@ -89,16 +89,18 @@ def test_too_little_host_memory_leaves_no_trace(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["an exception in a layer", "SIGTERM"])
-def test_stopping_in_the_middle_of_a_step_gives_the_slab_and_the_streams_back(dataset, tmp_path, monkeypatch, how):
+def test_stopping_in_mid_step_gives_the_slab_and_the_streams_back(dataset, tmp_path, monkeypatch, how):
     opened, closed, calls, before = [], [], [], threading.enumerate()
     real = {name: getattr(HostSlab, name) for name in ("__init__", "close")}
-    monkeypatch.setattr(HostSlab, "__init__", lambda slab, *a, **k: opened.append(slab) or real["__init__"](slab, *a, **k))
+    monkeypatch.setattr(HostSlab, "__init__",
+                        lambda slab, *a, **k: opened.append(slab) or real["__init__"](slab, *a, **k))
     monkeypatch.setattr(HostSlab, "close", lambda slab: closed.append(slab) or real["close"](slab))
     backward = Block.backward
 
     def stopped(block, *args):
         calls.append(block)
-        if len(calls) == 14:  # the profiler's four, two steps of four layers, and the second layer from the end of the third
+        # the profiler's four, two steps of four layers, and the second layer from the end of the third
+        if len(calls) == 14:
             if how != "SIGTERM":
                 raise FloatingPointError("in a layer")
             os.kill(os.getpid(), signal.SIGTERM)
@@ -141,7 +143,8 @@ def test_a_signal_finishes_the_step_saves_and_leaves(dataset, tmp_path, capsys, 
     done = checkpoint.load(tmp_path).iter
     assert done == len(losses(tmp_path)) >= 3
     out = capsys.readouterr().out
-    assert f"stopped by {number.name} after {done} of 100000 steps, saved" in out and "--init_from=resume" in out
+    assert (f"stopped by {number.name} after {done} of 100000 steps, saved" in out
+            and "--init_from=resume" in out)
     assert signal.getsignal(number) == before
 
 
@@ -157,7 +160,8 @@ def test_a_loss_that_is_not_finite_stops_and_saves_nothing(dataset, tmp_path, mo
     with pytest.raises(TrainingError) as e:
         train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=20", "--save_interval=0"])
     message = str(e.value)
-    assert message.startswith("loss=nan grad_norm=") and "at iter=10" in message and "of the train split" in message
+    assert (message.startswith("loss=nan grad_norm=") and "at iter=10" in message
+            and "of the train split" in message)
     assert f"the last good checkpoint is {tmp_path / 'ckpt' / '8'}, before step 8" in message
     assert {f.name: f.read_bytes() for f in (tmp_path / "ckpt" / "8").iterdir()} == before
     assert checkpoint.latest(tmp_path).name == "8"
@@ -183,14 +187,16 @@ def test_a_failed_save_in_mid_run_is_a_warning(dataset, tmp_path, monkeypatch, c
 
 def test_scratch_never_overwrites_a_checkpoint(dataset, tmp_path):
     train.main(argv(dataset, tmp_path, max_iters=3))
-    with pytest.raises(ConfigError, match="already holds a checkpoint, which init_from=scratch would overwrite"):
+    with pytest.raises(ConfigError,
+                       match="already holds a checkpoint, which init_from=scratch would overwrite"):
         train.main(argv(dataset, tmp_path, max_iters=3))
     assert train.main(["--init_from=resume", f"--out_dir={tmp_path}"]) == 0  # nothing left to do
 
 
 def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
     held = lock(tmp_path, "somebody")
-    with pytest.raises(ConfigError, match="is in use by another run; wait for it or choose another --out_dir"):
+    with pytest.raises(ConfigError,
+                       match="is in use by another run; wait for it or choose another --out_dir"):
         train.main(argv(dataset, tmp_path))
     held.close()
     assert train.main(argv(dataset, tmp_path, max_iters=3)) == 0
@@ -198,7 +204,8 @@ def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
 
 def test_an_out_dir_that_is_a_file(dataset, tmp_path):
     (tmp_path / "f").write_text("")
-    with pytest.raises(ConfigError, match=r"out_dir=.* cannot be written \(File exists\); choose another --out_dir"):
+    with pytest.raises(ConfigError,
+                       match=r"out_dir=.* cannot be written \(File exists\); choose another --out_dir"):
         train.main(argv(dataset, tmp_path / "f"))
 
 
@@ -208,7 +215,8 @@ def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(data / "tokenizer.json"))
     train.main(argv(data, tmp_path / "run", max_iters=3))
     Tokenizer(models.WordLevel({"b": 0}, unk_token="b")).save(str(data / "tokenizer.json"))
-    with pytest.raises(ConfigError, match="was made with another tokenizer than the weights of init_from=resume"):
+    with pytest.raises(ConfigError,
+                       match="was made with another tokenizer than the weights of init_from=resume"):
         train.main(["--init_from=resume", f"--out_dir={tmp_path / 'run'}", "--max_iters=5"])
 
 
@@ -220,8 +228,10 @@ def test_the_datas_vocabulary_must_fit_the_checkpoints(dataset, tmp_path):
         (other / f"{split}.bin").write_bytes((dataset / f"{split}.bin").read_bytes())
     meta = json.loads((dataset / "meta.json").read_text()) | dict(vocab_size=VOCAB + 1)
     (other / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ConfigError, match=r"vocab_size=50 must be >= 51, the vocabulary of dataset=.*; leave it out"):
-        train.main(["--init_from=resume", f"--out_dir={tmp_path / 'run'}", f"--dataset={other}", "--max_iters=5"])
+    with pytest.raises(ConfigError,
+                       match=r"vocab_size=50 must be >= 51, the vocabulary of dataset=.*; leave it out"):
+        train.main(["--init_from=resume", f"--out_dir={tmp_path / 'run'}", f"--dataset={other}",
+                    "--max_iters=5"])
 
 
 @pytest.mark.parametrize("keys,message", [
@@ -270,8 +280,9 @@ def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path, cap
     capsys.readouterr()
     assert run(sample.main, [str(tmp_path), "--prompt=3", "--device=cpu"]) == 2
     told = capsys.readouterr()
-    says = f"tokenizer.json has {VOCAB + 1} tokens, which must be at most the model's vocab_size={VOCAB}; copy"
+    says = (f"tokenizer.json has {VOCAB + 1} tokens, "
+            f"which must be at most the model's vocab_size={VOCAB}; copy")
     assert not told.out and says in told.err and told.err.count("\n") == 1
     assert run(sample.main, [str(tmp_path), "--prompt=@nowhere.txt"]) == 2
-    assert capsys.readouterr().err == "error: prompt=@nowhere.txt cannot be read (No such file or directory); give a text " \
-                                      "file in UTF-8\n"
+    assert capsys.readouterr().err == ("error: prompt=@nowhere.txt cannot be read "
+                                       "(No such file or directory); give a text file in UTF-8\n")

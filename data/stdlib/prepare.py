@@ -5,11 +5,10 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # memo, where it is not installed
 from memo.command import Arguments, run
 from memo.tokens import DATA, VOCAB_SIZE, train_tokenizer, write_dataset
 
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # what is not there with every Python
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # not there with every Python
 
 
 def documents(folder):

@@ -1,7 +1,8 @@
 """A dataset from your own text (.txt: one document a file, .jsonl, .parquet) or from a Hugging Face dataset.
 
     python data/text/prepare.py --source=notes/ --tokenizer=train:4096
-    python data/text/prepare.py --source=Salesforce/wikitext --config=wikitext-2-raw-v1 --tokenizer=gpt2/tokenizer.json
+    python data/text/prepare.py --source=Salesforce/wikitext --config=wikitext-2-raw-v1
+                                --tokenizer=gpt2/tokenizer.json
 """
 
 import glob
@@ -15,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlparse
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # memo, where it is not installed
 from memo.command import Arguments, progress, run
 from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
@@ -29,19 +29,24 @@ MOST_CHARS = 2**28  # of a row of .jsonl
 def read_argv(argv):
     """The arguments, with `vocab_size`: of a tokenizer to train, None where one is given."""
     parser = Arguments(description=__doc__)
-    parser.option("--source", required=True, help="a file, a folder of files, or a Hugging Face dataset's name", least=1)
+    parser.option("--source", required=True,
+                  help="a file, a folder of files, or a Hugging Face dataset's name", least=1)
     parser.option("--tokenizer", required=True, least=1,
-                  help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, or train:<vocab>")
+                  help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, "
+                       "or train:<vocab>")
     parser.option("--out_dir", help="where to write; by default data/<name of the source>", least=1)
-    parser.option("--text_key", default="text", help="the column of the text in .jsonl, .parquet and Hugging Face", least=1)
-    parser.option("--config", help="which configuration of the Hugging Face dataset, where it has several", least=1)
+    parser.option("--text_key", default="text",
+                  help="the column of the text in .jsonl, .parquet and Hugging Face", least=1)
+    parser.option("--config", help="which configuration of the Hugging Face dataset, where it has several",
+                  least=1)
     parser.option("--split", default="train", help="which split of the Hugging Face dataset", least=1)
     args = parser.parse_args(argv)
     kind, _, vocab = args.tokenizer.partition(":")
     args.vocab_size = None
     if kind == "train":
         if not vocab.isdecimal():
-            raise ConfigError(f"tokenizer={args.tokenizer} must be train:<vocab>, a whole number; try train:4096")
+            raise ConfigError(f"tokenizer={args.tokenizer} must be train:<vocab>, a whole number; "
+                              "try train:4096")
         f = option("vocab_size", int, **VOCAB_SIZE)
         args.vocab_size = typed(f, vocab, "--")
         check_value(f, args.vocab_size)
@@ -54,15 +59,19 @@ def source_files(source):
     if not (path.is_file() or path.is_dir()):
         raise ConfigError(f"source={source} is no regular file and no folder; give one")
     if path.is_file() and path.suffix not in SUFFIXES:
-        raise ConfigError(f"source={source} must have one of the suffixes {suffixes}, not {path.suffix!r}; convert it")
-    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
+        raise ConfigError(f"source={source} must have one of the suffixes {suffixes}, not {path.suffix!r}; "
+                          "convert it")
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
     if not files:
-        raise ConfigError(f"source={source} must hold files of the suffixes {suffixes}, it holds none; give another folder")
+        raise ConfigError(f"source={source} must hold files of the suffixes {suffixes}, it holds none; "
+                          "give another folder")
     return files
 
 
 def look_in_the_cache_without_network():
-    """Where the hub's name is not known the library would retry for half a minute: it is told that it is offline."""
+    """Without the hub's address the library retries for half a minute: it is told that it is offline."""
     from huggingface_hub import constants
     try:
         socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
@@ -100,10 +109,12 @@ def text_of(row, text_key, where):
     """A row's text; null is no text. Errors: no such column, or one that does not hold text."""
     if not isinstance(row, dict) or text_key not in row:
         columns = ", ".join(row) if isinstance(row, dict) else "none"
-        raise ConfigError(f"{where}: text_key={text_key} must be one of the columns ({columns}); give another --text_key")
+        raise ConfigError(f"{where}: text_key={text_key} must be one of the columns ({columns}); "
+                          "give another --text_key")
     text = row[text_key]
     if not isinstance(text, str | None):
-        raise ConfigError(f"{where}: text_key={text_key} must hold text, not {type(text).__name__}; give another --text_key")
+        raise ConfigError(f"{where}: text_key={text_key} must hold text, not {type(text).__name__}; "
+                          "give another --text_key")
     return (text or "").encode(errors="replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
 
 
@@ -125,8 +136,8 @@ def file_documents(path, text_key):
             with open(path, encoding="utf-8-sig") as lines:
                 for number, line in enumerate(iter(partial(lines.readline, MOST_CHARS + 1), ""), 1):
                     if len(line) > MOST_CHARS:
-                        raise ConfigError(f"{path}:{number} must be at most {MOST_CHARS} characters long (a row is read "
-                                          "as a whole); split it into several rows")
+                        raise ConfigError(f"{path}:{number} must be at most {MOST_CHARS} characters long "
+                                          "(a row is read as a whole); split it into several rows")
                     if line.strip():
                         yield text_of(row_of(line, f"{path}:{number}"), text_key, f"{path}:{number}")
         else:
@@ -140,7 +151,8 @@ def file_documents(path, text_key):
 def parquet_rows(path, cache):
     """The rows of a Parquet file. Errors: ConfigError, also where the library fails in its midst."""
     remedy = "give a whole Parquet file, with at least one row"
-    rows = load(path, remedy, "parquet", data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=cache)
+    rows = load(path, remedy, "parquet", data_files=glob.escape(str(path)), split="train", streaming=True,
+                cache_dir=cache)
     try:
         yield from rows
     except Exception as e:
@@ -154,10 +166,11 @@ def open_source(args):
         total = None if any(p.suffix == ".parquet" for p in files) else sum(p.stat().st_size for p in files)
         return lambda: itertools.chain.from_iterable(file_documents(p, args.text_key) for p in files), total
     if Path(args.source).suffix in SUFFIXES or args.source.count("/") > 1:
-        raise ConfigError(f"source={args.source} does not exist; give a file, a folder or a Hugging Face dataset's name")
+        raise ConfigError(f"source={args.source} does not exist; give a file, a folder or "
+                          "a Hugging Face dataset's name")
     look_in_the_cache_without_network()
-    rows = load(args.source, "give a file, a folder or a Hugging Face dataset's name; check --config, --split, the network",
-                args.source, args.config, split=args.split)
+    remedy = "give a file, a folder or a Hugging Face dataset's name; check --config, --split, the network"
+    rows = load(args.source, remedy, args.source, args.config, split=args.split)
     if args.text_key in rows.column_names:
         rows = rows.select_columns([args.text_key])
     return lambda: (text_of(row, args.text_key, args.source) for row in rows), rows.data.nbytes
@@ -167,7 +180,8 @@ def main(argv):
     args = read_argv(argv)
     out_dir = args.out_dir or DATA / Path(args.source).resolve().stem
     if not args.out_dir and (out_dir / "meta.json").exists():
-        raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, the same one to replace it")
+        raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, "
+                          "the same one to replace it")
     tokenizer = None if args.vocab_size else load_tokenizer(args.tokenizer)
     documents, total_bytes = open_source(args)
     tokenizer = tokenizer or train_tokenizer(documents(), args.vocab_size)

@@ -6,6 +6,8 @@
 
 import csv
 import sys
+from argparse import Namespace
+from pathlib import Path
 
 from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import (
@@ -17,6 +19,7 @@ from memo.dsa.problem import (
     DsaError,
     NoPlacement,
     Problem,
+    Solution,
     solve,
 )
 from memo.errors import ConfigError, reason
@@ -28,7 +31,7 @@ COLUMNS = ("id", "lower", "upper", "size")
 OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}
 
 
-def read_csv(path, capacity=None, alignment=1):
+def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) -> Problem:
     """The Problem in a file of id,lower,upper,size (minimalloc's format; further columns are ignored).
 
     Raises DsaError with the file, the line, the field and its rule.
@@ -50,7 +53,7 @@ def read_csv(path, capacity=None, alignment=1):
             if len(row) != len(names):
                 raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first "
                                "line")
-            values = [row[places[0]].strip()]
+            values: list = [row[places[0]].strip()]
             try:
                 for place in places[1:]:
                     values.append(int(row[place]))
@@ -70,7 +73,7 @@ def read_csv(path, capacity=None, alignment=1):
         raise DsaError(f"{where}: {error}", error.buffer) from None
 
 
-def write_csv(path, problem, solution):
+def write_csv(path: str | Path, problem: Problem, solution: Solution) -> None:
     """The buffers with a column `offset`."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -79,7 +82,7 @@ def write_csv(path, problem, solution):
                          for b, offset in zip(problem.buffers, solution.offsets, strict=True))
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> Namespace:
     parser = Arguments(prog="python -m memo.dsa", description=__doc__)
     parser.option("requests", help="CSV of id,lower,upper,size; upper is exclusive", least=1)
     parser.option("--output", help="the same with a column offset", short=["-o"], required=True, least=1)
@@ -92,7 +95,7 @@ def read_argv(argv):
     return parser.parse_args(argv)
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """The command line: 0 solved, 3 no placement under the capacity. Errors: ConfigError, bad input."""
     args = read_argv(argv)
     with progress(lambda: f"reading {args.requests}"):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memo.dsa import solvers
 from memo.errors import ConfigError
@@ -23,15 +23,16 @@ from memo.keys import shown
 SOLVERS = ("auto", "greedy", "mip", "cpsat")
 MOST_BYTES = 2**60  # of all buffers together
 # bounds of options, here and of memo.planner
-ALIGNMENT_BOUNDS = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
-TIME_LIMIT_BOUNDS = dict(least=0.0, most=1e6, why="that is eleven days; what is found by then is used")
+ALIGNMENT_BOUNDS: dict[str, Any] = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
+TIME_LIMIT_BOUNDS: dict[str, Any] = dict(least=0.0, most=1e6,
+                                         why="that is eleven days; what is found by then is used")
 
 
 class DsaError(ConfigError):
     """The user's mistake, in one line. `buffer` is the index of the buffer that breaks the rule, where it is
     one."""
 
-    def __init__(self, message, buffer=None):
+    def __init__(self, message: str, buffer: int | None = None) -> None:
         super().__init__(message)
         self.buffer = buffer
 
@@ -40,7 +41,7 @@ class NoPlacement(RuntimeError):
     """No placement under the capacity. `proven`: there is none; otherwise none was found in the time
     limit."""
 
-    def __init__(self, message, proven):
+    def __init__(self, message: str, proven: bool) -> None:
         super().__init__(message)
         self.proven = proven
 
@@ -68,10 +69,11 @@ class Problem:
     capacity: int | None = None
     alignment: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.alignment < 1:
             raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
-        first, total = {}, 0
+        first: dict[str, int] = {}
+        total = 0
         for i, b in enumerate(self.buffers):
             if b.lower >= b.upper:
                 raise DsaError(f"lower={shown(b.lower)} must be below upper={shown(b.upper)} (upper is "
@@ -109,12 +111,12 @@ class Solution:
     seconds: float
 
     @property
-    def proven(self):
+    def proven(self) -> bool:
         """The peak is the least there is."""
         return self.peak == self.lower_bound
 
     @property
-    def gap(self):
+    def gap(self) -> float:
         """How far the peak may be above the least there is, as a fraction of the bound."""
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
 
@@ -167,22 +169,22 @@ class InOrder:
 
     BITS = 1024
 
-    def __init__(self, items):
+    def __init__(self, items: list[int]) -> None:
         self.items, self.place = items, {item: k for k, item in enumerate(items)}
         self.words, self.used = [0] * (len(items) // self.BITS + 1), 0
 
-    def add(self, item):
+    def add(self, item: int) -> None:
         word, bit = divmod(self.place[item], self.BITS)
         self.words[word] |= 1 << bit
         self.used |= 1 << word
 
-    def drop(self, item):
+    def drop(self, item: int) -> None:
         word, bit = divmod(self.place[item], self.BITS)
         self.words[word] &= ~(1 << bit)
         if not self.words[word]:
             self.used &= ~(1 << word)
 
-    def neighbours(self, item):
+    def neighbours(self, item: int) -> list[int]:
         """The last one before `item`'s place and the first one from it on, where there are any."""
         word, bit = divmod(self.place[item], self.BITS)
         before, after = self.words[word] & ((1 << bit) - 1), self.words[word] >> bit << bit
@@ -214,7 +216,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> S
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)
     # the whole needs as much as its largest part: no other part gains by a lower peak
-    stop = problem.capacity // unit if decide else bound
+    stop = bound if problem.capacity is None else problem.capacity // unit
     offsets, peak, found_by = [0] * len(problem.buffers), 0, ["greedy"]
     for part, members in parts:
         placed, part_bound, name = _solve_part(part, solver, stop, decide, start + time_limit)
@@ -233,7 +235,8 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> S
     return solution
 
 
-def _solve_part(part, solver, stop, decide, deadline):
+def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
+                deadline: float) -> tuple[list[int], int, str]:
     """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below
     `stop`."""
     best, bound, name = solvers.greedy(part, stop, deadline), part.load, "greedy"
@@ -249,7 +252,7 @@ def _solve_part(part, solver, stop, decide, deadline):
     return best, bound, name
 
 
-def _unit(problem):
+def _unit(problem: Problem) -> int:
     """Bytes that all rounded sizes are multiples of; so are the offsets of some best placement: each is a sum
     of sizes."""
     return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
@@ -269,7 +272,7 @@ def components(lifespans: Iterable[tuple[int, int]]) -> list[list[int]]:
     return groups
 
 
-def _parts(problem):
+def _parts(problem: Problem) -> list[tuple[solvers.Part, list[int]]]:
     """[(Part, indices of its buffers)]: the problem, cut where nothing lives on."""
     unit, buffers = _unit(problem), problem.buffers
     return [(solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],

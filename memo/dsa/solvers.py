@@ -12,14 +12,19 @@ import importlib.util
 import os
 import sys
 import time
-from bisect import bisect_left, insort
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import ceil, inf, isfinite
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from memo.dsa.gaps import Gaps
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 # Of each turn of coarse(): to how many blocks buffers are joined, as a fraction of their number, and the most
 # area that joining two may waste, as a fraction of the two.
@@ -35,6 +40,9 @@ TOLERANCE = 1e-9
 BRIEFLY = 20  # one part in so many of the time limit: briefly()'s, and the first turn of coarse()
 COARSE_SHARE = 0.7  # of the time limit: all turns of coarse(); CP-SAT on the whole has the rest
 LONGER = 1.25  # each turn of coarse() lasts so many times the one before
+
+Found = tuple[list[int] | None, int]  # what a solver returns
+Relaxed = tuple[Any, float]  # what a MIP solver returns: values, an array or a list, or None; bound
 
 
 @dataclass(frozen=True)
@@ -62,20 +70,21 @@ class Part:
     def peak(self, offsets: list[int]) -> int:
         return max(map(sum, zip(offsets, self.size, strict=True)))
 
-    def n_pairs(self):
+    def n_pairs(self) -> int:
         """How many pairs of buffers conflict."""
         lower, upper = np.sort(self.lower), np.sort(self.upper)
         return int((np.searchsorted(lower, upper) - np.arange(1, len(upper) + 1)).sum())
 
-    def pairs(self):
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """(i, j): arrays of the conflicting buffers, i < j."""
         lower, upper = np.array(self.lower), np.array(self.upper)
-        later = [i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i]))
-                 for i in range(len(lower))]
+        later: list[np.ndarray] = [
+            i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i]))
+            for i in range(len(lower))]
         return np.repeat(np.arange(len(lower)), [len(j) for j in later]), np.concatenate(later)
 
 
-def part_of(lower: list[int], upper: list[int], size: list[int]) -> Part:
+def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> Part:
     """A Part of lifespans in any unit of time."""
     born, died, ranks, sets, grew = set(lower), set(upper), {}, 0, False
     for t in sorted(born | died):  # a set is a greatest one when the next thing that happens is a death
@@ -108,11 +117,12 @@ def greedy(part: Part, stop: int, deadline: float = inf) -> list[int]:
     return in_order(part) if best is None else best
 
 
-def _best_fit(lower, upper, size, order, deadline):
+def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.ndarray,
+              deadline: float) -> list[int] | None:
     """The offsets, or None where there is not the time."""
     sky, offsets = np.iinfo(np.int64).max, [0] * len(order)
     # the placed buffers, the lowest first: lower, upper, offset, end
-    table = np.empty((4, len(order)), dtype=np.int64)
+    table: np.ndarray = np.empty((4, len(order)), dtype=np.int64)
     for k, i in enumerate(order):
         if time.monotonic() > deadline:
             return None
@@ -130,7 +140,7 @@ def _best_fit(lower, upper, size, order, deadline):
     return offsets
 
 
-def in_order(part):
+def in_order(part: Part) -> list[int]:
     """Offsets as an allocator gives them, in order of time: each buffer takes the tightest gap that holds it.
     Seconds for a million buffers."""
     gaps, offsets, gone = Gaps(), [0] * len(part.size), 0
@@ -143,61 +153,7 @@ def in_order(part):
     return offsets
 
 
-class Gaps:
-    """The free stretches of an address space without end, none of which touch."""
-
-    SHELVES = 1024
-
-    def __init__(self):
-        self.shelves = defaultdict(list)  # of (units, offset) in order, the smaller units on lower ones
-        self.used = 0  # a bit for each shelf that is not empty
-        self.starts, self.ends = {}, {}  # {offset: units} of each gap, by its start and by its end
-        self.add(0, inf)
-
-    def shelf(self, units):
-        """Sixteen for each power of two."""
-        if units == inf:
-            return self.SHELVES - 1
-        bits = units.bit_length()
-        return 16 * bits + (units << 5 >> bits) - 16
-
-    def add(self, at, units):
-        k = self.shelf(units)
-        insort(self.shelves[k], (units, at))
-        self.used |= 1 << k
-        self.starts[at] = self.ends[at + units] = units
-
-    def drop(self, at, units):
-        k = self.shelf(units)
-        del self.shelves[k][bisect_left(self.shelves[k], (units, at))], self.starts[at], self.ends[at + units]
-        if not self.shelves[k]:
-            self.used &= ~(1 << k)
-
-    def take(self, units):
-        """The offset of so many units, the lowest in the tightest gap."""
-        k = self.shelf(units)
-        place = bisect_left(self.shelves[k], (units,))
-        if place == len(self.shelves[k]):
-            above = self.used >> k + 1
-            k, place = k + (above & -above).bit_length(), 0
-        room, at = self.shelves[k][place]
-        self.drop(at, room)
-        if room > units:
-            self.add(at + units, room - units)
-        return at
-
-    def give(self, at, units):
-        if above := self.starts.get(at + units):
-            self.drop(at + units, above)
-            units += above
-        if below := self.ends.get(at):
-            at -= below
-            self.drop(at, below)
-            units += below
-        self.add(at, units)
-
-
-def cpsat(part, best, stop, highest, seconds):
+def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
     if len(part.size) > LARGE:
         return None, 0
@@ -209,7 +165,8 @@ def cpsat(part, best, stop, highest, seconds):
                for lower, upper in zip(part.lower, part.upper, strict=True)]
     rows = [model.new_fixed_size_interval_var(*row, "") for row in zip(offsets, part.size, strict=True)]
     model.add_no_overlap_2d(columns, rows)
-    floor, twins = 0, {}
+    floor = 0
+    twins: dict[tuple, cp_model.IntVar] = {}
     for offset, kind in zip(offsets, zip(part.lower, part.upper, part.size, strict=True), strict=True):
         if kind[:2] == (0, max(part.upper)):  # alive all the time: may as well lie at the bottom
             model.add(offset == floor)
@@ -232,12 +189,12 @@ def cpsat(part, best, stop, highest, seconds):
     return found, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0
 
 
-def briefly(part, best, stop, highest, seconds):
+def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT usually succeeds early: it gets 5% of the time first."""
     return cpsat(part, best, stop, highest, seconds / BRIEFLY)
 
 
-def coarse(part, best, stop, highest, seconds):
+def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT on coarser problems, whose rectangles are blocks of buffers: turn by turn other blocks, and
     longer.
 
@@ -251,7 +208,8 @@ def coarse(part, best, stop, highest, seconds):
         slot = min(end - time.monotonic(), seconds / BRIEFLY * LONGER**turn)
         if slot <= 0 or highest < stop:
             break
-        found, _ = cpsat(part_of(*list(zip(*blocks, strict=True))[:3]), None, stop, highest, slot)
+        lower, upper, size, _ = zip(*blocks, strict=True)
+        found, _ = cpsat(part_of(lower, upper, size), [], stop, highest, slot)
         if found is not None:
             offsets = [0] * n
             for at, (*_, members) in zip(found, blocks, strict=True):
@@ -261,7 +219,8 @@ def coarse(part, best, stop, highest, seconds):
     return offsets, 0
 
 
-def _blocks(part, ceiling, count, most_waste, seed):
+def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
+            seed: int) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
     """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within
     the ceiling.
 
@@ -270,16 +229,17 @@ def _blocks(part, ceiling, count, most_waste, seed):
     """
     n, noise = len(part.size), np.random.default_rng(seed)
     lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
-    there, load, members = np.ones(n, bool), np.zeros(upper.max(), int), [[(i, 0)] for i in range(n)]
+    there: np.ndarray = np.ones(n, bool)
+    load, members = np.zeros(upper.max(), int), [[(i, 0)] for i in range(n)]
     for i in range(n):
         load[lower[i]:upper[i]] += size[i]
 
-    def joined(i, j):
+    def joined(i: int, j: int | slice) -> tuple:
         meet = (lower[i] < upper[j]) & (lower[j] < upper[i])
         return (np.minimum(lower[i], lower[j]), np.maximum(upper[i], upper[j]),
                 np.where(meet, size[i] + size[j], np.maximum(size[i], size[j])), meet)
 
-    def waste(i):
+    def waste(i: int) -> np.ndarray:
         start, end, height, meet = joined(i, slice(None))
         area = (upper - lower) * size + (upper[i] - lower[i]) * size[i]
         cost = ((end - start) * height / area - 1) * np.exp(noise.normal(0, 0.5 * bool(seed), n))
@@ -309,7 +269,7 @@ def _blocks(part, ceiling, count, most_waste, seed):
             for i in np.flatnonzero(there)]
 
 
-def mip(part, best, stop, highest, seconds):
+def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """The paper's program. z_ij says that i lies above j, of a conflicting pair; M is the peak of the
     placement to beat.
 
@@ -323,7 +283,7 @@ def mip(part, best, stop, highest, seconds):
         return None, 0
     i, j = part.pairs()
     k, a, one = np.arange(pairs), np.arange(n), np.ones(pairs)
-    z = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
+    z: np.ndarray = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
     rows = np.concatenate((k, k, k, pairs + k, pairs + k, pairs + k, 2 * pairs + a, 2 * pairs + a))
     columns = np.concatenate((i, j, z, j, i, z, a, np.full(n, n)))
     values = np.concatenate((one, -one, -M * one, one, -one, M * one, np.ones(n), -np.ones(n)))
@@ -334,17 +294,17 @@ def mip(part, best, stop, highest, seconds):
                    first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))))
     program = {name: array.astype(float) for name, array in program.items()}
     seconds = max(0.1, seconds - (time.monotonic() - start))
-    values, bound = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
+    found, bound = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
-    return None if values is None else _dropped(part, i, j, values), proven
+    return None if found is None else _dropped(part, i, j, found), proven
 
 
-def _dropped(part, i, j, values):
+def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) -> list[int]:
     """Whole offsets in the order of the solver's, each as low as the order allows: rounding the solver's
     own could make buffers overlap."""
-    below = [[] for _ in part.size]
+    below: list[list[int]] = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):
         low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)
         below[high].append(low)
@@ -354,7 +314,8 @@ def _dropped(part, i, j, values):
     return offsets
 
 
-def _highs(n, stop, seconds, matrix, most, lower, upper, first):
+def _highs(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
+           upper: np.ndarray, first: np.ndarray) -> Relaxed:
     """(values or None, bound): the least column n, where matrix @ values <= most and the columns after n are
     0 or 1."""
     import highspy
@@ -381,7 +342,8 @@ def _highs(n, stop, seconds, matrix, most, lower, upper, first):
     return solver.getSolution().col_value if found else None, info.mip_dual_bound
 
 
-def _gurobi(n, stop, seconds, matrix, most, lower, upper, first):
+def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
+            upper: np.ndarray, first: np.ndarray) -> Relaxed | None:
     """As _highs, on Gurobi; None where it is not installed or its licence does not let it."""
     if importlib.util.find_spec("gurobipy") is None:
         return None
@@ -395,7 +357,7 @@ def _gurobi(n, stop, seconds, matrix, most, lower, upper, first):
             kinds = np.where(columns > n, "B", "C")  # binary, continuous
             x = model.addMVar(len(lower), lower, upper, (columns == n).astype(float), kinds)
             model.addMConstr(matrix, x, "<", most)
-            x.Start = first
+            x.setAttr("Start", first)
             for name, value in settings.items():
                 model.setParam(name, value)
             model.optimize()
@@ -406,7 +368,7 @@ def _gurobi(n, stop, seconds, matrix, most, lower, upper, first):
 
 
 @cache
-def _say(line):
+def _say(line: str) -> None:
     """A line on stderr, once a process."""
     print(line, file=sys.stderr)
 

@@ -8,8 +8,9 @@ how long the context could be. Without a GPU; with --fast without torch too.
 
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import Field, replace
 from math import isfinite
+from typing import Any
 
 from memo.command import answer_early, end_with_reader, progress, run
 from memo.config import Config, load_keys
@@ -19,7 +20,7 @@ from memo.files import load_json
 from memo.keys import check_value, columns, option, shown
 
 
-def figure(name: str):
+def figure(name: str) -> Field:
     """The option of a figure of the hardware, with generous bounds."""
     if name.endswith("memory_bytes"):
         return option(f"--{name}", float, least=1.0, most=1e18, why="no cluster has as much")
@@ -40,32 +41,34 @@ OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --ca
            "plot": "a picture; by default estimate.png"}
 
 
-def estimate_help():
+def estimate_help() -> str:
     told = {"host_memory_bytes": "what a node grants", "device_memory_bytes": "of one GPU"}
-    rows = [(f"--{name}=", text) for name, text in OPTIONS.items()]
+    rows: list[tuple[str, str | None]] = [(f"--{name}=", text) for name, text in OPTIONS.items()]
     rows += [(f"--{name}", text) for name, text in FLAGS.items()]
     rows += [("figures of the hardware", None), *((f"--{name}=", told.get(name, "")) for name in FIGURES)]
     return f"{__doc__.strip()}\n\n{columns(rows)}"
 
 
-def read_number(f, text):
+def read_number(f: Field, text: str) -> float:
     """A number as in 2e12, of option `f`. Errors: ConfigError."""
     try:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{f.name}={shown(text)[1:-1]} must be a number, as in 2e12") from None
-    if f.type is int and isfinite(value) and value % 1:
+    kind: Any = f.type
+    if kind is int and isfinite(value) and value % 1:
         raise ConfigError(f"{f.name}={text} must be a whole number")
-    check_value(f, f.type(value) if isfinite(value) else value)
+    check_value(f, kind(value) if isfinite(value) else value)
     return int(value) if value.is_integer() else value
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(our own options and flags, the config's keys). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(estimate_help())
         sys.exit()
-    options, rest = {}, []
+    options: dict[str, Any] = {}
+    rest = []
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name not in (*FLAGS, *OPTIONS, *FIGURES):
@@ -90,7 +93,7 @@ import json
 from pathlib import Path
 
 from memo.estimate.budget import ROOT, STATES_BYTES, estimate, fast_arena, granting, itemsize_of, traced_arena
-from memo.estimate.hardware import GIB
+from memo.estimate.hardware import GIB, Machine
 from memo.estimate.report import (
     HEADING,
     advice,
@@ -114,7 +117,7 @@ def local_vocab_size(dataset: str) -> int:
     return 0
 
 
-def prepare(argv):
+def prepare(argv: list[str]) -> tuple[Config, Machine, int, dict[str, Any]]:
     """(cfg, machine, world, options). Errors: ConfigError."""
     options, keys = read_argv(argv)
     world = options.get("gpus", keys.get("tp", 1) * keys.get("cp", 1))
@@ -132,7 +135,7 @@ def prepare(argv):
 
 # --- for people ---
 
-def check_size(cfg, machine, world):
+def check_size(cfg: Config, machine: Machine, world: int) -> None:
     """Errors: ConfigError where no sharing out could make the model's states fit."""
     each = itemsize_of(cfg, machine) + (4 + STATES_BYTES) * (cfg.optimizer_device == "auto")
     needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
@@ -144,7 +147,7 @@ def check_size(cfg, machine, world):
                           f"--gpus={least}, a larger --gpu or --optimizer_device=cpu")
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     """The command line. Errors: ConfigError, bad input."""
     cfg, machine, world, options = prepare(argv)
     check_size(cfg, machine, world)

@@ -7,23 +7,24 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memo import backends
 from memo.config import Config, communicators, degrees
 from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_bytes, with_buffers
 from memo.errors import ConfigError
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
-from memo.estimate.roofline import LayerSeconds, data_s, head_s, optimizer_s, swap_s
+from memo.estimate.roofline import LayerSeconds, micro_batches, step_s
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.formulas import mfu, parameters, tgs
-from memo.layer import CHUNK_ROWS, INPUT, group_heads, head_rows, tensors_of
+from memo.layer import CHUNK_ROWS, INPUT, Tensor, group_heads, head_rows, tensors_of
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import Trace, parse_trace
 from memo.swap import alpha
@@ -33,9 +34,9 @@ ROOT = Path(__file__).parents[2]
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
 # config keys on which the memory requests of a step depend
-REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm", "mlp",
-                "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size", "tp", "cp",
-                "context_parallel", "dtype", "solver", "deterministic", "ops")
+REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
+                "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
+                "tp", "cp", "context_parallel", "dtype", "solver", "deterministic", "ops")
 
 # The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
 # as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).
@@ -71,18 +72,22 @@ class ArenaBytes(NamedTuple):
     head: int
 
 
+ArenaOf = Callable[[Config, Machine], ArenaBytes]
+TraceOf = Callable[[dict[str, Any]], Trace]
+
+
 # --- the arena of temporary tensors ---
 
-def planned_arena_bytes(trace, solver, device):
+def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
     """The ArenaBytes of a step's Trace, planned as the run plans it."""
-    def peak(trace):
+    def peak(trace: Trace) -> int:
         return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head")
               for event in events]
     return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
 
 
-def trace_elsewhere(keys):
+def trace_elsewhere(keys: dict[str, Any]) -> Trace:
     """The Trace of the keys of traced_arena, by another process, which needs torch: some seconds. Errors:
     ConfigError."""
     argv = [f"--{k}={v}" for k, v in keys.items() if k != "threads"]
@@ -94,7 +99,7 @@ def trace_elsewhere(keys):
     return parse_trace(done.stdout, "trace_step.py")
 
 
-def traced_arena(cfg: Config, machine: Machine, trace=trace_elsewhere) -> ArenaBytes:
+def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
     """The ArenaBytes of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
     value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
@@ -116,7 +121,7 @@ def traced_arena(cfg: Config, machine: Machine, trace=trace_elsewhere) -> ArenaB
     return arena
 
 
-def checked_arena_bytes(stored, keys):
+def checked_arena_bytes(stored: dict[str, Any], keys: dict[str, Any]) -> ArenaBytes:
     """The ArenaBytes that a file holds for `keys`. Raises any exception where the file is damaged or of other
     keys."""
     arena = ArenaBytes(**stored["arena"])
@@ -138,7 +143,7 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     # several groups write dq, dk, dv over q, k, v, and sum those of a shared head of keys and values in fp32
     gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
     Q, F = cfg.n_head * D, cfg.inner_width
-    dout = rows * Q // tp * e if Q > max(C, F) else 0  # else it has the place of a wider tensor
+    dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
     gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
     product = chunk * F // C / tp if cfg.mlp == "swiglu" else 0
     layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + NORM_CHUNKS * f * own,
@@ -147,7 +152,7 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     return ArenaBytes(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
 
 
-def attention_bytes(cfg, machine, heads, group, kv):
+def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: int) -> float:
     """A bound of the bytes of attention over a group of so many heads, with those of its kernel. `group`,
     `kv`: bytes of the group's queries, and of its keys."""
     e, cp, D, ulysses = itemsize_of(cfg, machine), cfg.cp, cfg.head_width, cfg.context_parallel == "ulysses"
@@ -209,46 +214,47 @@ class Estimate:
     why: str | None
 
     @property
-    def fits(self):
+    def fits(self) -> bool:
         return self.reason is None
 
     @property
-    def only_tight(self):
+    def only_tight(self) -> bool:
         """Whether it would fit without the margin of device memory."""
-        return self.reason == "oom" and self.device_bytes - self.bytes_of("margin")[0] <= self.capacity
+        beside_margin = self.device_bytes - self.bytes_of("margin")[0]
+        return self.reason == "oom" and beside_margin <= (self.capacity or 0)
 
     @property
-    def local_ranks(self):
+    def local_ranks(self) -> int:
         return min(self.world, self.machine.node.gpus_per_node)
 
     @property
-    def device_bytes(self):
+    def device_bytes(self) -> int:
         return sum(line.device_bytes for line in self.lines)
 
     @property
-    def host_bytes(self):
+    def host_bytes(self) -> int:
         return self.local_ranks * sum(line.host_bytes for line in self.lines)
 
     @property
-    def alpha(self):
+    def alpha(self) -> float | None:
         return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
 
     @property
-    def binds(self):
+    def binds(self) -> str:
         """What keeps this from being faster."""
         names = {"overlap": "PCIe", "host": "host memory", "device": "device memory"}
         if not self.fits:
             return "device memory" if self.reason == "oom" else "host memory"
-        return names.get(self.plan and self.plan.binds, "compute")
+        return names[self.plan.binds] if self.plan and self.plan.binds else "compute"
 
     @property
-    def layer_offload_s(self):
+    def layer_offload_s(self) -> float | None:
         """Of a layer that is swapped; None where none is."""
-        if self.alpha is None:
+        if self.plan is None or self.alpha is None:
             return None
         return self.plan.layer_offload_bytes / self.machine.node.pcie_bytes_per_s
 
-    def bytes_of(self, region):
+    def bytes_of(self, region: str) -> tuple[int, int]:
         """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
         names = ("transient", "head") if region == "transient" else (region,)
         mine = [line for line in self.lines if line.region in names]
@@ -260,11 +266,6 @@ def itemsize_of(cfg: Config, machine: Machine) -> int:
     return {"auto": 4 if machine.cpu else 2, "float32": 4, "bfloat16": 2}[cfg.dtype]
 
 
-def micro_batches(cfg, world):
-    """Of a rank, in a step."""
-    return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
-
-
 def host_capacity(cfg: Config, machine: Machine, world: int) -> int:
     """Bytes of a node's memory for swapped activations and, with optimizer_device=cpu, the optimizer: those
     that host_memory_gb grants, or those left beside the copy that a checkpoint is written from. Errors:
@@ -273,7 +274,7 @@ def host_capacity(cfg: Config, machine: Machine, world: int) -> int:
                                snapshot_bytes(cfg, machine, world), "what a node has")
 
 
-def snapshot_bytes(cfg, machine, world):
+def snapshot_bytes(cfg: Config, machine: Machine, world: int) -> int:
     """Of a node: the copy of weights and moments that a checkpoint is written from."""
     return STATES_BYTES * parameters(cfg) // world * min(world, machine.node.gpus_per_node)
 
@@ -310,7 +311,7 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
-def activation_lines(placement: Placement, tensors) -> list[Line]:
+def activation_lines(placement: Placement, tensors: dict[str, Tensor]) -> list[Line]:
     """[Line] of the skeletal activations, on device and host. `tensors` as from layer.tensors_of."""
     buffers = placement.buffer_bytes(tensors)
     inputs, n, layers = buffers.pop(INPUT), placement.n_buffers, placement.n_layer
@@ -333,37 +334,22 @@ def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> i
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
-def decided(cfg, machine, itemsize, layer, room):
+def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | None,
+            room: Room) -> tuple[Placement, alpha.SwapPlan | None, str | None]:
     """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
     rate = machine.node.pcie_bytes_per_s
-    rates = layer and Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None)
+    rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None) if layer else None
     try:
         return *decide(cfg, itemsize, rates, room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
         problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
         least = problem.swapped_layers * problem.nbytes[INPUT] if cfg.finds_alpha else 2**62
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
+        assert plan is not None  # of a mode that copies
         return placement, replace(plan, limits=problem.limits), str(e)
 
 
-def step_s(cfg, machine, world, itemsize, layer, placement, numel, data):
-    """{part: seconds} of a step, which add up to its "step"."""
-    tensors, micros = tensors_of(cfg, itemsize), micro_batches(cfg, world)
-    recompute = [layer.recompute_s(placement.missing(i)) for i in range(cfg.n_layer)]
-    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s,
-                                      recompute.__getitem__, machine.node.pcie_bytes_per_s)
-    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
-             "recompute": sum(recompute), "stall": stall}
-    parts["rest of the layers"] = forward + backward - sum(parts.values())
-    parts["head and embedding"] = head_s(cfg, machine, itemsize)
-    parts = {name: micros * seconds for name, seconds in parts.items()}
-    parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
-    local_ranks = min(world, machine.node.gpus_per_node)
-    parts["optimizer"] = optimizer_s(cfg, machine, numel, itemsize, data, local_ranks, forward)
-    return parts | {"step": sum(parts.values())}
-
-
-def estimate(cfg: Config, machine: Machine, world: int, arena=traced_arena) -> Estimate:
+def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:
     """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
@@ -398,14 +384,16 @@ def estimate(cfg: Config, machine: Machine, world: int, arena=traced_arena) -> E
     rate = tgs(tokens, world, seconds["step"]) if seconds else None
     got = Estimate(cfg, machine, world, dp, tuple(lines), placement, plan, layer, seconds,
                    mfu(cfg, rate, peak) if rate else None, rate, capacity, host, None, None)
-    return replace(got, **verdict(got, why))
+    reason, why = verdict(got, why)
+    return replace(got, reason=reason, why=why)
 
 
-def verdict(got, why):
-    """Whether it fits: dict(reason=, why=). `why`: the message of OutOfHostMemory, if there was one."""
+def verdict(got: Estimate, why: str | None) -> tuple[str | None, str | None]:
+    """Whether it fits: an Estimate's (reason, why). `why`: the message of OutOfHostMemory, if there
+    was one."""
     device, node, reasons = got.device_bytes, got.machine.node, []
 
-    def lacks(reason, needs, has, what):
+    def lacks(reason: str, needs: float, has: float, what: str) -> None:
         if needs > has:
             reasons.append((reason, f"it needs {needs / GIB:.4g} GiB of {what}, there are {has / GIB:.4g}: "
                                     f"{(needs - has) / GIB:.3g} GiB too much"))
@@ -419,5 +407,5 @@ def verdict(got, why):
     else:
         lacks("oohm", got.host_bytes, got.host_capacity, "host memory to swap to on a node")
     if not reasons:
-        return dict(reason=None, why=None)
-    return dict(reason=reasons[0][0], why="; and ".join(text for _, text in reasons))
+        return None, None
+    return reasons[0][0], "; and ".join(text for _, text in reasons)

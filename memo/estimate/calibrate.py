@@ -8,7 +8,7 @@ each timed on all ranks together; the slowest rank's figure counts.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -22,7 +22,7 @@ from memo.estimate.roofline import ADAMW_BYTES, ATTENTION_BACKWARD, PASSES
 from memo.files import save_json
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step
-from memo.parallel.mesh import ALONE
+from memo.parallel.mesh import ALONE, Axis
 from memo.parallel.tp import accumulate_product, product, softmax
 from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.swap.buffers import copy_bytes
@@ -30,11 +30,12 @@ from memo.swap.slab import HostSlab, available
 
 REPEATS, LEAST_S = 5, 0.02  # measurements of each operation, and the least seconds of one
 ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors of elementwise passes
+Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
 
 
-def median_seconds(call: Callable, device: torch.device, host) -> float:
+def median_seconds(call: Callable, device: torch.device, host: Axis) -> float:
     """Median seconds of call() on the slowest rank; all ranks measure at once."""
-    def timed(n):
+    def timed(n: int) -> float:
         synchronize(device)
         host.max(0.0)  # all ranks begin together
         start = time.perf_counter()
@@ -48,10 +49,10 @@ def median_seconds(call: Callable, device: torch.device, host) -> float:
 
 
 @contextmanager
-def opened_arena(device):
+def opened_arena(device: torch.device) -> Iterator[Arena | NoArena]:
     """The arena of temporary tensors, as a run has it."""
     try:
-        arena = Arena(device)
+        arena: Arena | NoArena = Arena(device)
     except Unavailable:
         arena = NoArena()
     try:
@@ -60,19 +61,19 @@ def opened_arena(device):
         arena.close()
 
 
-def matmuls(size, rows, dtype, device):
+def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device) -> Job:
     """(call, FLOPs) of a linear: forward, the gradient of x, the gradient of w."""
     x, y, dx = (torch.randn(1, rows, size, dtype=dtype, device=device) for _ in range(3))  # (tp, n, width)
     w, dw = torch.randn(size, size, dtype=dtype, device=device), torch.zeros(size, size, device=device)
 
-    def products():
+    def products() -> None:
         product(x, w.t(), out=y)
         product(y, w, out=dx)
         accumulate_product(dw, y[0].t(), x[0])
     return products, 6 * rows * size * size
 
 
-def row_passes(nbytes, dtype, device):
+def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
     """{operation: (call, bytes read and written)} over tensors of about so many bytes."""
     rows = max(1, nbytes // dtype.itemsize // ROW_WIDTH)
     x, y, out, gate, up = (torch.randn(rows, ROW_WIDTH, dtype=dtype, device=device) for _ in range(5))
@@ -90,10 +91,10 @@ def row_passes(nbytes, dtype, device):
         calls[f"{op} forward"] = partial(ops.norm_forward, x, w, None, out, kept, rstd, 1e-5)
         calls[f"{op} backward"] = partial(ops.norm_backward, x, y, x, kept, rstd, w, None, dw, None, out)
 
-    def head():
+    def head() -> None:
         softmax(ALONE.weights, x).to(dtype)
 
-    def optimizer():
+    def optimizer() -> None:
         gradient, exp_avg, exp_avg_sq, master = flat
         adamw_step(master, gradient, exp_avg, exp_avg_sq, steps, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     flat[2].abs_()  # a second moment is not negative
@@ -105,7 +106,7 @@ def row_passes(nbytes, dtype, device):
             "adamw": (optimizer, ADAMW_BYTES * x.numel())}
 
 
-def attentions(T, D, dtype, device):
+def attentions(T: int, D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
     """{operation: (call, FLOPs)} over T causal tokens of a few heads."""
     attention = resolve_attention("auto", device, dtype, D)
     H = max(2, torch.get_num_threads()) if device.type == "cpu" else 16
@@ -117,7 +118,7 @@ def attentions(T, D, dtype, device):
             "attention backward": (backward, ATTENTION_BACKWARD * flops)}
 
 
-def messages(nbytes, axis, device):
+def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:
     """{operation: (call, bytes a rank sends)}."""
     x = torch.zeros(axis.size, nbytes // 4 // axis.size, device=device)
     rest = x.nbytes * (axis.size - 1) // axis.size
@@ -125,7 +126,7 @@ def messages(nbytes, axis, device):
             "exchange": (partial(axis.exchange, x), rest), "shift": (lambda: axis.shift(x).wait(), x.nbytes)}
 
 
-def copy_rate(nbytes, device, host):
+def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
     """Bytes per second from the device to the host while all ranks copy."""
     buffer, slab = torch.zeros(nbytes, dtype=torch.uint8, device=device), HostSlab(nbytes, device)
     try:
@@ -134,19 +135,20 @@ def copy_rate(nbytes, device, host):
         slab.close()
 
 
-def calibrate(axis, host, device: torch.device, dtype: torch.dtype, local_ranks: int) -> dict:
+def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> dict:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
     table: dict[str, list[tuple[float, float]]] = {}
     cuda, doing = device.type == "cuda", ""
 
-    def note(op, size, amount, call):
+    def note(op: str, size: float, amount: float, call: Callable) -> None:
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
         table.setdefault(op, []).append((size, amount / median_seconds(call, device, host)))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
-        def measure(calls, size, label):  # a segment's first run is recorded, the others have planned memory
+        def measure(calls: dict[str, Job], size: int | None, label: int) -> None:
+            # a segment's first run is recorded, the others have planned memory
             for op, (call, amount) in calls.items():
                 segment = partial(arena.run, f"{op} {label}", call)
                 segment()

@@ -3,19 +3,22 @@ all the same."""
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
+from memo.config import Config
 from memo.device import device_name, gpu_facts, own_bytes
 from memo.errors import ConfigError, RunFailed
 from memo.estimate import hardware
-from memo.estimate.budget import Estimate, estimate
+from memo.estimate.budget import ArenaOf, Estimate, estimate
 from memo.estimate.search import explain, remedies
+from memo.launch import Launch
 from memo.swap.slab import available
 
 
-def machine_of(device, launch):
+def machine_of(device: torch.device, launch: Launch) -> hardware.Machine:
     """The hardware.Machine that this rank runs on: the known figures of its GPU and this host, and those that
     --calibrate measured."""
     try:
@@ -35,7 +38,7 @@ def machine_of(device, launch):
     return replace(found, node=node, threads=threads, memory_bytes=own_bytes(device), **gpu_facts(device))
 
 
-def expect(cfg, device: torch.device, launch, arena, force: bool) -> Estimate | None:
+def expect(cfg: Config, device: torch.device, launch: Launch, arena: ArenaOf, force: bool) -> Estimate | None:
     """The Estimate of this run; None, with a warning, where the estimate fails. Errors: ConfigError where the
     run cannot fit, unless `force`."""
     try:
@@ -60,7 +63,7 @@ class OutOfMemory(RunFailed):
 
 
 @contextlib.contextmanager
-def naming_region(expected: Estimate | None, device: torch.device, region: str):
+def naming_region(expected: Estimate | None, device: torch.device, region: str) -> Iterator[None]:
     """Turns a lack of memory inside the block into an OutOfMemory that names `region`, a budget.Line.region:
     the memory that the block takes."""
     try:

@@ -8,8 +8,10 @@ direction.
 import difflib
 import math
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from memo.errors import ConfigError
 from memo.files import cache_place, load_json
@@ -148,7 +150,7 @@ class Speeds:
     are not listed those of "memory". What `size` is, roofline.py says with each operation. `overhead_s`: of
     one kernel, at least. `itemsize`: of the dtype that they are for."""
 
-    def __init__(self, table, overhead_s=0.0, itemsize=2):
+    def __init__(self, table: Mapping[str, Sequence], overhead_s: float = 0.0, itemsize: int = 2) -> None:
         self.table = {op: sorted(map(tuple, points)) for op, points in table.items()}
         self.overhead_s, self.itemsize = overhead_s, itemsize
 
@@ -181,7 +183,7 @@ class Machine:
     multiprocessors: int = 0
 
     @property
-    def cpu(self):
+    def cpu(self) -> bool:
         return self.memory_bytes is None
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
@@ -199,12 +201,12 @@ class Machine:
         return nbytes / min(inside, self.speeds.rate("network") * node.network_bytes_per_s * ports)
 
 
-def nearest(kind, name, known):
+def nearest(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.3) or list(known)
     return ConfigError(f"--{kind}={name}: unknown {kind}; the nearest known: {', '.join(near)}")
 
 
-def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures) -> Machine:
+def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -> Machine:
     """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many
     ranks. Any figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
     Errors: ConfigError with the nearest names."""
@@ -224,10 +226,10 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures) -> Mac
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         hidden = {"hidden": [(1, REST["hidden"])]}  # which is not measured
         hidden = {} if measured["memory_bytes"] is None else hidden
-        added = {op: measured["speeds"][like] for op, like in ADDED.items()}
+        speeds = {op: measured["speeds"][like] for op, like in ADDED.items()} | measured["speeds"] | hidden
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(added | measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
+                       Speeds(speeds, measured["overhead_s"], measured["itemsize"]),
                        measured["threads"], tuple(measured["capability"]), measured["multiprocessors"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
@@ -240,7 +242,7 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures) -> Mac
                    capability=ARCHITECTURES[g.architecture], multiprocessors=g.multiprocessors)
 
 
-def known_figures(kind):
+def known_figures(kind: type) -> set[str]:
     """The names of a GPU's or a Node's figures."""
     return {f.name for f in fields(kind) if f.type is not str}
 
@@ -263,7 +265,7 @@ def calibration_path(ranks: int) -> Path:
     return folder / f"calibration-{ranks}.json"
 
 
-def calibration(ranks):
+def calibration(ranks: int) -> dict[str, Any]:
     """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did
     not."""
     start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
@@ -276,14 +278,14 @@ def calibration(ranks):
     return measured
 
 
-def number(value, least=1, most=1e24, kinds=(int, float)):
+def number(value: Any, least: float = 1, most: float = 1e24, kinds: tuple[type, ...] = (int, float)) -> bool:
     """Whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
     return type(value) in kinds and least <= value <= most
 
 
-def rules(measured, ranks):
+def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
     """(name, whether its value can be believed) of all that a calibration holds."""
-    def whole(name, least, most):
+    def whole(name: str, least: int, most: int) -> tuple[str, bool]:
         return name, number(measured.get(name), least, most, (int,))
     yield "format", measured.get("format") == CALIBRATION_FORMAT
     yield from (whole("ranks", ranks, ranks), whole("threads", 1, 2**16), whole("itemsize", 2, 4),
@@ -294,14 +296,15 @@ def rules(measured, ranks):
         yield name, name in measured and (measured[name] is None or number(measured[name]))
     capability = measured.get("capability")
     yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
-    node, speeds = measured.get("node"), measured.get("speeds")
-    wanted = {f.name: f.type for f in fields(Node)}
+    node: Any = measured.get("node")
+    speeds: Any = measured.get("speeds")
+    wanted: dict[str, Any] = {f.name: f.type for f in fields(Node)}
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
     yield "speeds", isinstance(speeds, dict) and speeds.keys() in (operations, operations | ADDED.keys())
     for op, points in speeds.items():
-        pairs = isinstance(points, list) and points and all(isinstance(p, list) and len(p) == 2
+        pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
                                                             for p in points)
         sizes = [size for size, _ in points] if pairs else []
         yield op, pairs and all(number(n) for pair in points for n in pair) and sizes == sorted(set(sizes))

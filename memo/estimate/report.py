@@ -104,7 +104,7 @@ def as_dict(got: Estimate) -> dict:
 
 def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> None:
     """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
-    def estimate_at(S):
+    def estimate_at(S: int) -> Estimate | None:
         return estimate_or_none(config_with(got.cfg, block_size=S), machine, world, fast_arena)
     try:
         with progress(lambda: f"drawing {path}"):

@@ -1,17 +1,31 @@
 """Seconds of a step: the sum of its operations, each at its own speed (hardware.py), and the exposed
 seconds of messages and copies.
 
-A rank's own rows are N = B*T/tp; `row_bytes`, those of one element of each, is the unit of elementwise passes
-and messages, whose amounts are bytes read and written, or sent. Sizes that speeds depend on: of a matrix product the geometric mean of the
-weight's dims, of attention the keys of a rank's block, of elementwise passes their bytes. Source: MEMO 4.1
-on which copies and messages hide behind which operations.
+A rank's own rows are N = B*T/tp; `row_bytes`, those of one element of each, is the unit of elementwise
+passes and messages, whose amounts are bytes read and written, or sent. Sizes that speeds depend on: of a
+matrix product the geometric mean of the weight's dims, of attention the keys of a rank's block, of
+elementwise passes their bytes. Source: MEMO 4.1 on which copies and messages hide behind which operations.
 """
 
+from collections.abc import Callable
 from math import fsum, gcd, sqrt
 
 from memo.backends import kernel_of
-from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, group_heads, head_rows, layer_of
-from memo.swap.schedule import schedule, times_of
+from memo.config import Config
+from memo.estimate.hardware import Machine, Speeds
+from memo.layer import (
+    ATTENTION,
+    CHUNK_ROWS,
+    SPLIT_ROWS,
+    Operation,
+    Tensor,
+    group_heads,
+    head_rows,
+    layer_of,
+    tensors_of,
+)
+from memo.swap.placement import Placement
+from memo.swap.schedule import Step, schedule, times_of
 
 # Tensors that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
 # such pass, whatever kernels it took.
@@ -27,12 +41,12 @@ ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, a
 BUCKETS = 30
 
 
-def units_of_passes(cfg, speeds) -> dict[str, int]:
+def units_of_passes(cfg: Config, speeds: Speeds) -> dict[str, int]:
     """{operation: tensors that it reads and writes} with the kernels of cfg.ops."""
     return PASSES_OF_TORCH if cfg.ops == "torch" and "rotary" not in speeds.table else PASSES
 
 
-def norm_of(cfg) -> str:
+def norm_of(cfg: Config) -> str:
     """The operation's name."""
     return {"layernorm": "norm", "rmsnorm": "rms norm"}[cfg.norm]
 
@@ -41,7 +55,8 @@ class LayerSeconds:
     """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of the layer, all
     rows; `kernel`: of attention, see memo/backends.py."""
 
-    def __init__(self, cfg, machine, itemsize):
+    def __init__(self, cfg: Config, machine: Machine, itemsize: int) -> None:
+        assert machine.speeds is not None  # seconds are asked for only where they are known
         self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
         self.kernel = kernel_of(cfg, machine)
         self.layer = layer_of(cfg)
@@ -67,10 +82,11 @@ class LayerSeconds:
         before, after = (sum(map(self.message_s, half)) for half in self.halves)
         self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
 
-    def products_by_half(self):
+    def products_by_half(self) -> tuple[list[list[Operation]], list[list[Operation]]]:
         """(products before attention, products behind it): each a list, for every input, of the list of its
         operations."""
-        halves, attention = ([], []), False
+        halves: tuple[list[list[Operation]], list[list[Operation]]] = [], []
+        attention = False
         for op in self.operations:
             attention = attention or op.reads == ATTENTION
             if op.kind not in ("column", "row"):
@@ -82,19 +98,19 @@ class LayerSeconds:
                 half.append([op])
         return halves
 
-    def together(self, op):
+    def together(self, op: Operation) -> list[Operation]:
         """The operations that share the message of op's input."""
         return next(ops for half in self.halves for ops in half if op in ops)
 
-    def message_s(self, ops):
+    def message_s(self, ops: list[Operation]) -> float:
         """Exposed seconds of the message of operations with one input."""
         gathers = ops[0].kind == "column"
         return self.exposed_s(fsum(map(self.product_s, ops)), "gather" if gathers else "scatter")
 
-    def product_s(self, op):
+    def product_s(self, op: Operation) -> float:
         return self.matmul_s(op.gives, op.takes)
 
-    def operation_s(self, op):
+    def operation_s(self, op: Operation) -> float:
         """Of all rows."""
         if op.kind == "norm":
             return self.pass_s(f"{norm_of(self.cfg)} forward", self.C)
@@ -108,40 +124,40 @@ class LayerSeconds:
         rotary = self.pass_s("rotary", op.gives) if op.rotary else 0.0
         return self.message_s(ops) / len(ops) + self.product_s(op) + rotary
 
-    def kernels_s(self):
+    def kernels_s(self) -> list[float]:
         """Seconds of attention's kernels (forward, backward) on this rank's share of the scores."""
         size = self.cfg.block_size // (1 if self.cfg.context_parallel == "ulysses" else self.cp)
         name = self.kernel if f"{self.kernel} forward" in self.speeds.table else "attention"
         return [self.speeds.seconds(f"{name} {way}", part * self.attention_flops, size)
                 for way, part in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))]
 
-    def matmul_s(self, gives, takes):
+    def matmul_s(self, gives: int, takes: int) -> float:
         """Seconds of all rows times a weight of (gives, takes) elements, shared by the tp ranks."""
         weights = gives * takes / self.tp
         return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
 
-    def bytes_s(self, op, elements):
+    def bytes_s(self, op: str, elements: float) -> float:
         """Seconds of an operation that reads and writes so many elements a row."""
         nbytes = elements * self.row_bytes
         return self.speeds.seconds(op, nbytes, nbytes)
 
-    def pass_s(self, op, width):
+    def pass_s(self, op: str, width: int) -> float:
         """Seconds of an operation of PASSES on tensors so many elements wide."""
         return self.bytes_s(op, self.passes[op] * width)
 
-    def copy_s(self, elements):
+    def copy_s(self, elements: float) -> float:
         return self.bytes_s("copy", elements)
 
-    def head_norms_s(self, way):
+    def head_norms_s(self, way: str) -> float:
         """Seconds to norm q and k head by head and to rotate them, or their gradients back."""
         rotary = self.pass_s("rotary", self.Q + self.KV) if self.cfg.position == "rope" else 0.0
         return self.pass_s(f"rms norm {way}", self.Q + self.KV) + rotary
 
-    def pieces_of_rows(self):
+    def pieces_of_rows(self) -> int:
         """Pieces of a rank's own rows, as tp.in_turns cuts them on a GPU."""
         return max(1, min(self.rows // self.tp // SPLIT_ROWS, max(2, -(-2 * self.rows // CHUNK_ROWS))))
 
-    def exposed_s(self, compute_s, *messages):
+    def exposed_s(self, compute_s: float, *messages: str) -> float:
         """Exposed seconds of gathers and scattered sums of all rows beside `compute_s` seconds of computing.
         Rows go piece by piece, two under way. At best the first message of the first piece is exposed, and
         the seconds by which all messages take longer than the computing. The machine's "hidden" is the part
@@ -154,7 +170,7 @@ class LayerSeconds:
         best = seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
         return sum(seconds) - hidden * max(0.0, sum(seconds) - best)
 
-    def exposed_in_backward_s(self):
+    def exposed_in_backward_s(self) -> float:
         """Exposed seconds of a backward's messages: the half behind attention, then the one before it, each
         from its last product to its first. A row product gathers its gradient; column products of one input
         gather that input again and scatter the sum of its gradients."""
@@ -167,7 +183,7 @@ class LayerSeconds:
             seconds += self.exposed_s(2 * products, *messages)
         return seconds
 
-    def backward(self):
+    def backward(self) -> float:
         ops = self.operations
         products = fsum(self.product_s(op) for op in ops if op.kind in ("column", "row"))
         norms = sum(op.kind == "norm" for op in ops)
@@ -187,27 +203,27 @@ class LayerSeconds:
 
     # --- attention, over the ranks of cp ---
 
-    def hop_s(self, nbytes):
+    def hop_s(self, nbytes: float) -> float:
         return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.tp)
 
-    def late_s(self, nbytes, block_s):
+    def late_s(self, nbytes: float, block_s: float) -> float:
         """Exposed seconds of a hop, beside `block_s` seconds of attention over the block at hand; on a CPU,
         which carries the message itself, nothing hides."""
         return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
 
-    def exchange_s(self, width):
-        """Seconds of an all-to-all of Ulysses, all of which are exposed, of a tensor so many elements wide."""
+    def exchange_s(self, width: int) -> float:
+        """Seconds of an all-to-all of Ulysses, all of them exposed, of a tensor so many elements wide."""
         nbytes = width * self.row_bytes * (self.cp - 1) / self.cp
         message = self.machine.message_s("exchange", nbytes, self.cp * self.tp, self.tp)
         return message + self.copy_s(4 * width)
 
-    def exchanges_s(self):
+    def exchanges_s(self) -> float:
         """Seconds of the all-to-alls of q, k, v and attention's output. A head of keys and values that
         several ranks read goes to each."""
         dealt = self.cp // gcd(self.layer.kv_heads // self.tp, self.cp) * self.KV
         return 2 * self.exchange_s(self.Q) + 2 * self.exchange_s(dealt)
 
-    def attention_forward_s(self):
+    def attention_forward_s(self) -> float:
         kernels = self.kernels_s()[0]
         if self.cp == 1:
             return kernels
@@ -218,7 +234,7 @@ class LayerSeconds:
         merge = self.copy_s((6 + 0.75 * (self.cp - 1) * self.passes["merge"]) * self.Q)
         return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
 
-    def attention_backward_s(self):
+    def attention_backward_s(self) -> float:
         kernels = self.kernels_s()[1]
         if self.cp == 1:
             return kernels
@@ -229,7 +245,7 @@ class LayerSeconds:
         merge = self.copy_s((2 + self.cp * (1 + 8 // self.itemsize)) * (self.Q + 2 * self.KV))
         return kernels + merge + (self.cp - 1) * late + self.hop_s(gradients)
 
-    def recompute_s(self, missing):
+    def recompute_s(self, missing: dict[str, slice]) -> float:
         """Seconds to recompute rows {tensor: slice}, as in Placement.missing."""
         if not missing:
             return 0.0
@@ -239,13 +255,13 @@ class LayerSeconds:
         return seconds + (self.attention_s if part.get(ATTENTION) else 0.0)
 
 
-def swap_s(placement, tensors, forward_s: float, backward_s: float, recompute_s,
-           bytes_per_s: float) -> tuple[float, float, float]:
+def swap_s(placement: Placement, tensors: dict[str, Tensor], forward_s: float, backward_s: float,
+           recompute_s: Callable[[int], float], bytes_per_s: float) -> tuple[float, float, float]:
     """(forward, backward, stall) seconds of all layers, as the schedule runs. recompute_s(i): of layer i."""
     copied = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values())
               for i in range(placement.n_layer)]
 
-    def seconds(step):
+    def seconds(step: Step) -> float:
         i, _ = step.unit
         match step.kind:
             case "forward":
@@ -262,10 +278,10 @@ def swap_s(placement, tensors, forward_s: float, backward_s: float, recompute_s,
     return forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s
 
 
-def head_s(cfg, machine, itemsize: int) -> float:
+def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
     """Seconds of final norm, logits, loss and their gradients, chunk by chunk; of the embedding and its
     gradient."""
-    speeds, rows, C = machine.speeds, cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
+    rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
     chunk = head_rows(V, machine.cpu)
     dw = speeds.seconds("copy", 8 * V * C * rows / chunk, 8 * V * C)  # read and written in fp32 by each chunk
@@ -278,17 +294,17 @@ def head_s(cfg, machine, itemsize: int) -> float:
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
-def stages(cfg, machine) -> bool:
+def stages(cfg: Config, machine: Machine) -> bool:
     """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
     return cfg.optimizer_device == "cpu" and not machine.cpu
 
 
-def optimizer_s(cfg, machine, numel: int, itemsize: int, data: int, local_ranks: int,
-                forward_s: float) -> float:
+def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, itemsize: int, data: int,
+                local_ranks: int, forward_s: float) -> float:
     """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
     weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
     meanwhile and in the next forward."""
-    speeds, shard = machine.speeds, numel / data
+    shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
     if stages(cfg, machine):
@@ -298,7 +314,7 @@ def optimizer_s(cfg, machine, numel: int, itemsize: int, data: int, local_ranks:
     return rest + speeds.seconds("adamw", adamw, adamw) + speeds.seconds("copy", cast, cast)
 
 
-def data_s(cfg, machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
+def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
            backward_s: float) -> float:
     """Exposed seconds of the gradients' sum and way to the host, beside the last backward, and of the
     parameters' way back to all ranks, beside the next forward. The last bucket of each is always exposed:
@@ -312,3 +328,26 @@ def data_s(cfg, machine, numel: int, itemsize: int, data: int, world: int, forwa
     if stages(cfg, machine):  # a layer's place is free when its gradients are summed and gone
         gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
     return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
+
+
+def micro_batches(cfg: Config, world: int) -> int:
+    """Of a rank, in a step."""
+    return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
+
+
+def step_s(cfg: Config, machine: Machine, world: int, itemsize: int, layer: LayerSeconds,
+           placement: Placement, numel: int, data: int) -> dict[str, float]:
+    """{part: seconds} of a step, which add up to its "step"."""
+    tensors, micros = tensors_of(cfg, itemsize), micro_batches(cfg, world)
+    recompute = [layer.recompute_s(placement.missing(i)) for i in range(cfg.n_layer)]
+    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s,
+                                      recompute.__getitem__, machine.node.pcie_bytes_per_s)
+    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
+             "recompute": sum(recompute), "stall": stall}
+    parts["rest of the layers"] = forward + backward - sum(parts.values())
+    parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
+    parts = {name: micros * seconds for name, seconds in parts.items()}
+    parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
+    local_ranks = min(world, machine.node.gpus_per_node)
+    parts["optimizer"] = optimizer_s(cfg, machine, layer.speeds, numel, itemsize, data, local_ranks, forward)
+    return parts | {"step": sum(parts.values())}

@@ -1,20 +1,22 @@
 """The fastest layout, the longest context, and the changes that would make a run fit."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import isqrt
+from typing import Any
 
 from memo.command import progress
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.estimate.budget import Estimate, estimate, fast_arena, traced_arena
+from memo.estimate.budget import ArenaOf, Estimate, estimate, fast_arena, traced_arena
 from memo.estimate.hardware import Machine
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 
 
-def config_with(cfg: Config, **keys) -> Config | None:
+def config_with(cfg: Config, **keys: Any) -> Config | None:
     """The config with other keys; None where these cannot be."""
     try:
         return replace(cfg, **keys)
@@ -22,10 +24,10 @@ def config_with(cfg: Config, **keys) -> Config | None:
         return None
 
 
-def estimate_or_none(cfg, machine: Machine, world: int, arena) -> Estimate | None:
+def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
     """The Estimate, or None where the config cannot be or has no such layout."""
     try:
-        return cfg and estimate(cfg, machine, world, arena)
+        return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
 
@@ -36,13 +38,13 @@ def degrees_of(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def speed(got):
+def speed(got: Estimate) -> float:
     """The key by which Estimates are compared: tokens per second, or less memory where the speed is not
     known."""
     return got.tgs * got.world if got.tgs else -got.device_bytes
 
 
-def layouts(cfg, machine, world):
+def layouts(cfg: Config, machine: Machine, world: int) -> Iterator[Config]:
     """Every config that differs in layout, activation mode or the optimizer's place only, and can be."""
     widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
     modes = [dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
@@ -55,7 +57,8 @@ def layouts(cfg, machine, world):
                     yield one
 
 
-def search(cfg: Config, machine: Machine, world: int, arena=traced_arena, best: int = 5) -> list[Estimate]:
+def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
+           best: int = 5) -> list[Estimate]:
     """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`.
     Where none fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all
     for so many ranks."""
@@ -87,19 +90,19 @@ def search(cfg: Config, machine: Machine, world: int, arena=traced_arena, best: 
         return chosen or [estimate_or_none(nearest.cfg, machine, world, arena) or nearest]
 
 
-def longest(cfg: Config, machine: Machine, world: int, arena=traced_arena) -> Estimate | None:
+def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate | None:
     """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp up to LONGEST; None
     where not one of them does."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
 
-    def of(n, arena):
+    def of(n: int, arena: ArenaOf) -> Estimate | None:
         """The Estimate of n units, None where they do not fit."""
         nonlocal trying
         trying = n * unit
         got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, arena)
         return got if got and got.fits else None
 
-    def fitting(arena):
+    def fitting(arena: ArenaOf) -> int:
         """The greatest number of units by bisection: memory grows with the sequence."""
         low, high = 0, max(1, LONGEST // unit) + 1
         while high - low > 1:

@@ -5,18 +5,22 @@ While a rank attends to one block of keys and values the next one travels; parti
 the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block and are home
 after one round. Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its
 logsumexp stays (B, H/cp, S). Of keys and values only their own heads travel; where they are fewer than ranks,
-each goes to all the ranks that read it. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here
-makes the host wait for a GPU.
+each goes to all the ranks that read it. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32.
+Nothing here makes the host wait for a GPU.
 """
 
 from collections.abc import Callable
 from functools import partial
 from math import gcd
+from typing import Any
 
-from memo.attention import Attention
+import torch
+
+from memo.attention import Attention, Gradients, Result
+from memo.parallel.mesh import Axis
 
 
-def local_token_ranges(S: int, axis, kind: str) -> list[tuple[int, int]]:
+def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
     """[(first, end)]: the ranges of a sequence's S tokens that this rank of cp holds, in its order."""
     if axis.size == 1:
         return [(0, S)]
@@ -27,7 +31,7 @@ def local_token_ranges(S: int, axis, kind: str) -> list[tuple[int, int]]:
 
 # --- ring ---
 
-def meeting_parts(source, rank, T):
+def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
     """(queries, keys, causal) that meet while the block of rank `source` is here: the rank's own block under
     the mask; of an earlier rank's its first half, seen by all queries; all of a later rank's, seen by the
     second half of the queries."""
@@ -37,9 +41,11 @@ def meeting_parts(source, rank, T):
     return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
-def ring_forward(attention, axis, merge, q, k, v, causal, scale):
+def ring_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, k: torch.Tensor,
+                 v: torch.Tensor, causal: bool, scale: float) -> Result:
     assert causal  # meeting_parts() knows no other
-    T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
+    T = q.shape[1]
+    kv: Any = [k.contiguous(), v.contiguous()]
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None  # meanwhile the next block travels
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
@@ -52,9 +58,13 @@ def ring_forward(attention, axis, merge, q, k, v, causal, scale):
     return out.to(q.dtype), lse
 
 
-def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
+def ring_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+                  v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+                  scale: float) -> Gradients:
     assert causal
-    T, kv, gradients = q.shape[1], [k.contiguous(), v.contiguous()], None
+    T = q.shape[1]
+    kv: Any = [k.contiguous(), v.contiguous()]
+    gradients: Any = None  # the Works of dk and dv
     for step in range(axis.size):
         hop = axis.shift(*kv) if step < axis.size - 1 else None
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
@@ -75,31 +85,34 @@ def ring_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
 
 # --- Ulysses ---
 
-def dealt_out(axis, x):  # (B, T, Hkv, D) -> (B, T, a multiple of cp, D)
+def dealt_out(axis: Axis, x: torch.Tensor) -> torch.Tensor:  # (B, T, Hkv, D) -> (B, T, a multiple of cp, D)
     """Each head as often as it takes for the ranks to have equally many."""
     return x.repeat_interleave(axis.size // gcd(x.shape[2], axis.size), 2)
 
 
-def to_heads(axis, x):  # (B, T, H, D) -> (B, S, H/cp, D)
+def to_heads(axis: Axis, x: torch.Tensor) -> torch.Tensor:  # (B, T, H, D) -> (B, S, H/cp, D)
     B, T, H, D = x.shape
     pieces = axis.exchange(x.view(B, T, axis.size, H // axis.size, D).permute(2, 0, 1, 3, 4).contiguous())
     return pieces.transpose(0, 1).reshape(B, axis.size * T, H // axis.size, D)
 
 
-def to_tokens(axis, x):  # (B, S, H/cp, D) -> (B, T, H, D)
+def to_tokens(axis: Axis, x: torch.Tensor) -> torch.Tensor:  # (B, S, H/cp, D) -> (B, T, H, D)
     B, S, H, D = x.shape
     pieces = axis.exchange(x.reshape(B, axis.size, S // axis.size, H, D).transpose(0, 1).contiguous())
     return pieces.permute(1, 2, 0, 3, 4).reshape(B, S // axis.size, axis.size * H, D)
 
 
-def ulysses_forward(attention, axis, q, k, v, causal, scale):
+def ulysses_forward(attention: Attention, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                    causal: bool, scale: float) -> Result:
     B, T, H, _ = q.shape
     q, k, v = to_heads(axis, q), *(to_heads(axis, dealt_out(axis, t)) for t in (k, v))
     out, lse = attention.forward(q, k, v, causal, scale)
     return to_tokens(axis, out), lse.reshape(B, H, T)  # of the rank's heads: for the backward only
 
 
-def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
+def ulysses_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+                     scale: float) -> Gradients:
     B, T, H, _ = q.shape
     Hkv = k.shape[2]
     dout, q, out = (to_heads(axis, t) for t in (dout, q, out))
@@ -111,7 +124,7 @@ def ulysses_backward(attention, axis, dout, q, k, v, out, lse, causal, scale):
     return dq, dk, dv
 
 
-def attention_over_ranks(attention: Attention, axis, kind: str, merge: Callable) -> Attention:
+def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Callable) -> Attention:
     """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
     ops.Ops."""
     if axis.size == 1:

@@ -8,7 +8,7 @@ least.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Works:
     """Messages under way. wait() holds up the device's stream (on CUDA not the host) and gives `received`.
     The tensors must stay until then, and so must the Works."""
 
-    def __init__(self, works, sent, received):
+    def __init__(self, works: Sequence, sent: Any, received: Any) -> None:
         self.works, self.sent, self.received = works, sent, received
 
     def wait(self) -> Any:
@@ -58,7 +58,8 @@ def borrowed(t: torch.Tensor) -> torch.Tensor:
 CALLER = ThreadPoolExecutor(1, "memo gloo")
 
 
-def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor, group):
+def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
+                     group: dist.ProcessGroup) -> Any:
     """The work of call(received, sent), a collective of torch.distributed."""
     start = partial(call, borrowed(received), borrowed(sent), group=group, async_op=True)
     return CALLER.submit(start).result() if sent.is_cpu else start()
@@ -75,7 +76,7 @@ class Axis:
     group: Any = None
     sent_bytes: int = field(default=0, compare=False)
 
-    def start(self, sent_bytes, call, received, sent):
+    def start(self, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor) -> Works:
         self.sent_bytes += sent_bytes
         sends = self.group is not None and sent.nbytes
         return Works([start_collective(call, received, sent, self.group)] if sends else (), sent, received)
@@ -101,7 +102,7 @@ class Axis:
         """(size, ...) -> (...): the sum over all ranks of x[this rank]."""
         return self.start_scatter_sum(x).wait()
 
-    def sum(self, x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    def sum(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """x, in place: the sum over all ranks."""
         if self.size > 1:
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
@@ -109,7 +110,7 @@ class Axis:
                 dist.all_reduce(borrowed(x), op, group=self.group)
         return x
 
-    def max(self, *numbers: float):
+    def max(self, *numbers: float) -> Sequence[float]:
         """[the largest of all ranks' first numbers, of their second numbers, ...]."""
         if self.size == 1:
             return numbers

@@ -17,10 +17,12 @@ rows are under way at once: the messages of one travel while the other computes.
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from memo.layer import CHUNK_ROWS, SPLIT_ROWS
+from memo.parallel.mesh import Axis, Works
 
 # --- what is done row by row is done piece by piece ---
 
@@ -35,26 +37,26 @@ def cut(first: int, end: int, ranks: int = 1, at_once: int = 1) -> list[slice]:
     return [slice(*edge) for edge in pairwise(edges)]
 
 
-def chunks(*tensors, ranks=1):
+def chunks(*tensors: torch.Tensor, ranks: int = 1) -> Iterator[list[torch.Tensor]]:
     """The tensors, cut into the same ranges of rows."""
     for r in cut(0, len(tensors[0]), ranks):
         yield [t[r] for t in tensors]
 
 
-def pieces_at_once(axis, device):
+def pieces_at_once(axis: Axis, device: torch.device) -> int:
     """Pieces of rows under way at once: two where messages travel beside the computing; a CPU carries them
     itself."""
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
-def in_turns(axis, device: torch.device, first: int, end: int, work: Callable) -> None:
+def in_turns(axis: Axis, device: torch.device, first: int, end: int, work: Callable) -> None:
     """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a
     message of its own is on its way: meanwhile the other piece under way computes. What pieces add to a
     tensor they add in their order."""
     at_once = pieces_at_once(axis, device)
     under_way: deque[Iterator] = deque()
 
-    def go_on(piece):
+    def go_on(piece: Iterator) -> None:
         if next(piece, "ended") != "ended":
             under_way.append(piece)
     for r in cut(first, end, axis.size, at_once):
@@ -67,7 +69,7 @@ def in_turns(axis, device: torch.device, first: int, end: int, work: Callable) -
 
 # --- parameters ---
 
-def local(whole: torch.Tensor, split_dim: int | None, axis) -> torch.Tensor:
+def local(whole: torch.Tensor, split_dim: int | None, axis: Axis) -> torch.Tensor:
     """This rank's part of a parameter that the ranks share along `split_dim`, a view."""
     return whole if split_dim is None else whole.chunk(axis.size, split_dim)[axis.rank]
 
@@ -79,7 +81,8 @@ def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor
     return torch.bmm(x, w.expand(len(x), -1, -1), out=out) if len(x) > 1 else torch.mm(x[0], w, out=out[0])
 
 
-def add_product(y, x, w, out):  # y (tp, n, O), or of fewer dims, + x w
+def add_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    # y (tp, n, O), or of fewer dims, + x w
     if len(x) > 1:
         return torch.baddbmm(y.expand(out.shape), x, w.expand(len(x), -1, -1), out=out)
     return torch.addmm(y if y.dim() == 1 else y[0], x[0], w, out=out[0])
@@ -111,7 +114,8 @@ def column_linear_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | No
     return product(x, w.t(), y) if b is None else add_product(b, x, w.t(), y)
 
 
-def column_linear_backward(axis, dys, x, ws, dws, dbs):
+def column_linear_backward(axis: Axis, dys: list[torch.Tensor], x: torch.Tensor, ws: list[torch.Tensor],
+                           dws: list[torch.Tensor], dbs: list[torch.Tensor | None]) -> Works:
     """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses
     x up."""
     for dy, dw, db in zip(dys, dws, dbs, strict=True):
@@ -126,9 +130,10 @@ def column_linear_backward(axis, dys, x, ws, dws, dbs):
 
 # --- row-parallel: y = residual + x w^T + b, where each rank has some of x's columns ---
 
-def row_linear_forward(axis, residual, x, w, b, out):  # (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C)
-    """`x`: a tensor, or whatever makes rows r of one as x[r]."""
-    def piece(r):
+def row_linear_forward(axis: Axis, residual: torch.Tensor, x: Any, w: torch.Tensor, b: torch.Tensor | None,
+                       out: torch.Tensor) -> torch.Tensor:
+    """(n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). `x`: a tensor, or whatever makes rows r of one as x[r]."""
+    def piece(r: slice) -> Iterator[None]:
         x_ = x[r]
         if axis.size == 1:
             torch.addmm(residual[r], x_[:, 0], w.t(), out=out[r])
@@ -153,7 +158,7 @@ def row_linear_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dw: 
 
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
 
-def own_ids(axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
+def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask): token ids counted from the first of this rank's V, and whether they are among these; other
     ranks' ids become any of this rank's."""
     ids = ids - axis.rank * V
@@ -161,7 +166,7 @@ def own_ids(axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 # (n, tp), (V/tp, C) -> (n, C)
-def embedding_forward(axis, ids: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def embedding_forward(axis: Axis, ids: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     for chunk, out_ in chunks(ids, out, ranks=axis.size):
         parts = out_[None] if axis.size == 1 else out.new_empty(axis.size, *out_.shape)
         for ids_, part in zip(chunk.unbind(1), parts, strict=True):
@@ -174,7 +179,7 @@ def embedding_forward(axis, ids: torch.Tensor, w: torch.Tensor, out: torch.Tenso
 
 
 # (n, tp), (n, C) -> onto (V/tp, C)
-def embedding_backward(axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor) -> None:
+def embedding_backward(axis: Axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor) -> None:
     for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
             own, mine = own_ids(axis, ids_, len(dw))
@@ -184,7 +189,7 @@ def embedding_backward(axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tens
 
 
 # (rows, V/tp) -> fp32, this rank's part of the softmax over all V
-def softmax(axis, logits: torch.Tensor) -> torch.Tensor:
+def softmax(axis: Axis, logits: torch.Tensor) -> torch.Tensor:
     p = torch.softmax(logits, 1, dtype=torch.float32)  # as if there were no others
     if axis.size > 1:
         lse = logits.amax(1).float() - p.amax(1).log()

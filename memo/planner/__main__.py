@@ -1,6 +1,7 @@
 """Plans the addresses of a request log: python -m memo.planner requests.log -o plan.json"""
 
 import sys
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from memo.planner.plan import bilevel, one_level, requests_of
 from memo.planner.trace import LogError, marked, parse_trace
 
 
-def read_argv(argv):
+def read_argv(argv: list[str]) -> Namespace:
     parser = Arguments(prog="python -m memo.planner", description="Plans the addresses of a request log: "
                        "malloc <tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
     parser.option("log", help="the request log", least=1)
@@ -24,7 +25,7 @@ def read_argv(argv):
     return parser.parse_args(argv)
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     """The command line. Errors: ConfigError, bad input."""
     args = read_argv(argv)
     with progress(lambda: f"reading {args.log}"):

@@ -17,17 +17,19 @@ import sys
 import tempfile
 import weakref
 from collections import namedtuple
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from memo.command import progress
 from memo.errors import warn
 from memo.files import cache_folder, cache_place, open_file, ours_alone
-from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
-from memo.planner.trace import LogError, parse_trace
+from memo.planner.plan import ALIGNMENT, PLANNING_S, Plan, cached_plan
+from memo.planner.trace import LogError, Trace, parse_trace
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 Planned = namedtuple("Planned", "trace plan")
@@ -38,7 +40,7 @@ class Unavailable(RuntimeError):
     """Memory requests cannot be recorded or replayed here: no compiler, say. Training can go on without."""
 
 
-def compile_library(folder, *flags):
+def compile_library(folder: str | Path, *flags: str) -> Path:
     """The path of the compiled library in `folder`; g++ builds it in a few seconds the first time. Errors:
     Unavailable, OSError where the folder cannot be used."""
     where = Path(torch.__file__).parent
@@ -63,7 +65,7 @@ def compile_library(folder, *flags):
     return library
 
 
-def open_library(path):
+def open_library(path: Path) -> ctypes.CDLL:
     """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError
     where it is another one."""
     descriptor = open_file(path)
@@ -89,7 +91,7 @@ def open_library(path):
     return lib
 
 
-def library_of(folder, *flags):
+def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
     """The library that is kept in `folder`; what cannot be loaded, or may not be, is built again. Errors:
     Unavailable, OSError where the folder cannot be used."""
     path = compile_library(folder, *flags)
@@ -101,7 +103,7 @@ def library_of(folder, *flags):
 
 
 @cache
-def load_library(*flags):
+def load_library(*flags: str) -> ctypes.CDLL:
     """The compiled library. Errors: Unavailable."""
     folder, why = cache_place()
     if folder is None:
@@ -121,15 +123,15 @@ class NoArena:
 
     plans = ()
 
-    def run(self, label, work, *args):
+    def run(self, label: str, work: Callable, *args: Any) -> Any:
         return work(*args)
 
-    def settle(self):
+    def settle(self) -> bool:
         return False
 
     close = settle
 
-    def stats(self, reset_peak=False):
+    def stats(self, reset_peak: bool = False) -> Stats:
         return Stats(0, 0, None, 0, 0, 0)
 
 
@@ -142,8 +144,10 @@ class Arena:
     against each other, and on the CPU fill what is freed with NaN. Errors: Unavailable.
     """
 
-    def __init__(self, device, solver="auto", guard=False, flags=()):
-        self.device, self.solver, self.plans, self.lib = device, solver, [], load_library(*flags)
+    def __init__(self, device: torch.device, solver: str = "auto", guard: bool = False,
+                 flags: Sequence[str] = ()) -> None:
+        self.device, self.solver, self.lib = device, solver, load_library(*flags)
+        self.plans: list[Planned] = []
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.init()
@@ -157,7 +161,7 @@ class Arena:
         if self.stats().requests != 1:
             raise Unavailable("this torch's allocator has another interface")
 
-    def run(self, label, work, *args):
+    def run(self, label: str, work: Callable, *args: Any) -> Any:
         """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do
         not nest. A closed arena leaves them to torch."""
         if not self.close.alive:
@@ -174,7 +178,7 @@ class Arena:
         finally:
             self.lib.memo_end(failed)
 
-    def stats(self, reset_peak=False):
+    def stats(self, reset_peak: bool = False) -> Stats:
         """Stats since the start; peak_bytes since it was last reset: the highest byte used of the arena, and
         in a segment that is being recorded the most bytes in use."""
         out = (ctypes.c_int64 * len(Stats._fields))()
@@ -182,12 +186,12 @@ class Arena:
             self.lib.memo_stats(self.handle, reset_peak, out)
         return Stats(*out)
 
-    def recorded(self):
+    def recorded(self) -> Trace:
         """The Trace of all segments recorded since the last call; what is not freed by now outlives the
         step."""
         return parse_trace(self.lib.memo_log(self.handle).decode(), "recorded").settled()
 
-    def settle(self):
+    def settle(self) -> bool:
         """To be called between two steps: plans what was recorded in the last one, warns of what missed its
         plan. -> whether there is a new plan."""
         for line in self.lib.memo_misses(self.handle).decode().splitlines():
@@ -201,13 +205,13 @@ class Arena:
             return False
         return True
 
-    def replay(self, trace):
+    def replay(self, trace: Trace) -> None:
         """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
         plan = cached_plan(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type], PLANNING_S)
         self.install(plan)
         self.plans.append(Planned(trace, plan))
 
-    def install(self, plan):
+    def install(self, plan: Plan) -> None:
         """From now on the segments of `plan` get its addresses. Errors: Unavailable: no memory for the
         arena."""
         if plan.arena_bytes > (before := self.stats().arena_bytes):

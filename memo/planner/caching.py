@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 
+from memo.planner.plan import Plan
 from memo.planner.trace import Trace
 
 MiB = 2**20
@@ -43,28 +44,29 @@ class CachedBlock:
 
     __slots__ = ("address", "bytes", "small", "age", "before", "after", "free")
 
-    def __init__(self, address, nbytes, small, age, before=None, after=None):
+    def __init__(self, address: int, nbytes: int, small: bool, age: int, before: "CachedBlock | None" = None,
+                 after: "CachedBlock | None" = None) -> None:
         self.address, self.bytes, self.small, self.age, self.free = address, nbytes, small, age, True
         self.before, self.after = before, after
 
     @property
-    def key(self):
+    def key(self) -> tuple[int, int, int]:
         """The block's place among the free blocks of its pool."""
         return self.bytes, self.age, self.address
 
 
-def round_up(nbytes, unit):
+def round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def segment_bytes(nbytes):
+def segment_bytes(nbytes: int) -> int:
     """Bytes of the segment that cudaMalloc makes for a request of nbytes (rounded to 512)."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
 
 
-def installed_torch():
+def installed_torch() -> tuple[float, ...]:
     """(major, minor) of the torch that is installed, which need not be imported; infinite where none is."""
     try:
         return tuple(int(number) for number in version("torch").split(".")[:2])
@@ -72,7 +74,7 @@ def installed_torch():
         return math.inf, 0
 
 
-def tie_rule(torch_version):
+def tie_rule(torch_version: tuple[float, ...]) -> str:
     """Which of several free blocks of the same size that torch, (major, minor), takes: "address", the lowest;
     "segment", one of the segment that was reserved first, there the lowest; "block", the one that became a
     block of its own first. Of a block that is cut the rest remains the old one, of blocks that merge the one
@@ -89,17 +91,18 @@ class CachingAllocator:
     (None: never)].
     """
 
-    def __init__(self, capacity=None, ties=None):
+    def __init__(self, capacity: int | None = None, ties: str | None = None) -> None:
         self.capacity_bytes = math.inf if capacity is None else capacity
         self.ties, self.ages = ties or tie_rule(installed_torch()), count(1)
-        self.pools = {True: [], False: []}  # small or not: its free blocks, sorted: (bytes, age, address)
-        self.blocks = {}  # address: CachedBlock
-        self.segments = []  # the rows of history that are reserved now, sorted by address
+        # small or not: its free blocks, sorted: (bytes, age, address)
+        self.pools: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
+        self.blocks: dict[int, CachedBlock] = {}  # by address
+        self.segments: list[list] = []  # the rows of history that are reserved now, sorted by address
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.cuda_mallocs = self.reorganisations = self.time = 0
-        self.history = []
+        self.history: list[list] = []
 
-    def malloc(self, nbytes):
+    def malloc(self, nbytes: int) -> int:
         """The address of nbytes. Errors: SimulatedOutOfMemory."""
         nbytes = max(round_up(nbytes, MIN_BLOCK), MIN_BLOCK)
         small = nbytes <= SMALL
@@ -116,7 +119,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block.address
 
-    def free(self, address):
+    def free(self, address: int) -> None:
         """Errors: KeyError where nothing lies at the address."""
         block = self.blocks[address]
         assert not block.free, address
@@ -131,15 +134,15 @@ class CachingAllocator:
             block.age = age  # of what was freed
         self.put(block)
 
-    def put(self, block):
+    def put(self, block: CachedBlock) -> None:
         block.free = True
         insort(self.pools[block.small], block.key)
 
-    def take(self, block):
+    def take(self, block: CachedBlock) -> None:
         pool = self.pools[block.small]
         pool.pop(bisect_left(pool, block.key))
 
-    def split(self, block, nbytes):
+    def split(self, block: CachedBlock, nbytes: int) -> None:
         """Cuts a block that is in no pool down to nbytes; the rest is free."""
         rest = CachedBlock(block.address + nbytes, block.bytes - nbytes, block.small, block.age, block,
                            block.after)
@@ -151,14 +154,14 @@ class CachingAllocator:
         self.blocks[rest.address] = rest
         self.put(rest)
 
-    def merge(self, first, second):
+    def merge(self, first: CachedBlock, second: CachedBlock) -> CachedBlock:
         first.bytes, first.after = first.bytes + second.bytes, second.after
         if second.after:
             second.after.before = first
         del self.blocks[second.address]
         return first
 
-    def reserve(self, nbytes, small):
+    def reserve(self, nbytes: int, small: bool) -> CachedBlock:
         """A new segment, as one block. Errors: SimulatedOutOfMemory."""
         if self.reserved_bytes + nbytes > self.capacity_bytes:
             self.reorganisations += 1
@@ -179,7 +182,7 @@ class CachingAllocator:
         block = self.blocks[address] = CachedBlock(address, nbytes, small, age)
         return block
 
-    def place(self, nbytes):
+    def place(self, nbytes: int) -> int:
         """The address of a new segment: the lowest that is free. The device maps pages, so that holes cost it
         nothing."""
         address = 0
@@ -189,7 +192,7 @@ class CachingAllocator:
             address = start + taken
         return address
 
-    def release(self):
+    def release(self) -> None:
         """Returns all segments that are wholly free (torch.cuda.empty_cache)."""
         for pool in self.pools.values():
             for nbytes, _, address in tuple(pool):
@@ -267,7 +270,7 @@ class Simulation:
     starts: tuple
 
     @property
-    def fragmentation(self):
+    def fragmentation(self) -> float:
         """The share of the reserved bytes that never held a tensor at one time, 0 to 1."""
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
@@ -305,7 +308,7 @@ def simulate_caching(traces: list[Trace], capacity: int | None = None, resident_
                       tuple(starts))
 
 
-def planned_rectangles(trace: Trace, plan) -> list[Rectangle]:
+def planned_rectangles(trace: Trace, plan: Plan) -> list[Rectangle]:
     """The Rectangles of a Plan: where the tensors of the Trace lie in the arena, without what it leaves to
     torch."""
     out = []

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from memo.dsa import problem, solvers
+from memo.dsa import gaps, problem, solvers
 from memo.dsa.problem import Buffer, Problem, Solution, components, lower_bound, solve, validate
 from memo.files import keep_json, parse_json, read_text, readable_json
 from memo.planner.trace import OUTSIDE, WHOLE, Trace, marked
@@ -26,6 +26,7 @@ LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=
 # An arena from the cache may take so many lower bounds: a damaged file could name any size. A plan of the
 # solvers is at its bound or a few percent above (bench/planner.py); one beyond is made anew at every start.
 MOST_ABOVE = 2
+Lives = list[tuple[int, int, int]]  # (lower, upper, bytes) of each buffer
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class Plan:
     levels: tuple
 
     @property
-    def proven(self):
+    def proven(self) -> bool:
         """Whether no plan of the whole step can be smaller."""
         return self.arena_bytes == self.lower_bound
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(readable_json(asdict(self)))
 
     @classmethod
-    def from_json(cls, text):
+    def from_json(cls, text: str) -> "Plan":
         plan = parse_json(text)
         plan["segments"] = {label: tuple(map(tuple, its)) for label, its in plan["segments"].items()}
         return cls(**{**plan, "levels": tuple(plan["levels"])})
@@ -71,9 +72,13 @@ class Request:
     freed_in: str = OUTSIDE
 
 
-def requests_of(trace):
+def requests_of(trace: Trace) -> tuple[list[Request], dict[str, list[int]], dict[str, tuple[int, int]]]:
     """([Request], {segment: [bytes of all its requests]}, {segment: (lower, upper)})."""
-    requests, live, sizes, spans, segment = [], {}, {}, {}, OUTSIDE
+    requests: list[Request] = []
+    live: dict[str, Request] = {}
+    sizes: dict[str, list[int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    segment = OUTSIDE
     for now, (verb, name, nbytes) in enumerate(trace.events):
         if verb == "begin":
             segment, sizes[name], spans[name] = name, [], (now, now)
@@ -93,17 +98,19 @@ class Levels:
     """Solves what it is given, equal problems once (a layer's, or a chunk's of the head), and remembers what
     it took."""
 
-    def __init__(self, alignment, solver, time_limit):
-        self.alignment, self.how, self.solutions, self.rows = alignment, (solver, time_limit), {}, []
+    def __init__(self, alignment: int, solver: str, time_limit: float) -> None:
+        self.alignment, self.how = alignment, (solver, time_limit)
+        self.solutions: dict[Problem, Solution] = {}
+        self.rows: list[dict] = []
 
-    def problem(self, lives):
+    def problem(self, lives: Lives) -> Problem:
         """The Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
         times = sorted({t for lower, upper, _ in lives for t in (lower, upper)})
         ranks = {t: rank for rank, t in enumerate(times)}
         buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
         return Problem(tuple(buffers), alignment=self.alignment)
 
-    def solve(self, name, lives):
+    def solve(self, name: str, lives: Lives) -> tuple[list[int], int]:
         """(offsets, peak)."""
         offsets, peak = [0] * len(lives), 0
         for group in components((lower, upper) for lower, upper, _ in lives):
@@ -113,7 +120,7 @@ class Levels:
                 offsets[i] = offset
         return offsets, peak
 
-    def solution(self, name, problem):
+    def solution(self, name: str, problem: Problem) -> Solution:
         if problem not in self.solutions:
             s = self.solutions[problem] = solve(problem, *self.how)
             self.rows.append(dict(segment=name, n=len(problem.buffers), lower_bound=s.lower_bound,
@@ -121,29 +128,31 @@ class Levels:
         return self.solutions[problem]
 
 
-def compose(trace, solver, alignment, time_limit, by_segment):
+def compose(trace: Trace, solver: str, alignment: int, time_limit: float, by_segment: bool) -> Plan:
     """The validated Plan of a trace, in two levels or in one."""
     start = time.perf_counter()
     requests, sizes, spans = requests_of(marked(trace))
-    levels, inside, blocks = Levels(alignment, solver, time_limit), {}, []
+    levels = Levels(alignment, solver, time_limit)
+    inside: dict[str, list[Request]] = {}
+    blocks: list[tuple[list[Request], list[int], tuple[int, int, int]]] = []
     for r in requests:
         if by_segment and r.freed_in == r.segment:
             inside.setdefault(r.segment, []).append(r)
         elif by_segment:  # to level 2 a segment is one moment: what crosses its border is there throughout
             upper = spans[r.freed_in][1] if r.freed_in else r.upper
-            blocks.append(([r], (0,), (spans[r.segment][0], upper, r.bytes)))
+            blocks.append(([r], [0], (spans[r.segment][0], upper, r.bytes)))
         else:
-            blocks.append(([r], (0,), (r.lower, r.upper, r.bytes)))
+            blocks.append(([r], [0], (r.lower, r.upper, r.bytes)))
     for label, mine in inside.items():
         offsets, peak = levels.solve(label, [(r.lower, r.upper, r.bytes) for r in mine])
         blocks.append((mine, offsets, (*spans[label], peak)))  # the pseudo block
     bases, arena_bytes = levels.solve(WHOLE, [life for *_, life in blocks])
-    segments = {label: [(n, None) for n in nbytes] for label, nbytes in sizes.items()}
+    places: dict[str, list] = {label: [(n, None) for n in nbytes] for label, nbytes in sizes.items()}
     for (mine, offsets, _), base in zip(blocks, bases, strict=True):
         for r, offset in zip(mine, offsets, strict=True):
-            segments[r.segment][r.k] = (r.bytes, base + offset)
+            places[r.segment][r.k] = (r.bytes, base + offset)
     bound = lower_bound(levels.problem([(r.lower, r.upper, r.bytes) for r in requests]))
-    segments = {label: tuple(places) for label, places in segments.items()}
+    segments = {label: tuple(its) for label, its in places.items()}
     seconds = time.perf_counter() - start
     plan = Plan(arena_bytes, bound, alignment, solver, seconds, segments, tuple(levels.rows))
     validate_plan(trace, plan)
@@ -160,7 +169,8 @@ def validate_plan(trace: Trace, plan: Plan) -> None:
               for k, (_, offset) in enumerate(segment) if offset is not None}
     if places != {(r.segment, r.k) for r in requests}:
         raise ValueError("the plan has places for other requests")
-    problem = Levels(plan.alignment, None, None).problem([(r.lower, r.upper, r.bytes) for r in requests])
+    levels = Levels(plan.alignment, plan.solver, 0.0)
+    problem = levels.problem([(r.lower, r.upper, r.bytes) for r in requests])
     offsets = tuple(plan.segments[r.segment][r.k][1] for r in requests)
     if plan.lower_bound != lower_bound(problem):
         raise ValueError("the plan's lower bound is not the trace's")
@@ -184,7 +194,8 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     None, costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {time_limit}".encode())
     # a better solver's plan is another
-    for module in (__file__, Path(__file__).with_name("trace.py"), problem.__file__, solvers.__file__):
+    sources = (problem.__file__, solvers.__file__, gaps.__file__)
+    for module in (__file__, Path(__file__).with_name("trace.py"), *sources):
         key.update(Path(module).read_bytes())
     name = f"plan-{key.hexdigest()[:16]}.json"
     if folder is not None:
@@ -195,7 +206,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     return plan
 
 
-def believed_plan(plan, trace, solver, alignment):
+def believed_plan(plan: Plan, trace: Trace, solver: str, alignment: int) -> Plan:
     """`plan`, from a file. Raises what it may where it is not one that was asked for."""
     kinds = [type(getattr(plan, f.name)) is f.type for f in fields(plan)]
     kinds += [type(n) is int for segment in plan.segments.values() for n, _ in segment]

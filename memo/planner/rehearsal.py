@@ -2,8 +2,10 @@
 memory or GPU."""
 
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,9 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo.backends import workspaces
-from memo.planner.trace import Trace, checked_trace
+from memo.planner.allocator import Arena
+from memo.planner.trace import Entry, Trace, checked_trace
 from memo.swap.schedule import compute_only, schedule
 from memo.swap.streams import open_streams
+
+if TYPE_CHECKING:
+    from model import GPT
+
+# (name of an operation, its arguments) -> bytes of each request of an attention kernel for itself
+RequestsOf = Callable[[str, Sequence], list[int]]
 
 
 class Rehearsal:
@@ -21,10 +30,12 @@ class Rehearsal:
     make the same requests (the layers are identical) only the first does anything. `order`: {label: that of
     its first like}."""
 
-    def __init__(self, arena):
-        self.arena, self.first, self.order = arena, {}, {}
+    def __init__(self, arena: "Arena | FakeArena") -> None:
+        self.arena = arena
+        self.first: dict[str, str] = {}
+        self.order: dict[str, str] = {}
 
-    def run(self, label, work, *args):
+    def run(self, label: str, work: Callable, *args: Any) -> None:
         name, _, number = label.rpartition(" ")
         kind = name if number.isdigit() else label
         if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
@@ -35,18 +46,19 @@ class Rehearsal:
         self.order[label] = self.first[kind]
 
 
-def rehearsed_requests(model, arena) -> Trace:
+def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena") -> Trace:
     """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
     one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
-    steps, before, model.arena = swap.steps, model.arena, Rehearsal(arena)
+    steps, before, rehearsal = swap.steps, model.arena, Rehearsal(arena)
+    model.arena = rehearsal
     swap.set_steps(compute_only(steps))
     try:
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
-        return arena.recorded().repeated(model.arena.order.items())
+        return arena.recorded().repeated(rehearsal.order.items())
     finally:
         swap.set_steps(steps)
         model.arena = before
@@ -54,7 +66,8 @@ def rehearsed_requests(model, arena) -> Trace:
         model.grads.zero_()
 
 
-def traced_requests(make, B: int, T: int, missing, device: str = "meta", requests=None) -> Trace:
+def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int, missing: list[dict[str, slice]],
+                    device: str = "meta", requests: RequestsOf | None = None) -> Trace:
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
     "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see
     Placement.missing. requests(name of an operation, its arguments) -> bytes of each request of an attention
@@ -69,7 +82,7 @@ def traced_requests(make, B: int, T: int, missing, device: str = "meta", request
         return rehearsed_requests(model, FakeArena(requests))
 
 
-def kernel_requests(name: str, args, threads: int = 1, deterministic: bool = False,
+def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: bool = False,
                     multiprocessors: int = 0) -> list[int]:
     """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for
     itself. On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in
@@ -93,7 +106,7 @@ def kernel_requests(name: str, args, threads: int = 1, deterministic: bool = Fal
     return copies + workspaces(kernel, q, k, deterministic, multiprocessors)
 
 
-def cpu_workspace_bytes(q, k, threads, backward):
+def cpu_workspace_bytes(q: torch.Tensor, k: torch.Tensor, threads: int, backward: bool) -> int:
     T, D, keys = q.shape[2], q.shape[3], min(512, k.shape[2])  # (B, H, T, D)
     queries = 256 if T >= 768 else 64 if T >= 192 else 32
     scores = queries * keys * (4 + 2 * (q.element_size() == 2))
@@ -104,18 +117,21 @@ class FakeArena(TorchDispatchMode):
     """Records the requests of segments that run on fake tensors: those of each operation's results, and
     `requests`, see traced_requests()."""
 
-    def __init__(self, requests=None):
+    def __init__(self, requests: RequestsOf | None = None) -> None:
         super().__init__()
-        self.log, self.known, self.ids, self.requests = [], weakref.WeakKeyDictionary(), 0, requests
+        self.requests, self.ids = requests, 0
+        self.log: list[Entry] = []
+        self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
 
-    def run(self, label, work, *args):
+    def run(self, label: str, work: Callable, *args: Any) -> Any:
         self.log.append(("begin", label, 0))
         with self:
             result = work(*args)
         self.log.append(("end", label, 0))
         return result
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **kwargs)
@@ -129,7 +145,7 @@ class FakeArena(TorchDispatchMode):
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
 
-    def note(self, storage):
+    def note(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() and storage not in self.known:
             self.ids += 1
             event = (str(self.ids), storage.nbytes())
@@ -137,6 +153,6 @@ class FakeArena(TorchDispatchMode):
             self.log.append(("malloc", *event))
             weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
 
-    def recorded(self):
+    def recorded(self) -> Trace:
         """The Trace so far."""
         return checked_trace(self.log).settled()

@@ -1,5 +1,6 @@
 """The memory requests of a training step, and the text format that they are kept in. Source: MEMO 4.2."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memo.errors import ConfigError
@@ -11,6 +12,7 @@ WHOLE = "step"  # the one segment of a log that marks none
 
 
 VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
+Entry = tuple[str, str, int]  # of a log: (verb, tensor, bytes), or ("begin" or "end", segment, 0)
 
 
 class LogError(ConfigError):
@@ -28,14 +30,15 @@ class Trace:
     events: tuple
 
     @property
-    def text(self):
+    def text(self) -> str:
         return "".join(f"{verb} {name} {nbytes}\n" if VERBS[verb] == 2 else f"{verb} {name}\n"
                        for verb, name, nbytes in self.events)
 
     @property
-    def segments(self):
+    def segments(self) -> dict[str, list[Entry]]:
         """{label: [events], marks included}, in their order."""
-        out, label = {}, OUTSIDE
+        out: dict[str, list[Entry]] = {}
+        label = OUTSIDE
         for event in self.events:
             label = event[1] if event[0] == "begin" else label
             if label != OUTSIDE:
@@ -43,7 +46,7 @@ class Trace:
             label = OUTSIDE if event[0] == "end" else label
         return out
 
-    def repeated(self, order):
+    def repeated(self, order: Iterable[tuple[str, str]]) -> "Trace":
         """The Trace of the segments of `order`, [(label, the label here that makes the same requests)]. What
         a segment does not free itself outlives the step."""
         segments = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}
@@ -53,7 +56,7 @@ class Trace:
                 events.append((verb, label if VERBS[verb] == 1 else f"{number}.{name}", nbytes))
         return checked_trace(events)
 
-    def settled(self):
+    def settled(self) -> "Trace":
         """What is never freed, as `keep`."""
         last = {}
         for i, (verb, name, _) in enumerate(self.events):
@@ -66,7 +69,8 @@ class Trace:
                            for i, (verb, name, nbytes) in enumerate(self.events)))
 
 
-def checked_trace(events: list[tuple[str, str, int]], lines=None, where: str = "requests") -> Trace:
+def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = None,
+                  where: str = "requests") -> Trace:
     """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
     freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
     nested, repeated or left open."""

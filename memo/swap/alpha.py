@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
 from memo.swap.placement import Placement
@@ -47,34 +48,34 @@ class AlphaProblem:
     device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
 
     @property
-    def swapped_layers(self):
+    def swapped_layers(self) -> int:
         return max(0, self.n_layer - self.n_buffers)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> dict[str, int]:
         return {name: t.nbytes for name, t in self.tensors.items()}
 
     @property
-    def others(self):
+    def others(self) -> list[str]:
         """The tensors that need not be swapped."""
         return [name for name, t in self.tensors.items() if t.group]
 
     @property
-    def others_bytes(self):
+    def others_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values() if t.group)
 
     @property
-    def always_bytes(self):
+    def always_bytes(self) -> int:
         """x, attn_out and its logsumexp of one layer."""
         return sum(self.nbytes.values()) - self.others_bytes
 
     @property
-    def least_device_bytes(self):
+    def least_device_bytes(self) -> int:
         """Bytes of two buffers and three inputs at alpha = 0."""
         return 2 * self.always_bytes + self.nbytes[INPUT] + self.others_bytes
 
     @property
-    def limits(self):
+    def limits(self) -> dict[str, float]:
         """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone
         allows. At most 1.
 
@@ -94,7 +95,7 @@ class AlphaProblem:
                 "host": min(1.0, (self.host_bytes - layers * always) / (layers * others))} | device
 
     @property
-    def largest_alpha(self):
+    def largest_alpha(self) -> float:
         """The largest alpha in [0, 1] under all limits; 0 where even that is over one of them."""
         return max(0.0, min(self.limits.values()))
 
@@ -113,7 +114,7 @@ class SwapPlan:
     fits: bool  # False: OOHM, though every layer keeps only x
 
 
-def what_set_it(cfg, plan: SwapPlan, n_swapped: int) -> str:
+def what_set_it(cfg: Config, plan: SwapPlan, n_swapped: int) -> str:
     """alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
     if not n_swapped:
         return "none: all layers stay on the device"
@@ -130,7 +131,7 @@ def plan(problem: AlphaProblem, fractions: dict[str, float]) -> SwapPlan:
     lacking = layers * layer - problem.host_bytes
     input_only = min(layers, max(0, int(-(-lacking // (layer - x)))))
     host = input_only * x + (layers - input_only) * layer
-    lowest = min(limits, key=limits.get)
+    lowest = min(limits, key=limits.__getitem__)
     binds = lowest if limits[lowest] < 1 else None
     offload = layer if input_only < layers else x if layers else 0
     return SwapPlan(fractions, others / problem.others_bytes, limits, binds, input_only, offload, host,
@@ -181,7 +182,7 @@ def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: 
     return replace(chosen, binds=None)
 
 
-def out_of_host_memory(problem, what, layer_bytes, remedy):
+def out_of_host_memory(problem: AlphaProblem, what: str, layer_bytes: int, remedy: str) -> OutOfHostMemory:
     need, have = problem.swapped_layers * layer_bytes / 2**30, problem.host_bytes / 2**30
     return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.swapped_layers} swapped "
                            f"layers, this rank has {have:.4g} GiB; {remedy}")
@@ -197,7 +198,8 @@ def rows(fraction: float, n_rows: int, granularity: int) -> int:
     return int(wanted / granularity) * granularity
 
 
-def largest_block_size(problem, block_size, multiple=1, alpha=None):
+def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,
+                       alpha: float | None = None) -> float:
     """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of
     all layers; or x, attn_out and `alpha` of the others.
 
@@ -212,12 +214,12 @@ def largest_block_size(problem, block_size, multiple=1, alpha=None):
     return tokens // multiple * multiple
 
 
-def swaps_layers(cfg) -> bool:
+def swaps_layers(cfg: Config) -> bool:
     """Whether the mode swaps any layers."""
     return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
 
 
-def n_buffers(cfg, problem: AlphaProblem, spare_bytes: float, cpu: bool = False) -> tuple[int, float]:
+def n_buffers(cfg: Config, problem: AlphaProblem, spare_bytes: float, cpu: bool = False) -> tuple[int, float]:
     """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are
     left for them.
 
@@ -232,7 +234,7 @@ def n_buffers(cfg, problem: AlphaProblem, spare_bytes: float, cpu: bool = False)
     return fit, inf
 
 
-def place_rows(cfg, problem: AlphaProblem, n_rows: int,
+def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
     cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for

@@ -3,7 +3,7 @@ Source: MEMO 4.1 and 4.3.2."""
 
 from dataclasses import dataclass, field
 
-from memo.layer import INPUT
+from memo.layer import INPUT, Tensor
 from memo.swap.schedule import Fates
 
 
@@ -32,20 +32,20 @@ class Placement:
     x_stays: bool = False
 
     @property
-    def n_inputs(self):
+    def n_inputs(self) -> int:
         """Buffers for the layers' inputs and the last one's output, which is one more than there are layers
         in flight: a layer writes the next one's input while an earlier one's is still copied."""
         return self.n_layer + 1 if self.x_stays else self.n_buffers + 1
 
     @property
-    def n_swapped(self):
+    def n_swapped(self) -> int:
         return self.n_layer - self.n_buffers
 
-    def shift(self, name):
+    def shift(self, name: str) -> int:
         """Rows from one buffer's `name` to the next one's."""
         return self.kept.get(name, self.n_rows) if self.n_buffers == 2 else self.n_rows
 
-    def first_kept(self, i, name):
+    def first_kept(self, i: int, name: str) -> tuple[int, int]:
         """(rows of tensor `name` of layer i that survive, the first of them)."""
         N = self.n_rows
         if i < min(self.input_only, self.n_swapped) and name != INPUT:
@@ -56,7 +56,7 @@ class Placement:
             rows = N
         return rows, (N - rows) * (i % self.n_buffers % 2)
 
-    def missing(self, i):
+    def missing(self, i: int) -> dict[str, slice]:
         """{tensor: slice of its rows that layer i recomputes}, of the tensors that lack any."""
         N, rows = self.n_rows, {}
         for name in self.kept:
@@ -65,7 +65,7 @@ class Placement:
                 rows[name] = slice(0, first) if first else slice(n, N)
         return rows
 
-    def swapped(self, i, tensors):
+    def swapped(self, i: int, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
         """{tensor: (first byte, bytes) of what layer i sends to the host}."""
         ranges = {}
         for name, t in tensors.items() if i < self.n_swapped else ():
@@ -75,18 +75,18 @@ class Placement:
         return ranges
 
     @property
-    def fates(self):
+    def fates(self) -> Fates:
         """What the schedule needs to know of the layers."""
         layers, swapped = range(self.n_layer), range(self.n_swapped)
         input_only = frozenset(swapped[:self.input_only])
         return Fates(self.n_buffers, frozenset(swapped) - (input_only if self.x_stays else set()),
                      frozenset(i for i in layers if self.missing(i)), input_only, self.x_stays)
 
-    def host_bytes(self, tensors):
+    def host_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab: of all that is offloaded in one forward pass."""
         return sum(n for i in range(self.n_layer) for _, n in self.swapped(i, tensors).values())
 
-    def buffer_bytes(self, tensors):
+    def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer,
         but for keep."""
         spans = {name: self.n_rows + (self.n_buffers - 1) * self.shift(name) for name in tensors}

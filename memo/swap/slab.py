@@ -13,6 +13,7 @@ import platform
 import resource
 import sys
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -28,7 +29,7 @@ PIECE_BYTES = 2**36  # of one page lock; a multiple of any page
 
 # --- what there is ---
 
-def read_int(path):
+def read_int(path: str | Path) -> int | None:
     """The number a file holds; None where it is not there or holds a word ("max")."""
     try:
         return int(Path(path).read_text())
@@ -36,7 +37,7 @@ def read_int(path):
         return None
 
 
-def meminfo_available(root="/"):
+def meminfo_available(root: str | Path = "/") -> int:
     try:
         rows = dict(line.split(":") for line in (Path(root) / "proc/meminfo").read_text().splitlines())
     except FileNotFoundError:  # not Linux: all there is, at least
@@ -44,7 +45,7 @@ def meminfo_available(root="/"):
     return int(rows["MemAvailable"].split()[0]) * 1024
 
 
-def cgroup_available(root="/"):
+def cgroup_available(root: str | Path = "/") -> float:
     """Bytes that the process's control group and the groups above it leave; infinite where nothing limits
     them."""
     left = float("inf")
@@ -72,7 +73,7 @@ def cgroup_available(root="/"):
     return left
 
 
-def reclaimable(path, name):
+def reclaimable(path: Path, name: str) -> int:
     """Bytes of file cache in a memory.stat that the kernel drops when somebody needs the memory."""
     try:
         rows = (row.split() for row in path.read_text().splitlines())
@@ -94,7 +95,7 @@ def host_bytes(host_memory_gb: float | Literal["auto"], local_ranks: int = 1, re
 
 # --- the block ---
 
-def numa_node(device):
+def numa_node(device: torch.device) -> int | None:
     """The NUMA node a GPU hangs on; None where the system does not say."""
     if device.type != "cuda":
         return None
@@ -107,7 +108,7 @@ def numa_node(device):
     return node if node is not None and node >= 0 else None
 
 
-def prefer_node(address, nbytes, node):
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
     """Asks the kernel to take the pages of a range that nobody has touched yet from `node`. True where it
     agreed."""
     number = MBIND.get(platform.machine())
@@ -120,7 +121,7 @@ def prefer_node(address, nbytes, node):
                         ctypes.c_ulong(1024), 0) == 0
 
 
-def split(first, end, piece_bytes):
+def split(first: int, end: int, piece_bytes: int) -> list[slice]:
     """[slice] of the bytes first..end of a slab, each inside one of its pieces."""
     edges = [first, *range((first // piece_bytes + 1) * piece_bytes, end, piece_bytes), end]
     return [slice(a, b) for a, b in pairwise(edges) if a < b]
@@ -135,8 +136,8 @@ class HostSlab:
     parts(). Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
     """
 
-    def __init__(self, nbytes, device, pin=True):
-        self.unlock = []  # of each locked piece
+    def __init__(self, nbytes: int, device: torch.device, pin: bool = True) -> None:
+        self.unlock: list[Callable] = []  # of each locked piece
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
@@ -152,16 +153,16 @@ class HostSlab:
         if pin and device.type == "cuda":
             self.lock(device)
 
-    def parts(self, first, end):
+    def parts(self, first: int, end: int) -> list[slice]:
         """[slice] of the bytes first..end, each of which one copy may move."""
         return split(first, end, PIECE_BYTES)
 
-    def pairs(self, at, device_bytes):
+    def pairs(self, at: int, device_bytes: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """[(bytes on the device, their place in the slab)], which begins at byte `at`, for one copy each."""
         return [(device_bytes[part.start - at:part.stop - at], self.bytes[part])
                 for part in self.parts(at, at + device_bytes.nbytes)]
 
-    def lock(self, device):
+    def lock(self, device: torch.device) -> None:
         cudart, pieces = torch.cuda.cudart(), self.parts(0, self.bytes.nbytes)
         for k, piece in enumerate(pieces):
             address, nbytes = self.bytes.data_ptr() + piece.start, piece.stop - piece.start
@@ -175,14 +176,14 @@ class HostSlab:
             # at the latest when the slab is forgotten
             self.unlock.append(weakref.finalize(self, cudart.cudaHostUnregister, address))
 
-    def close(self):
+    def close(self) -> None:
         """Gives the memory back, whoever still holds a view of it. No copy may be under way."""
         for unlock in self.unlock:
             unlock()
         self.map.madvise(mmap.MADV_DONTNEED)
 
 
-def page_lock_error(k, pieces, error):
+def page_lock_error(k: int, pieces: list[slice], error: str) -> str:
     """The message where piece k could not be page-locked."""
     piece, whole = pieces[k], pieces[-1].stop
     gib, gibs = ((n / 2**30) for n in (piece.stop - piece.start, whole))

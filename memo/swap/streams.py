@@ -9,7 +9,9 @@ come from.
 import threading
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -22,24 +24,25 @@ class Event:
     """A point in a stream, set anew by each record(). `mark` is what a wait() that is called now waits
     for."""
 
-    def __init__(self, name):
-        self.name, self.mark = name, None
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.mark: Any = None  # a CudaMark or CpuMark
 
 
 class Timeline:
     """What ran when since the last take(): spans of two marks each, read once the device is done with
     them."""
 
-    def __init__(self):
-        self.spans = []
+    def __init__(self) -> None:
+        self.spans: list[tuple] = []
 
-    def add(self, *span):  # stream's name, kind, label, mark before, mark behind
+    def add(self, *span: Any) -> None:  # stream's name, kind, label, mark before, mark behind
         self.spans.append(span)
 
-    def clear(self):
+    def clear(self) -> None:
         self.spans.clear()
 
-    def take(self):
+    def take(self) -> list[Span]:
         """[Span] since the last call. Everything launched must be done: call it at the step boundary."""
         spans, self.spans = self.spans, []
         first = spans[0][3] if spans else None
@@ -55,41 +58,41 @@ def stall_s(spans: list[Span]) -> float:
 # --- CUDA ---
 
 class CudaMark:
-    def __init__(self, stream):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
 
-    def seconds_since(self, other):
+    def seconds_since(self, other: "CudaMark") -> float:
         return other.event.elapsed_time(self.event) / 1e3
 
 
 class CudaStream:
-    def __init__(self, name, timeline, stream):
+    def __init__(self, name: str, timeline: Timeline, stream: torch.cuda.Stream) -> None:
         self.name, self.timeline, self.stream = name, timeline, stream
 
-    def launch(self, label, work, *args):
+    def launch(self, label: str, work: Callable, *args: Any) -> None:
         """Queues work(*args)."""
         before = CudaMark(self.stream)
         with torch.cuda.stream(self.stream):
             work(*args)
         self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any) -> Any:
         """work(*args) by the caller, its messages and kernels behind all that was launched."""
         with torch.cuda.stream(self.stream):
             return work(*args)
 
-    def record(self, event):
+    def record(self, event: Event) -> None:
         event.mark = CudaMark(self.stream)
 
-    def wait(self, event):
+    def wait(self, event: Event) -> None:
         """Holds back what is launched from now on until the last record() of `event` is reached."""
         if event.mark is not None:
             before = CudaMark(self.stream)
             self.stream.wait_event(event.mark.event)
             self.timeline.add(self.name, "wait", event.name, before, CudaMark(self.stream))
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Waits until all that was launched is done."""
         self.stream.synchronize()
 
@@ -99,14 +102,15 @@ class CudaStream:
 # --- the CPU ---
 
 class CpuMark:
-    def __init__(self):
-        self.reached, self.time, self.error = threading.Event(), None, None
+    def __init__(self) -> None:
+        self.reached, self.time = threading.Event(), 0.0
+        self.error: BaseException | None = None
 
-    def reach(self, error=None):
+    def reach(self, error: BaseException | None = None) -> None:
         self.time, self.error = time.perf_counter(), error
         self.reached.set()
 
-    def seconds_since(self, other):
+    def seconds_since(self, other: "CpuMark") -> float:
         return self.time - other.time
 
 
@@ -118,12 +122,13 @@ class CpuStream:
     gets it.
     """
 
-    def __init__(self, name, timeline, threaded=True):
-        self.name, self.timeline, self.error = name, timeline, None
-        self.jobs = SimpleQueue() if threaded else None
-        self.worker = None  # started by the first job
+    def __init__(self, name: str, timeline: Timeline, threaded: bool = True) -> None:
+        self.name, self.timeline, self.threaded = name, timeline, threaded
+        self.error: BaseException | None = None
+        self.jobs: SimpleQueue[Callable | None] = SimpleQueue()
+        self.worker: threading.Thread | None = None  # started by the first job
 
-    def run(self):
+    def run(self) -> None:
         while (job := self.jobs.get()) is not None:
             try:
                 job()
@@ -131,8 +136,8 @@ class CpuStream:
                 self.error = self.error or e
             job = None  # noqa: F841  a job holds its tensors, and the next one may be long in coming
 
-    def put(self, job):
-        if self.jobs is None:
+    def put(self, job: Callable) -> None:
+        if not self.threaded:
             job()
             return
         if self.worker is None:
@@ -140,26 +145,26 @@ class CpuStream:
             self.worker.start()
         self.jobs.put(job)
 
-    def put_mark(self):
+    def put_mark(self) -> CpuMark:
         mark = CpuMark()
         self.put(lambda: mark.reach(self.error))
         return mark
 
-    def launch(self, label, work, *args):
+    def launch(self, label: str, work: Callable, *args: Any) -> None:
         """Queues work(*args)."""
         before = self.put_mark()
         self.put(lambda: self.error or work(*args))
         self.timeline.add(self.name, "launch", label, before, self.put_mark())
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any) -> Any:
         """work(*args) by the caller, behind all that was launched."""
         self.synchronize()
         return work(*args)
 
-    def record(self, event):
+    def record(self, event: Event) -> None:
         event.mark = self.put_mark()
 
-    def wait(self, event):
+    def wait(self, event: Event) -> None:
         """Holds back what is launched from now on until the last record() of `event` is reached. Errors: what
         went wrong before it in its stream."""
         if event.mark is not None:
@@ -168,16 +173,16 @@ class CpuStream:
             self.timeline.add(self.name, "wait", event.name, before, self.put_mark())
 
     @staticmethod
-    def wait_for(mark):
+    def wait_for(mark: CpuMark) -> None:
         mark.reached.wait()
         if mark.error is not None:
             raise mark.error
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Waits until all that was launched is done. Errors: what went wrong in it."""
         self.wait_for(self.put_mark())
 
-    def close(self):
+    def close(self) -> None:
         """Waits for the work in hand and ends the thread."""
         if self.worker is not None:
             self.jobs.put(None)

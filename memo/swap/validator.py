@@ -27,7 +27,7 @@ class Access(NamedTuple):
 class Memory:
     """Which step touches which place."""
 
-    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str):
+    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str) -> None:
         self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
         self.units = units_in_order(layers, subsequences, order)
         self.number = {unit: k for k, unit in enumerate(self.units)}
@@ -110,7 +110,7 @@ def rule_of_write(step: Step, other: Step) -> str:
 
 
 def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subsequences: int = 1,
-                      order: str = "layer"):
+                      order: str = "layer") -> None:
     """Errors: ValueError: the rule that the steps violate, and the steps."""
     memory = Memory(fates, layers, subsequences, order)
     streams: dict[str, Key] = {}  # the last step of each stream
@@ -119,7 +119,7 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
     writer: dict[Place, Step] = {}
     readers: dict[Place, list[Step]] = {}
 
-    def check_order(step, other, rule):
+    def check_order(step: Step, other: Step, rule: str) -> None:
         """`other` must be done before `step` starts, for certain."""
         if clocks[step.key].get(other.stream, -1) < clocks[other.key][other.stream]:
             raise ValueError(f"{rule}: {step.kind} {step.unit} does not wait for {other.kind} {other.unit}")

@@ -2,13 +2,13 @@
 
 The environment's NULL_JOB is a JSON object:
 
-    gpu, figures   a hardware.machine() and its figures; null CUDA and the run's own estimate both work with these
+    gpu, figures   a hardware.machine() and its figures, for null CUDA and for the run's own estimate
     host_bytes     what is free on the host (default: the node's host memory)
     sparse         the host slab takes no pages: its zeros are not written, a fresh mapping's bytes are zero
     saves          false: without checkpoints, which are real files of a model's full size
 
-REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch (ids
-to the device), step (a step's forward and backward), clip, optimizer, between (all else in the loop).
+REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch
+(ids to the device), step (a step's forward and backward), clip, optimizer, between (all else in the loop).
 """
 
 import json
@@ -43,7 +43,7 @@ def modelled(gpu=GPU, host_bytes=None, **figures):
 
 
 def environment(machine):
-    """What null CUDA is told of a hardware.Machine. The node's figure of the link is a rank's share already."""
+    """What null CUDA is told of a hardware.Machine. The node's figure of the link is a rank's share."""
     node, speeds = machine.node, machine.speeds
     figures = dict(MEMORY_BYTES=machine.memory_bytes, CONTEXT_BYTES=hardware.CONTEXT_BYTES,
                    COMMUNICATOR_BYTES=hardware.COMMUNICATOR_BYTES, LATENCY_S=speeds.overhead_s,

@@ -11,16 +11,18 @@ from statistics import median
 
 from tests.nullcuda.runs import ROOT, random_dataset, trained
 
-# {name: (tokens, layers, figures of the machine)}. Two buffers of a million tokens are larger than any H100: there the
-# device has 400 GB; layers are as many as keep the slab under 512 GiB
-LENGTHS = {"64K": (2**16, 8, {}), "256K": (2**18, 8, {}), "1M": (2**20, 5, dict(device_memory_bytes=400 * 10**9)),
+# {name: (tokens, layers, figures of the machine)}. Two buffers of a million tokens are larger than any H100:
+# there the device has 400 GB; layers are as many as keep the slab under 512 GiB
+LENGTHS = {"64K": (2**16, 8, {}), "256K": (2**18, 8, {}),
+           "1M": (2**20, 5, dict(device_memory_bytes=400 * 10**9)),
            "slow link": (2**16, 8, dict(pcie_bytes_per_s=1.5e9, device_memory_bytes=60 * 10**9))}
 
 
 def modelled_run(name, folder, dataset):
     S, layers, figures = LENGTHS[name]
-    return trained(folder, f"--n_layer={layers}", "--n_head=32", "--n_embd=4096", "--vocab_size=50257", f"--block_size={S}",
-                   f"--dataset={dataset}", "--max_iters=2", "--warmup_iters=1", "--eval_interval=0", "--save_interval=0",
+    return trained(folder, f"--n_layer={layers}", "--n_head=32", "--n_embd=4096", "--vocab_size=50257",
+                   f"--block_size={S}", f"--dataset={dataset}", "--max_iters=2", "--warmup_iters=1",
+                   "--eval_interval=0", "--save_interval=0",
                    job=dict(figures=figures, host_bytes=2 * 10**12, sparse=True, saves=False))
 
 
@@ -28,26 +30,27 @@ def row(run):
     """The run beside its own estimate. Seconds are virtual."""
     assert run.report["exit"] == 0, run.text[-2000:]
     estimate, rates = run.plan["estimate"], run.plan["rates"]
-    return dict(step_s=median(m["step_s"] for m in run.metrics[1:]), estimated_step_s=estimate["seconds"]["step"],
-                stall_s=run.metrics[-1]["stall_s"], estimated_stall_s=estimate["seconds"]["parts"]["stall"],
-                alpha=run.plan["alpha"], estimated_alpha=estimate["alpha"],
-                limits=run.plan["alpha_limits"], estimated_limits=estimate["alpha_limits"],
-                forward_s=rates["forward_s"], estimated_forward_s=estimate["seconds"]["layer_forward"],
-                backward_s=rates["backward_s"], mfu=run.metrics[-1]["mfu"], estimated_mfu=estimate["mfu"],
-                races=len(run.report["races"]))
+    return dict(step_s=median(m["step_s"] for m in run.metrics[1:]),
+                estimated_step_s=estimate["seconds"]["step"], stall_s=run.metrics[-1]["stall_s"],
+                estimated_stall_s=estimate["seconds"]["parts"]["stall"], alpha=run.plan["alpha"],
+                estimated_alpha=estimate["alpha"], limits=run.plan["alpha_limits"],
+                estimated_limits=estimate["alpha_limits"], forward_s=rates["forward_s"],
+                estimated_forward_s=estimate["seconds"]["layer_forward"], backward_s=rates["backward_s"],
+                mfu=run.metrics[-1]["mfu"], estimated_mfu=estimate["mfu"], races=len(run.report["races"]))
 
 
 def main():
     results, rows = ROOT / "bench" / "results", []
-    note = "virtual time of null CUDA: a machine that is modelled; nothing was computed, nothing was measured on a GPU"
+    note = ("virtual time of null CUDA: a machine that is modelled; nothing was computed, "
+            "nothing was measured on a GPU")
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         dataset = random_dataset(scratch / "data", 50257, 2**20 + 4096)
         for name, (S, layers, figures) in LENGTHS.items():
             run = modelled_run(name, scratch / name, dataset)
             rows.append(dict(what=name, tokens=S, layers=layers, figures=figures, **row(run)))
-            print({k: rows[-1][k] for k in ("what", "step_s", "estimated_step_s", "alpha", "estimated_alpha", "stall_s")},
-                  flush=True)
+            shown = ("what", "step_s", "estimated_step_s", "alpha", "estimated_alpha", "stall_s")
+            print({k: rows[-1][k] for k in shown}, flush=True)
             if name == "64K":
                 draw(run.out / "timeline.json", results / "nullcuda_timeline.png")
             written = json.dumps(dict(note=note, gpu="h100-80gb", rows=rows), indent=1)
@@ -58,9 +61,11 @@ def draw(trace, png):
     """The timeline of a run once more, with what it is above it."""
     from memo.plots import STREAMS, timeline
     from memo.swap.streams import Span
-    spans = [Span(STREAMS[e["tid"]], e["cat"], e["name"].removeprefix("stall: "), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+    spans = [Span(STREAMS[e["tid"]], e["cat"], e["name"].removeprefix("stall: "), e["ts"] / 1e6,
+                  (e["ts"] + e["dur"]) / 1e6)
              for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
-    timeline(spans, trace, png, "virtual time, null CUDA: 8 layers of a 7B model, context 65,536, one H100 as modelled")
+    timeline(spans, trace, png,
+             "virtual time, null CUDA: 8 layers of a 7B model, context 65,536, one H100 as modelled")
 
 
 if __name__ == "__main__":

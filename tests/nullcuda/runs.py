@@ -14,7 +14,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-Run = namedtuple("Run", "report reports metrics plan out text")  # rank 0's, all ranks'; text: what was printed
+Run = namedtuple("Run", "report reports metrics plan out text")  # rank 0's, all ranks'; text: as printed
 
 # a server that has torch and memo loaded forks the processes: each begins within a moment
 processes = multiprocessing.get_context("forkserver")

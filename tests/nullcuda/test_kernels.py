@@ -1,10 +1,12 @@
-"""memo's Triton kernels go through Triton's compiler and ptxas for every GPU that memo knows. Numbers: tests/test_ops.py."""
+"""memo's Triton kernels go through Triton's compiler and ptxas for every GPU that memo knows.
+Their numbers: tests/test_ops.py."""
 
 import pytest
 
 pytest.importorskip("triton")
-TENSORS = dict(residual="*bf16", dy="*bf16", x="*bf16", w="*bf16", b="*bf16", gate="*bf16", up="*bf16", mean="*fp32",
-               rstd="*fp32", sums="*fp32", turn="*fp32", lse="*fp32", out_="*bf16", lse_="*fp32", eps="fp32")  # all else: i32
+TENSORS = dict(residual="*bf16", dy="*bf16", x="*bf16", w="*bf16", b="*bf16", gate="*bf16", up="*bf16",
+               mean="*fp32", rstd="*fp32", sums="*fp32", turn="*fp32", lse="*fp32", out_="*bf16",
+               lse_="*fp32", eps="fp32")  # all else: i32
 KERNELS = {
     "LayerNorm forward": ("norm_forward", dict(out="*bf16"), dict(HAS_MEAN=True, HAS_B=True, BLOCK=4096)),
     "LayerNorm backward": ("norm_backward", dict(out="*bf16"),
@@ -31,7 +33,8 @@ def test_it_compiles_without_spilling(name, capability):
     from memo import kernels
     function, types, constants = KERNELS[name]
     kernel = getattr(kernels, f"{function}_kernel")
-    signature = {n: "constexpr" if n in constants else (TENSORS | types).get(n, "i32") for n in kernel.arg_names}
+    signature = {n: "constexpr" if n in constants else (TENSORS | types).get(n, "i32")
+                 for n in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature,
                        constexprs={(kernel.arg_names.index(n),): value for n, value in constants.items()})
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
@@ -50,7 +53,8 @@ def test_what_a_launch_may_ask_for_is_asked_for_at_long_contexts():
     out, lse = torch.empty(1, T, 1, 8, device="cuda"), torch.empty(1, 1, T, device="cuda")
     kernels.launch_merge(out, lse, out, lse)
     kernels.launch_rotary(out.view(T, 8), torch.empty(T, 4, dtype=torch.complex64, device="cuda"), True)
-    kernels.launch_norm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0], lse[0, 0], 1e-5)
+    kernels.launch_norm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0], lse[0, 0],
+                                1e-5)
     kernels.launch_swiglu_backward(out, out, out)
     after = NULL.counts()
     assert after["launches"] >= before["launches"] + 4 and after["bad launches"] == before["bad launches"]

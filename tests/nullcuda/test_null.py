@@ -23,7 +23,8 @@ def wrongs():
     pinned = host.pin_memory()
     torch.cuda.synchronize()
     seen = dict(right=counted(lambda: pinned.copy_(x, non_blocking=True)), sync=counted(lambda: x[0].item()),
-                stream=counted(torch.cuda.current_stream().synchronize), device=counted(torch.cuda.synchronize),
+                stream=counted(torch.cuda.current_stream().synchronize),
+                device=counted(torch.cuda.synchronize),
                 pageable=counted(lambda: host.copy_(x, non_blocking=True)))
     from tests.nullcuda.watch import NULL
     seen["bad launch"] = counted(lambda: bad_launch(NULL))
@@ -81,16 +82,16 @@ def times():
     except RuntimeError:  # not reached yet
         early = True
     torch.cuda.synchronize()
-    return dict(product=marks[0].elapsed_time(marks[1]), offload=marks[2].elapsed_time(marks[3]), ahead=ahead * 1e3,
-                back=marks[2].elapsed_time(marks[4]), waited=marks[0].elapsed_time(marks[5]), early=early,
-                behind=(NULL.now() - host_before) * 1e3)
+    return dict(product=marks[0].elapsed_time(marks[1]), offload=marks[2].elapsed_time(marks[3]),
+                ahead=ahead * 1e3, back=marks[2].elapsed_time(marks[4]),
+                waited=marks[0].elapsed_time(marks[5]), early=early, behind=(NULL.now() - host_before) * 1e3)
 
 
 def test_streams_have_clocks_that_events_join_and_the_host_runs_ahead(tmp_path):
     ms = in_process(tmp_path, times)
     assert ms["product"] == pytest.approx(2e3 * 4096**3 / 692e12, abs=0.02)
     assert ms["offload"] == pytest.approx(2e3**1 * 2**28 / 25e9 / 2, rel=0.01)
-    assert ms["back"] == pytest.approx(ms["offload"], rel=0.01)  # the other direction goes on at the same time
+    assert ms["back"] == pytest.approx(ms["offload"], rel=0.01)  # both directions at the same time
     assert ms["waited"] == pytest.approx(ms["offload"], rel=0.01)
     assert ms["ahead"] < 0.1 < 10 < ms["behind"] and ms["early"]
 
@@ -115,8 +116,8 @@ def program(seed):
 
 
 def races_of(ops):
-    """{(first, second)}: numbers of copies that touch the same cells, one of them to write, with no path from one to the
-    other in the graph of what comes after what."""
+    """{(first, second)}: numbers of copies that touch the same cells, one of them to write, with no path from
+    one to the other in the graph of what comes after what."""
     after = [set() for _ in ops]  # of each op, those that lie behind it
     last, recorded, synced = {}, {}, None
     for i, (what, s, *rest) in enumerate(ops):
@@ -165,7 +166,8 @@ def run_programs():
                     streams[s].synchronize()
         NULL.label("")
         lines = NULL.races(clear=True)
-        found.append(sorted({tuple(int(part.split(": ")[1].split()[0]) for part in line.split(", ")) for line in lines}))
+        found.append(sorted({tuple(int(part.split(": ")[1].split()[0]) for part in line.split(", "))
+                             for line in lines}))
     return found
 
 
@@ -175,7 +177,8 @@ def test_races_are_those_of_brute_force(tmp_path):
     for seed, lines in enumerate(found):
         mine, theirs = {tuple(pair) for pair in lines}, races_of(program(seed))
         assert mine <= theirs, seed  # no false one
-        # a byte's history is its last write and the reads since: behind a race with it, older ones are not told apart
+        # a byte's history is its last write and the reads since: behind a race with that write
+        # older ones are not told apart
         assert bool(mine) == bool(theirs), seed
         assert {j for _, j in theirs} >= {j for _, j in mine}
         some += bool(theirs)
@@ -191,15 +194,16 @@ def locks():
 
     from tests.nullcuda.watch import NULL
     cudart = torch.cuda.cudart()
-    where = torch.frombuffer(mmap.mmap(-1, 2**40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000), dtype=torch.uint8)
+    where = torch.frombuffer(mmap.mmap(-1, 2**40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000),
+                             dtype=torch.uint8)
     address, x = where.data_ptr(), torch.zeros(2**21, dtype=torch.uint8, device="cuda")
 
     def register(first, nbytes):
         error = int(cudart.cudaHostRegister(address + first, nbytes, 0))
         NULL.lib.cudaGetLastError()
         return error
-    seen = dict(too_large=register(0, 2**39), first=register(0, 2**39 - 4096), second=register(2**39 - 4096, 4096),
-                again=register(4096, 4096))
+    seen = dict(too_large=register(0, 2**39), first=register(0, 2**39 - 4096),
+                second=register(2**39 - 4096, 4096), again=register(4096, 4096))
     where[2**39 - 8192:2**39 - 4096].copy_(x[:4096], non_blocking=True)
     try:
         where[2**39 - 8192:2**39].copy_(x[:8192], non_blocking=True)
@@ -227,7 +231,8 @@ def requests():
     from memo.planner.allocator import Arena
     from model import GPT
     from tests.nullcuda.watch import watching
-    cfg = Config(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash", activation="keep")
+    cfg = Config(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash",
+                 activation="keep")
     traces = []
     for watch in (None, False, True):  # the first one takes the libraries' workspaces along
         device = torch.device("cuda:0")

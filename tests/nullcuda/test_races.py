@@ -1,6 +1,6 @@
-"""Every wait that memo has is needed: without it two streams touch the same bytes with no order between them, and
-null CUDA says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's other ends are
-never there."""
+"""Every wait that memo has is needed: without it two streams touch the same bytes with no order between them,
+and null CUDA says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's
+other ends are never there."""
 
 import pytest
 
@@ -10,15 +10,16 @@ LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
            "ulysses": dict(cp=2, context_parallel="ulysses"), "host": dict(optimizer_device="cpu")}
 SWAP_WAITS = ("computed", "offloaded", "done", "prefetched")
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
-STAGING_WAITS = {"offload gradients complete": ("offload", "backward"), "compute gradients": ("offload", "backward"),
-                 "compute weights": ("prefetch", "forward"), "offload weights used": ("offload", "compute")}
+STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
+                 "compute gradients": ("offload", "backward"), "compute weights": ("prefetch", "forward"),
+                 "offload weights used": ("offload", "compute")}
 # (layout, axis, message): memo waits for each of these before the bytes that come are used
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
             ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"))
 
 
 def step_races(layouts):
-    """{layout: {what is left out: races}} of two steps of a small model; every single wait is left out once."""
+    """{layout: {what is left out: races}} of two steps of a small model; every wait is left out once."""
     import torch
     import torch.distributed as dist
 
@@ -28,8 +29,8 @@ def step_races(layouts):
     group, found = dist.group.WORLD, {}
     with watching(hardware.machine("h100-80gb").speeds):
         for layout in layouts:
-            whats = [None]
-            whats += dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout, [m for m in MESSAGES if m[0] == layout])
+            messages = [m for m in MESSAGES if m[0] == layout]
+            whats = [None, *dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout, messages)]
             found[layout] = {}
             for what in whats:
                 torch.cuda.synchronize()
@@ -51,12 +52,13 @@ def two_steps(layout, group):
     from memo.swap.placement import Placement
     from model import GPT
     keys = LAYOUTS[layout]
-    cfg = Config(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512, attention="flash", alpha=0.5,
-                 **keys)
+    cfg = Config(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
+                 attention="flash", alpha=0.5, **keys)
     mine = {"tp": cfg.tp == 2, "cp": cfg.cp == 2, "data": layout in ("dp2", "ring", "ulysses")}
     axes = {name: Axis(name, 2, 0, group) if several else Axis(name) for name, several in mine.items()}
     device = torch.device("cuda:0")
-    model = GPT(cfg, device, torch.bfloat16, mesh=Mesh(weights=axes["tp"], tokens=axes["cp"], replicas=axes["data"]))
+    model = GPT(cfg, device, torch.bfloat16,
+                mesh=Mesh(weights=axes["tp"], tokens=axes["cp"], replicas=axes["data"]))
     optimizer = Optimizer(model, cfg)
     B, T = 1, cfg.block_size // cfg.cp
     rows = T // cfg.tp
@@ -72,7 +74,7 @@ def two_steps(layout, group):
 
 
 def without(what):
-    """Leaves one kind of wait out: a swap's, by its event's name, or a message's, by layout, axis and call."""
+    """Leaves a kind of wait out: a swap's, by its event's name, or a message's, by layout, axis and call."""
     from contextlib import ExitStack, nullcontext
     from unittest.mock import patch
 
@@ -127,7 +129,8 @@ def test_every_wait_of_the_swap_is_needed(found, wait):
 
 @pytest.mark.parametrize("wait", STAGING_WAITS)
 def test_every_wait_of_an_optimizer_on_the_host_is_needed(found, wait):
-    assert any(all(side in line for side in STAGING_WAITS[wait]) for line in found["host"][wait]), found["host"][wait]
+    lines = found["host"][wait]
+    assert any(all(side in line for side in STAGING_WAITS[wait]) for line in lines), lines
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=" ".join)

@@ -1,5 +1,5 @@
-"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it says
-when that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
+"""train.py from start to end on null CUDA, in every mode and layout: what it asks of the device, and what it
+says when that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 
 from tests.nullcuda.runs import in_process, trained
 
-MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"], "swap": ["--activation=swap"],
-         "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"],
+MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"],
+         "swap": ["--activation=swap"], "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"],
          "host": ["--alpha=0.5", "--optimizer_device=cpu"]}
 LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", "--context_parallel=ulysses"),
            "dp2 host": (2, "--gradient_accumulation_steps=2", "--optimizer_device=cpu"),
@@ -35,7 +35,8 @@ EVERY = [*MODES, *LAYOUTS]
 
 def calm(counts, phases, *names):
     """{phase: {count: n}} of those that are not zero."""
-    return {phase: found for phase in phases if (found := {n: counts[phase][n] for n in names if counts[phase][n]})}
+    return {phase: found for phase in phases
+            if (found := {n: counts[phase][n] for n in names if counts[phase][n]})}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -53,7 +54,7 @@ def test_it_trains_without_a_race_or_a_bad_launch(run_of, name):
 def test_nothing_in_a_steps_forward_and_backward_holds_the_host_up(run_of, name):
     for report in run_of(name).reports:
         assert calm(report["counts"], ("step",), "syncs", "pageable copies", "frees") == {}
-        # what the offload stream computes for an optimizer on the host comes from a segment of its own, taken once
+        # what the offload stream computes for an optimizer on the host has a segment of its own, taken once
         assert report["counts"]["step"]["mallocs"] <= ("host" in name)
         assert calm(report["counts"], ("clip",), "syncs", "pageable copies") == {}
 
@@ -114,13 +115,15 @@ def test_a_device_that_is_full_all_the_same_is_named_with_its_region(small, tmp_
 
 
 def test_a_host_that_is_too_small_is_oohm(small, tmp_path):
-    run = trained(tmp_path, *small, "--activation=swap", "--n_layer=12", "--alpha_mode=paper", job=dict(host_bytes=10**7))
+    run = trained(tmp_path, *small, "--activation=swap", "--n_layer=12", "--alpha_mode=paper",
+                  job=dict(host_bytes=10**7))
     assert run.report["exit"] == 1 and "host" in run.report["error"] and "GiB" in run.report["error"]
 
 
 def test_a_refused_page_lock_names_the_remedy(small, tmp_path):
     run = trained(tmp_path, *small, "--activation=swap", environment=dict(NULL_LOCKABLE_BYTES=str(10**6)))
-    assert run.report["exit"] == 1 and "page-locking" in run.report["error"] and "ulimit -l" in run.report["error"]
+    assert (run.report["exit"] == 1 and "page-locking" in run.report["error"]
+            and "ulimit -l" in run.report["error"])
     assert "--pin_memory=false" in run.report["error"]
 
 
@@ -149,4 +152,5 @@ def test_a_slab_of_700_gib_is_locked_in_pieces(tmp_path):
 
 def test_the_report_holds_what_the_tests_ask_for(run_of):
     report = run_of("memo").report
-    assert set(report["counts"]) == {"startup", "between", "batch", "step", "clip", "optimizer"}, json.dumps(report)
+    phases = {"startup", "between", "batch", "step", "clip", "optimizer"}
+    assert set(report["counts"]) == phases, json.dumps(report)

@@ -1,5 +1,5 @@
-"""What null CUDA cannot know by itself, and what it has to say. Its library sees launches, copies and products;
-which bytes a kernel of torch reads and writes, and so how long it takes, a dispatch mode tells it.
+"""What null CUDA cannot know by itself, and what it has to say. Its library sees launches, copies and
+products; which bytes a kernel of torch reads and writes, and so how long it takes, a dispatch mode tells it.
 
     NULL        the library: counts(), races(), now()
     Watch       a TorchDispatchMode that tells of every operation; memory requests stay what they are
@@ -72,7 +72,8 @@ class Null:
     @staticmethod
     def columns(accesses):
         n = len(accesses)
-        return (n, (ctypes.c_void_p * n)(*(a for a, _, _ in accesses)), (ctypes.c_size_t * n)(*(b for _, b, _ in accesses)),
+        return (n, (ctypes.c_void_p * n)(*(a for a, _, _ in accesses)),
+                (ctypes.c_size_t * n)(*(b for _, b, _ in accesses)),
                 (ctypes.c_char * n)(*(bytes([w]) for _, _, w in accesses)))
 
     def did(self, what, seconds, accesses):
@@ -89,8 +90,9 @@ NULL = Null()
 # --- what an operation reads and writes ---
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # timed by the library; a kernel in them copies what is added to
-REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")  # in place; do not read what was there
-# of a table that they look up or add to they touch as much as of the other operand: {name: (which that is, how often)}
+# in place; they do not read what was there
+REPLACING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "masked_fill_")
+# {name: (operand, times)}: of the table that they look up or add to they touch as much as of this operand
 INDEXING = {"gather": ("result", 2), "index_select": ("result", 2), "index": ("result", 2),
             "embedding": ("result", 2), "scatter_": (3, 2), "index_add_": (3, 3)}
 TWICE = {"native_layer_norm_backward": (0, 1)}  # dy and x: once for dx, once more for dw and db
@@ -104,20 +106,23 @@ def is_view(func):
 
 def span(t):
     """(address, bytes) from a tensor's first element to behind its last."""
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+    last = (sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
+            if t.numel() else 0)
     return t.data_ptr(), last * t.itemsize
 
 
 def nbytes(t):
     """Of the elements that are there: an expanded one counts once."""
-    return t.itemsize * torch.Size([n for n, stride in zip(t.shape, t.stride(), strict=True) if stride or n == 1]).numel()
+    return t.itemsize * torch.Size([n for n, stride in zip(t.shape, t.stride(), strict=True)
+                                    if stride or n == 1]).numel()
 
 
 @cache
 def mutated(func):
     """[(name, whether it is an out=)] of the arguments that an operation writes, by position or name."""
     return {(i if not a.kwarg_only else a.name): a.kwarg_only or a.name in ("out", "grad_input")
-            for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write}
 
 
 def tensors(value):
@@ -141,10 +146,10 @@ def touched(func, name, args, kwargs, result):
 
 
 class Watch(TorchDispatchMode):
-    """Tells NULL of every operation what its kernels touched and how long they took, at the rates of `speeds`, a
-    hardware.Speeds. Attention: the FLOPs of the half that the mask leaves, two products forward, five backward. Any
-    other operation: the bytes that it reads and writes. Where an operation launched nothing (a view, a copy) the
-    library leaves it."""
+    """Tells NULL of every operation what its kernels touched and how long they took, at the rates of
+    `speeds`, a hardware.Speeds. Attention: the FLOPs of the half that the mask leaves, two products forward,
+    five backward. Any other operation: the bytes that it reads and writes. Where an operation launched
+    nothing (a view, a copy) the library leaves it."""
 
     def __init__(self, speeds):
         super().__init__()
@@ -157,7 +162,8 @@ class Watch(TorchDispatchMode):
             return result
         name = func._schema.name.removeprefix("aten::")
         reads, writes = touched(func, name, args, kwargs, result)
-        if all(type(t) is torch.Tensor and not t.is_meta for t in (*reads, *writes)):  # not while shapes are only traced
+        # not while shapes are only traced
+        if all(type(t) is torch.Tensor and not t.is_meta for t in (*reads, *writes)):
             accesses = [(*span(t), writing) for ts, writing in ((reads, 0), (writes, 1)) for t in ts]
             if any(t.is_cuda for t in (*reads, *writes)):
                 NULL.did(name, self.seconds(name, args, reads, writes, result), accesses)
@@ -177,7 +183,7 @@ class Watch(TorchDispatchMode):
 
     def attention_s(self, args, backward):
         q, k = args[backward:backward + 2]  # (B, H, T, D)
-        causal = any(a is True for a in args)  # no other flag is ever set; False, its default, may be left out
+        causal = any(a is True for a in args)  # no other flag is ever set; False, the default, may be absent
         flops = 4 * q.numel() * k.shape[2] / (2 if causal else 1)
         way = "backward" if backward else "forward"
         return flops * (2.5 if backward else 1.0) / self.speeds.rate(f"attention {way}", k.shape[2])
@@ -198,7 +204,8 @@ def kernels_that_tell(speeds):
     with ExitStack() as stack:
         for name, real in [(name, getattr(kernels, name)) for name in KERNELS]:
             def call(*args, real=real, name=name):
-                given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False) if isinstance(t, torch.Tensor)}
+                given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False)
+                         if isinstance(t, torch.Tensor)}
                 reads = [t for k, t in given.items() if f"{name} {k}" not in UNREAD]
                 writes = [given[k] for k in KERNELS[name] if k in given]  # RMSNorm has no mean
                 real(*args)
@@ -232,7 +239,7 @@ def watching(speeds):
 
 @contextmanager
 def threads_that_meet():
-    """Who starts a thread or joins it, sets a threading.Event or waits for it, is ordered with the other one."""
+    """Who starts a thread or joins it, sets a threading.Event or waits for it, is ordered with the other."""
     def run(self, real=threading.Thread.run):
         NULL.meet(id(self))
         try:
