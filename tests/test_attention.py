@@ -230,7 +230,7 @@ def test_what_a_kernel_takes_for_itself(shape, deterministic, requests):
 
 
 def test_what_a_kernel_takes_where_query_heads_share_keys():
-    """Half of a ring's keys: flash makes gradients of k and v for each query head, 3 and 4 sum them in fp32."""
+    """Half of a ring's keys: flash makes gradients of k and v for each query head, 3 and 4 sum in fp32."""
     q, k = (2, 1000, 8, 72), (2, 500, 2, 72)
     for name in ("flash", "flash_attn_2"):
         assert workspaces(name, q, k)[2:] == 2 * [2 * 2 * 500 * 8 * 72]
