@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # A run of config/$(1).py. One that Ctrl-C stopped has saved, and has not failed: 130 = 128 + SIGINT
 RUN = $(BIN)/python train.py config/$(1).py $(if $(wildcard out/$(1)/ckpt/*[0-9]),--init_from=resume) || [ $$? -eq 130 ]
 
+# Two tests at a time, each on one core: most of them wait for processes of their own, or for files
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
 .PHONY: train demo quick test same-losses lint test-cuda test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,stdlib)
@@ -14,10 +17,10 @@ demo: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,swap_demo)
 
 quick: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m 'not slow' --each_module tests
+	$(PYTEST) -m 'not slow' tests
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -q tests
+	$(PYTEST) tests
 
 same-losses: $(VENV)/.installed data/stdlib/meta.json
 	$(BIN)/python -m bench.same_losses $(BASE)

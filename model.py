@@ -166,10 +166,18 @@ class GPT:
         loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
         return loss
 
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (n, C)
+        """The last layer's output, of own rows, where reserve() has taken memory for (B, T). The next pass
+        writes over it."""
+        self.tokens, self.scale = tokens.reshape(-1), None
+        self.follow(("embedding", "forward"))
+        self.swap.streams.timeline.clear()  # nobody asks for these times
+        return self.swap.x[-1]
+
     def backward(self, done: Callable[[int], None] = lambda bucket: None) -> torch.Tensor:
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
         input (n, C). done(bucket) is called when those of a bucket are complete."""
-        done(len(self.blocks) + 1)  # the final norm's: the head, in the forward, has its backward too
+        done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
         self.follow(("recompute", "backward", "prefetch", "embedding backward"), done)
         return self.swap.x[0]
 
@@ -185,16 +193,17 @@ class GPT:
                 self.swap.wait(step)
                 self.swap.launch(step)  # a copy
                 continue
-            # Only now, behind the prefetch that the unit before has set free: copies start before messages.
+            # Only now, when the prefetch that waited for the unit before is queued: copies start before
+            # messages.
             while complete:
                 done(complete.pop())
             bucket = self.bucket_of(step)
             self.swap.wait(step)  # for the copies that this step reads, or writes over
-            self.arrive(bucket)  # the optimizer's step of before may still be on its way
+            self.arrive(bucket)  # the optimizer's new parameters may still be on their way from other ranks
             label, *work = self.work_of(step)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
             _, subsequence = step.unit
-            if step.kind in ("backward", "embedding backward") and subsequence == 0:  # it comes back last
+            if step.kind in ("backward", "embedding backward") and subsequence == 0:  # the backward's last
                 complete.append(bucket)
         while complete:
             done(complete.pop())
@@ -298,9 +307,9 @@ class GPT:
         p_own = p.gather(1, own)
         p_target = tp.sum(p_own * mine)  # one of the ranks has it
         if scale is not None:
-            # Nobody else reads the logits: their gradient is made at once and used up here. The factor
-            # scale / N goes to h and dh, which are smaller.
-            dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)  # times N / scale
+            # Nobody else reads the logits: their gradient is made at once and used up here. It lacks the
+            # factor scale / N, which h and dh get instead: they are smaller.
+            dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)
             accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))
             dh = (dlogits @ self.head_matrix(w)).unflatten(0, (tp.size, -1))
             dh = tp.scatter_sum(dh).mul_(scale / N)

@@ -162,11 +162,13 @@ def train(run: Run, stop: StopSignal) -> None:
             loss = forward_backward(run, it)
             # clip and optimizer are segments of the memory plan: their temporary tensors have addresses
             grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
-            # the one place where the host waits for the device; the tensors go, before the optimizer's come
+            # The one place where the host waits for the device. The two names now hold numbers: their tensors
+            # are free before the optimizer makes its own.
             loss, grad_norm = torch.stack((loss, grad_norm)).tolist()
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
-        spans = swap.streams.timeline.take()  # before weights come up from the host: no picture shows that
+        # without the weights that come up from the host next: the picture shows forward and backward
+        spans = swap.streams.timeline.take()
         run.saver.copied()  # the save under way still reads the states that the optimizer is about to change
         run.whole = False  # an error in here leaves states of neither step: nothing could be saved
         arena.run("optimizer", run.optimizer.step, lr)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.config import MODEL_KEYS, Config
+from memo.config import KEYS, MODEL_KEYS, Config
 from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
 from memo.flat import Piece, whole
@@ -320,8 +320,9 @@ def check_model(ckpt: Checkpoint, model: "GPT", prefixes: list[str]) -> None:
     """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
     shape; or the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
-    other = {k for k in MODEL_KEYS if ckpt.config.get(k) != cfg[k]}
-    keys = ", ".join(f"{k}={ckpt.config.get(k)}, not {cfg[k]}" for k in sorted(other))
+    theirs = {k: ckpt.config.get(k, KEYS[k].default) for k in MODEL_KEYS}  # keys may be younger than it
+    other = {k for k in MODEL_KEYS if theirs[k] != cfg[k]}
+    keys = ", ".join(f"{k}={theirs[k]}, not {cfg[k]}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
         stored = ckpt.shapes(prefix)
@@ -330,7 +331,7 @@ def check_model(ckpt: Checkpoint, model: "GPT", prefixes: list[str]) -> None:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the "
                                       f"checkpoint and {wanted.get(name, 'missing')} in the model{remedy}")
-    if other - {"block_size", "rope_theta"}:  # rotary positions may change under the weights
+    if other - {"block_size", "rope_theta", "rope_scaling"}:  # rotary positions may change under the weights
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 

@@ -307,3 +307,68 @@ def dry_run(got: Estimate, at: Callable, most: Estimate | None, png_path: str | 
     cfg = got.cfg
     fig.suptitle(f"{got.world} x {got.machine.name}, tp={cfg.tp} cp={cfg.cp} dp={got.dp}, {cfg.activation}")
     store(fig, png_path)
+
+
+# --- does the long context work? ---
+
+def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, title: str) -> None:
+    """A PNG of the losses of memo/long_context.py: above by position, with those of the same tokens in a
+    shorter context; below the gain, with its standard error."""
+    plt = pyplot()
+    cut = losses.get("cut_length")
+    heights = (2, 1) if cut else (1,)
+    fig, axes = plt.subplots(len(heights), figsize=(9, 6.5 if cut else 4.5), dpi=130, sharex=True,
+                             squeeze=False, height_ratios=heights, layout="constrained")
+    top, bottom = axes[0, 0], axes[-1, 0]
+    end = losses["end"]
+    edges = [end[0] / 2, *end]  # no logarithm has a place for 0
+    top.stairs(losses["loss"], edges, baseline=None, color=BLUE, lw=2, zorder=3,
+               label=f"context of {losses['length']:,}")
+    if cut:
+        top.stairs(losses["cut_loss"], edges, baseline=None, color=ORANGE, lw=4,  # seen below the other
+                   label=f"the same tokens, at most {cut:,} seen")
+        bottom.stairs(losses["gain"], edges, fill=True, color=PALE)
+        if losses["gain_error"][0] is not None:
+            middles = np.sqrt(np.multiply(edges[1:], edges[:-1]))
+            bottom.errorbar(middles, losses["gain"], losses["gain_error"], fmt="none", ecolor=BLUE, capsize=3)
+        bottom.set(ylabel="gain (nats per token)")
+    for ax in axes[:, 0]:
+        if end[0] < trained_length < end[-1]:
+            ax.axvline(trained_length, color=GREY, ls=":", lw=1.2)
+        ax.grid(alpha=0.2)
+        ax.spines[["top", "right"]].set_visible(False)
+    if end[0] < trained_length < end[-1]:
+        top.annotate("trained length", (trained_length, 1), xycoords=("data", "axes fraction"),
+                     xytext=(-4, -4), textcoords="offset points", ha="right", va="top", color=GREY,
+                     fontsize=9)
+    top.set(ylabel="loss (nats per token)", title=title.replace("$", r"\$"))
+    top.legend(frameon=False)
+    bottom.set_xscale("log", base=2)
+    bottom.set_xticks(end, [tokens_label(n) for n in end])
+    bottom.set_xticks([], minor=True)
+    bottom.set(xlabel="position in the sequence, tokens", xlim=(edges[0], edges[-1]))
+    store(fig, png_path)
+
+
+def needle_map(needles: dict, png_path: str | Path, title: str) -> None:
+    """A PNG of the needles of memo/long_context.py, depth against length: the fraction of the values' tokens
+    that is found, and what a needle adds to their log-probability."""
+    plt = pyplot()
+    lengths, depths = needles["lengths"], needles["depths"]
+    fig, axes = plt.subplots(1, 2, figsize=(4 + 1.6 * len(lengths), 2 + 0.5 * len(depths)), dpi=130,
+                             layout="constrained")
+    most = max(1.0, np.max(needles["gain"]))
+    for ax, name, what, top, form in (
+            (axes[0], "score", f"found: {needles['mean_score']:.1%}", 1.0, "{:.0%}"),
+            (axes[1], "gain", f"gain: {needles['mean_gain']:.2f} nats a token", most, "{:+.2f}")):
+        ax.imshow(needles[name], vmin=0, vmax=top, cmap="Blues", aspect="auto")
+        for row, values in enumerate(needles[name]):
+            for column, value in enumerate(values):
+                ax.text(column, row, form.format(value), ha="center", va="center", fontsize=9,
+                        color="white" if value > top / 2 else "black")
+        ax.set_xticks(range(len(lengths)), [tokens_label(n) for n in lengths])
+        ax.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        ax.set(xlabel="length, tokens", title=what)
+    axes[0].set(ylabel="depth of the needle")
+    fig.suptitle(title.replace("$", r"\$"))
+    store(fig, png_path)

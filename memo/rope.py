@@ -21,7 +21,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": dict(factor=None, original_max_position_embeddings=None, attention_factor=0.0, beta_fast=32.0,
                  beta_slow=1.0, mscale=0.0, mscale_all_dim=0.0, truncate=True),
 }
-REMEDY = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
+EXAMPLE = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
           '"original_max_position_embeddings": 8192}\'')
 
 
@@ -35,7 +35,7 @@ def parse_scaling(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise ConfigError(f"rope_scaling={text!r:.100} must be a JSON object, {REMEDY}")
+        raise ConfigError(f"rope_scaling={text!r:.100} must be a JSON object, {EXAMPLE}")
     return checked_scaling(given, "rope_scaling")
 
 
@@ -52,7 +52,7 @@ def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"{where}: rope_type={kind} has no {unknown[0]!r:.100}; leave it out")
     if lacking := [name for name, default in known.items() if default is None and name not in given]:
-        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {REMEDY}")
+        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {EXAMPLE}")
     for name, value in given.items():
         least = 1 if name in ("factor", "original_max_position_embeddings") else 0
         right = type(value) is bool if name == "truncate" else (

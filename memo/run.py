@@ -157,7 +157,7 @@ def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: C
     return host.objects(ours)[0]
 
 
-def check_ranks(host: Axis, check: Callable) -> tuple[Checked, dict[Path, str]]:
+def check_ranks(host: Axis, check: Callable) -> tuple[Any, dict[Path, str]]:
     """check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that were
     passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
     passed_over: dict[Path, str] = {}

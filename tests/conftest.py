@@ -1,17 +1,13 @@
 """What several tests begin with."""
 
-import inspect
 import json
-import re
 import signal
-import sys
-import threading
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers import ROOT, VOCAB
+from tests.helpers import VOCAB
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,36 +46,3 @@ def hangup_is_heard():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-
-
-# --- pytest --each_module: a function of each module of memo/ must be called in this process ---
-
-CALLED = set()  # paths
-NEEDS_TRITON = ROOT / "memo" / "kernels.py"  # make test-cuda runs it
-
-
-def pytest_addoption(parser):
-    parser.addoption("--each_module", action="store_true", help="fail where a module of memo/ is not tested")
-
-
-def note_call(frame, event, arg):
-    if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function, no module and no class
-        CALLED.add(frame.f_code.co_filename)
-
-
-def pytest_configure(config):
-    if config.option.each_module:
-        threading.setprofile(note_call)
-        sys.setprofile(note_call)
-
-
-def pytest_sessionfinish(session):
-    if session.config.option.each_module:
-        sys.setprofile(None)
-        has_functions = re.compile(r"^ *def ", re.M)
-        modules = (path for path in (ROOT / "memo").rglob("*.py") if has_functions.search(path.read_text()))
-        missed = sorted(str(path.relative_to(ROOT)) for path in modules
-                        if str(path) not in CALLED and path != NEEDS_TRITON)
-        if missed:
-            print(f"\nno test called a function of {', '.join(missed)}", file=sys.stderr)
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED

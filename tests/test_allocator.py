@@ -50,6 +50,7 @@ def three():
     return [*where, c.data_ptr()]
 
 
+@pytest.mark.slow
 def test_a_segment_is_recorded_once_and_then_gets_its_planned_addresses(arena):
     arena.run("piece", three)
     trace = arena.recorded()
@@ -179,6 +180,7 @@ def test_every_live_block_keeps_its_bytes_whatever_is_requested():
     assert misses > 500
 
 
+@pytest.mark.slow
 def test_the_guard_finds_blocks_that_overlap():
     """Built to trust its plan, the allocator would hand out overlapping blocks: the guard must not."""
     overlapping = Plan(8192, 8192, 64, "greedy", 0.0, {"piece": ((1000, 0), (5000, 512))}, ())
@@ -420,6 +422,7 @@ def test_threads_request_at_once():
     assert not errors
 
 
+@pytest.mark.slow
 def test_a_closed_arenas_memory_goes_with_its_last_tensor():
     def resident():
         gc.collect()
@@ -461,6 +464,7 @@ def model_and_arena(dtype=torch.float32, T=2048, L=4, kept=1024, **kw):
     return model, Arena(CPU, guard=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kw", [dict(), dict(bias=True, position="learned"), dict(dtype=torch.bfloat16)])
 def test_the_rehearsal_makes_the_requests_of_a_real_step(kw):
     model, arena = model_and_arena(**kw)
@@ -479,6 +483,7 @@ def test_the_rehearsal_makes_the_requests_of_a_real_step(kw):
     model.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kw", [dict(), dict(bias=True, position="learned"), dict(dtype=torch.bfloat16)])
 def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
     dtype = kw.get("dtype", torch.float32)

@@ -126,6 +126,7 @@ def most_saved(p, recompute_s):
     return -got.fun * max(saved)
 
 
+@pytest.mark.slow
 def test_per_tensor_is_the_linear_programs_best_and_never_worse_than_paper():
     better = 0
     for p, rng in instances(seed=1):

@@ -27,7 +27,7 @@ SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"
 @pytest.mark.parametrize("command", [
     SEVEN, (*SEVEN, "--json"),
     *(("-m", f"memo.{name}", "--help")
-      for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample")),
+      for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample", "evaluate")),
     ("train.py", "--help"), ("trace_step.py", "--block_size=128", "--vocab_size=99")])
 def test_a_command_ends_quietly_with_its_reader(command):
     reader, writer = os.pipe()
@@ -37,12 +37,14 @@ def test_a_command_ends_quietly_with_its_reader(command):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
-COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.convert", "to-hf", "out", "hf"),
-            ("memo.profiler", "--calibrate"), ("trace_step.py", "--vocab_size=9"), ("memo.estimate",),
+COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.evaluate", "out"),
+            ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"),
+            ("trace_step.py", "--vocab_size=9"), ("memo.estimate",),
             ("memo.dsa", "a.csv", "-o", "b"), ("memo.planner", "a.log", "-o", "b"),
             ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
     for name in ("torch", "matplotlib"):
@@ -59,6 +61,7 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
         assert max(map(len, told.splitlines())) <= 125
 
 
+@pytest.mark.slow
 def test_an_installed_command_is_python_m():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts.values()) == {"memo.command:installed"}

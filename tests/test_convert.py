@@ -118,6 +118,7 @@ def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):
     assert model.w.wte[vocab_size:].count_nonzero() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", GELUS)
 def test_twenty_steps_train_as_transformers_do(tmp_path, activation):
     net = gpt2(activation)
@@ -161,6 +162,7 @@ def test_round_trip_is_bitwise(tmp_path, hf):
     assert gpt2_model_keys(back) == gpt2_model_keys(hf)
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_tokenizer(tmp_path, hf):
     convert.from_hf(hf, tmp_path / "out")
     convert.to_hf(tmp_path / "out", tmp_path / "back")
@@ -171,6 +173,7 @@ def test_transformers_loads_the_tokenizer(tmp_path, hf):
     assert (theirs.eos_token, theirs.model_max_length) == ("<|endoftext|>", S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_trained_model_goes_to_transformers(tmp_path, bias):
     cfg = Config(n_layer=2, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="learned", bias=bias)
@@ -324,6 +327,7 @@ def test_configs_that_cannot_be(tmp_path, capsys, text):
     fails(capsys, "config.json|n_embd=64 % n_head=3", "from-hf", tmp_path, tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("index", "message"), [
     ([], "must be an object, not a list"), (None, "must be an object, not a NoneType"),
     ("[" * 99999, "nested at most 32"),

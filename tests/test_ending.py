@@ -15,11 +15,11 @@ import pytest
 
 import train
 from memo import checkpoint, command, dcp, ending, plots, report, signals
+from memo.block import Block
 from memo.console import Attempts, Console
 from memo.errors import TrainingError
 from memo.loggers import JsonlLogger, StepStats, read_metrics
 from memo.signals import StepGivenUp, StopSignal
-from model import Block
 from tests.helpers import ROOT, argv, losses
 
 
@@ -86,6 +86,7 @@ def test_nohup_is_respected():
 
 # --- errors ---
 
+@pytest.mark.slow
 def test_an_error_in_a_step_saves_the_steps_before(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     real = train.forward_backward
     monkeypatch.setattr(train, "forward_backward", lambda run, it: 1 / 0 if it == 7 else real(run, it))
@@ -120,6 +121,7 @@ def test_a_run_that_cannot_save_saves_elsewhere(dataset, tmp_path, monkeypatch, 
     assert losses(elsewhere) == undisturbed[done:]
 
 
+@pytest.mark.slow
 def test_the_last_save_of_all_says_where_it_went(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken_disk(monkeypatch)
@@ -131,6 +133,7 @@ def test_the_last_save_of_all_says_where_it_went(dataset, tmp_path, monkeypatch)
 
 # --- checkpoints that are damaged ---
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoint.json", "__0_0.distcp"])
 def test_resume_falls_back_to_the_checkpoint_before(dataset, tmp_path, capsys, undisturbed, file):
     train.main(argv(dataset, tmp_path))
@@ -162,6 +165,7 @@ def broken_pipe():
     return writer
 
 
+@pytest.mark.slow
 def test_a_run_whose_console_is_a_full_disk_ends_well(dataset, tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "train.py", *argv(dataset, tmp_path)], cwd=ROOT, stdout=full,
@@ -182,6 +186,7 @@ def test_pictures_and_loggers_that_fail_are_warnings(dataset, tmp_path, monkeypa
     assert checkpoint.load(tmp_path).iter == 12
 
 
+@pytest.mark.slow
 def test_an_out_dir_that_is_removed_is_made_again(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     out, real = tmp_path / "out", train.forward_backward
 
@@ -224,6 +229,7 @@ def test_a_warning_comes_once_for_each_reason(capsys):
 
 # --- pictures and hints ---
 
+@pytest.mark.slow
 def test_the_loss_is_drawn_at_every_evaluation_and_named_once(dataset, tmp_path, monkeypatch, capsys):
     drawn = []
     monkeypatch.setattr(report, "loss_curve", lambda rows, png, *args: drawn.append(len(rows)))
@@ -245,6 +251,7 @@ def test_smoothing_does_not_lag():
     assert plots.smooth([4.0]).tolist() == [4.0]
 
 
+@pytest.mark.slow
 def test_hints_can_be_typed(dataset, tmp_path, monkeypatch, capsys):
     out = tmp_path / "a b"
     real = train.forward_backward

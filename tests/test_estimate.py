@@ -84,6 +84,7 @@ def test_mfu_of_table_3(model):
     assert max(off) < 3 and sum(off) / len(off) < 1.5, off
 
 
+@pytest.mark.slow
 def test_where_the_dry_run_is_more_hopeful_than_the_paper():
     """The known errors of docs/estimate.md: cells where the paper ran out of memory, and short contexts."""
     failed = [r for r in PAPER["table3"] if r["system"] == "memo" and "fail" in r]
@@ -191,6 +192,7 @@ def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
     assert exact <= bound <= 1.45 * exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False,
                                                         qkv_bias=True)])
 def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
@@ -288,6 +290,7 @@ def test_seconds_follow_the_widths_of_the_layer():
 
 # --- search ---
 
+@pytest.mark.slow
 def test_search_gives_the_fastest_that_fit():
     cfg = load_config(["config/7b_1m.py", "--gradient_accumulation_steps=8"])
     found = search.search(cfg, A800, 16, fast_arena)
@@ -482,6 +485,7 @@ def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
     assert train.main([*argv, "--force"]) == 0
 
 
+@pytest.mark.slow
 def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     """A process that may not take more than a few hundred MB beyond what torch itself takes."""
     cfg = load_config(["config/7b_1m.py"])

@@ -313,7 +313,7 @@ def measured_without_room(host, argv, said):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     with pytest.MonkeyPatch.context() as m:
         if host.rank == 1:
-            m.setattr("model.Block.backward", out_of_memory)
+            m.setattr("memo.block.Block.backward", out_of_memory)
         sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
         with rank_errors(host):
             train.set_up(argv, Launch(host.rank, 2, host.rank, 2, 0, ""), host)

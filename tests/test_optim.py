@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 KEYS = dict(n_layer=3, n_head=4, n_embd=64, vocab_size=300, block_size=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 100, 2**14, 2**24 + 77, 10**8])
 @pytest.mark.parametrize("kind", ["normal", "alike"])
 def test_a_norm_is_that_of_fp64(n, kind):
@@ -83,6 +84,7 @@ def both(host, cfg, dtype):
     return [trained(mesh, replace(cfg, optimizer_device=where), dtype) for where in ("auto", "cpu")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_optimizer_on_the_host_changes_no_bit(micro_batches, dtype, monkeypatch):
@@ -99,6 +101,7 @@ def test_a_resumed_run_with_the_optimizer_on_the_host_is_the_run(tmp_path):
     assert trained(ALONE, cfg, torch.bfloat16) == trained(ALONE, cfg, torch.bfloat16, folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("text,micro_batches",
                          [("dp2", 2), ("dp2", 4), ("tp2", 1), ("tp2", 2), ("tp2 cp2 dp2", 2)])

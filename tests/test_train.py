@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, models
 
 import train
 from memo import checkpoint, dcp, sample
+from memo.block import Block
 from memo.command import run
 from memo.config import load_config
 from memo.errors import ConfigError, TrainingError
 from memo.loggers import read_metrics
 from memo.out_dir import lock
 from memo.swap.slab import HostSlab
-from model import Block
-from tests.helpers import ROOT, VOCAB, argv, losses
+from tests.helpers import LLAMA, ROOT, VOCAB, argv, losses
 from train import learning_rate
 
 
@@ -42,6 +42,7 @@ def test_a_run_learns_and_leaves_everything_it_promises(dataset, tmp_path, capsy
     assert "done: 120 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_continues_bitwise(dataset, tmp_path, dtype):
     train.main(argv(dataset, tmp_path / "whole", dtype=dtype))
@@ -124,6 +125,7 @@ def test_accumulation_and_batches_see_the_same_number_of_tokens(dataset, tmp_pat
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["tokens"] == 2 * 3 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hangup_is_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_leaves(dataset, tmp_path, capsys, number):
@@ -258,8 +260,10 @@ def test_learning_rate_schedule(dataset, tmp_path):
     assert learning_rate(cfg, 100) == pytest.approx(1e-3) == learning_rate(cfg, 1000)
 
 
-def test_the_cached_sampler_agrees_with_the_whole_forward(dataset, tmp_path, capsys):
-    train.main(argv(dataset, tmp_path, max_iters=40))
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, LLAMA | dict(n_head=4, qk_norm=True)], ids=["gpt", "llama"])
+def test_the_cached_sampler_agrees_with_the_whole_forward(keys, dataset, tmp_path, capsys):
+    train.main(argv(dataset, tmp_path, max_iters=40, **keys))
     model = sample.load_model(tmp_path, device="cpu")
     prompt = [3, 1, 4]
     got = list(sample.generate(model, prompt, 20, temperature=0))

@@ -62,6 +62,14 @@ class OutOfMemory(RunFailed):
     """The device's memory is used up on this rank. One line."""
 
 
+def lack_of_memory(e: RuntimeError) -> str | None:
+    """The text of an error that comes of a lack of the device's memory; None of any other error."""
+    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    # torch has no class of its own for a lack of the CPU's memory
+    lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return text.split(". ")[0] if lack else None  # CUDA's goes on about all that torch's allocator holds
+
+
 @contextlib.contextmanager
 def naming_region(expected: Estimate | None, device: torch.device, region: str) -> Iterator[None]:
     """Turns a lack of memory inside the block into an OutOfMemory that names `region`, a budget.Line.region:
@@ -69,10 +77,7 @@ def naming_region(expected: Estimate | None, device: torch.device, region: str) 
     try:
         yield
     except RuntimeError as e:
-        text = str(e).splitlines()[0] if str(e) else type(e).__name__
-        # torch has no class of its own for a lack of the CPU's memory
-        lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
-        if isinstance(e, OutOfMemory) or not lack:
+        text = lack_of_memory(e)
+        if isinstance(e, OutOfMemory) or text is None:
             raise
-        text = text.split(". ")[0]  # CUDA's goes on about all that torch's allocator holds
         raise OutOfMemory(explain(expected, region, own_bytes(device), text)) from e

@@ -176,7 +176,7 @@ class Mesh:
     dp: Axis = field(default_factory=partial(Axis, "dp"))  # deals out micro batches: nothing is sent over it
     replicas: Axis = field(default_factory=partial(Axis, "data"))
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
-    host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, for host memory
+    host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, from host to host
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""

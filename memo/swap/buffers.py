@@ -52,8 +52,9 @@ class Swap:
             flat = self.buffers[name][buffer * shift:buffer * shift + t.nbytes]
             return flat.view(torch.float32 if t.fp32 else dtype).view(t.shape)
         self.x = [view(INPUT, i % p.n_inputs) for i in range(p.n_layer + 1)]
-        others = [name for name in tensors if name != INPUT]
-        self.layers = [SimpleNamespace(x=self.x[i], **{name: view(name, i % p.n_buffers) for name in others})
+        # all but the inputs, which are one more than there are layers in flight
+        shared = [name for name in tensors if name != INPUT]
+        self.layers = [SimpleNamespace(x=self.x[i], **{name: view(name, i % p.n_buffers) for name in shared})
                        for i in range(p.n_layer)]
         self.missing = [p.missing(i) for i in range(p.n_layer)]
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None

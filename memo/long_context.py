@@ -1,0 +1,228 @@
+"""Does a model use its long context? Two measurements, on text of the validation split.
+
+Loss by position: the mean loss of tokens by their position in sequences of the greatest length, and that of
+the same tokens where the model sees no more than the least length. The difference, the gain, is what the
+model has of the longer context. A loss that falls is no proof: the text may become easier.
+
+Needles: random tokens, a key and a value, take the place of some tokens of a text, and the key stands again
+at its end. Which of the value's tokens does the model predict then, with those before them given? And how
+much likelier are these than in a text that lacks the needle?
+
+Tokens are scored in any layout of ranks. What a rank of cp does not hold is 0 in its results, until
+over_sequences() has the sum.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from memo.batch import Data
+from memo.errors import RunFailed
+from memo.estimate.expected import lack_of_memory
+from memo.parallel.tp import own_ids, softmax
+
+if TYPE_CHECKING:
+    from model import GPT
+
+VALUE = 8  # tokens
+NEEDLE = 2 * VALUE  # a key and a value
+LEAST_LENGTH = 4 * NEEDLE  # half of the text is text then, the rest needle and query
+POSITION_BUCKETS = 11  # of positions
+COUNTED = 2**24  # tokens of the split, which tell the usual ones from the rest
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked. `lengths`, in tokens, and `depths`, from 0 to 1, ascend."""
+
+    data: Data
+    lengths: list[int]
+    depths: list[float]
+    batches: int  # sequences of each length
+    seed: int
+
+    def sequence(self, i: int, length: int) -> torch.Tensor:
+        """(length + 1,): the ids of the i-th sequence of a length."""
+        tokens, targets = self.data.batch("val", 0, i, 1, length, self.seed)
+        return torch.cat((tokens[0], targets[0, -1:]))
+
+
+# --- what the model says of tokens ---
+
+@contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """Errors: RunFailed: the device's memory ends while `what` takes some."""
+    try:
+        yield
+    except RuntimeError as e:
+        if (text := lack_of_memory(e)) is None:
+            raise
+        raise RunFailed(f"out of memory ({text}) at {what}; try more ranks with a larger --cp or --tp, or "
+                        "shorter --lengths") from e
+
+
+def reserve(model: "GPT", B: int, length: int) -> None:
+    """Takes the memory for B sequences, unless the model has just that: the activations of one layer, which
+    all layers use in turns."""
+    T = length // model.mesh.tokens.size
+    if model.shape != (B, T):
+        model.reserve_forward(B, T)
+
+
+def target_scores(model: "GPT", x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """(2, tp * n) fp32, from own rows x (n, C) of the last layer and the targets (tp * n,) of all tp ranks'
+    rows: the target's log-probability, and 1 where no token is likelier."""
+    tp = model.mesh.weights
+    *_, logits = model.logits(x)  # (tp * n, V/tp)
+    V = logits.shape[1]
+    p = softmax(tp, logits)
+    own, mine = own_ids(tp, target[:, None], V)
+    p_target = tp.sum(p.gather(1, own) * mine)  # one of the ranks has it
+    log_p = p_target.clamp_min(torch.finfo(p.dtype).tiny).log()[:, 0]  # which bounds losses as in training
+    best, column = logits.max(1)
+    # (tp, 2, tp * n): the likeliest of each rank; fp64 holds every logit and every id
+    bests = tp.gather(torch.stack((best.double(), column + tp.rank * V)))
+    likeliest = bests[:, 1].gather(0, bests[:, 0].argmax(0, keepdim=True))[0]
+    return torch.stack((log_p, (likeliest == target).float()))
+
+
+def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """(2, B, length) fp64 in host memory, from ids (B, length + 1): target_scores() of the tokens behind the
+    first, where `wanted` (B, length) and where this rank of cp has them; else 0. Errors: RunFailed."""
+    B, length = wanted.shape
+    tp, device = model.mesh.weights, model.device
+    with room_for(f"{B} x {length:,} tokens"):
+        reserve(model, B, length)
+        mine = model.positions[:length // model.mesh.tokens.size].cpu()  # tokens of each sequence
+        tokens, targets = (ids[:, mine].to(device) for ids in (windows[:, :-1], windows[:, 1:]))
+        x, targets = model.hidden(tokens), targets.reshape(-1, tp.size)  # (n, C), (n, tp)
+        # the same on all tp ranks, which make their logits together
+        rows = wanted[:, mine].reshape(-1, tp.size).any(1).nonzero()[:, 0].to(device)
+        found = torch.zeros(2, *targets.shape, device=device)
+        # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
+        for part in rows.split(model.own_head_rows) if len(rows) else ():
+            # rows of a gather come rank by rank, tokens by turns
+            scores = target_scores(model, x[part], targets[part].t().reshape(-1))
+            found[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)
+    made = torch.zeros(2, B, length, dtype=torch.float64)
+    made[:, :, mine] = found.view(2, B, -1).double().cpu()
+    return made * wanted
+
+
+def over_sequences(model: "GPT", n: int, work: Callable[[int], np.ndarray]) -> np.ndarray:
+    """[work(i) for i in range(n)], summed over the ranks of cp. The dp ranks deal the sequences out."""
+    mesh, made = model.mesh, {i: work(i) for i in range(model.mesh.dp.rank, n, model.mesh.dp.size)}
+    shapes = mesh.host.objects(next((found.shape for found in made.values()), None))
+    every = torch.zeros(n, *next(shape for shape in shapes if shape is not None), dtype=torch.float64)
+    for i, found in made.items():
+        every[i] = torch.from_numpy(found)
+    return mesh.replicas.sum(every.to(model.device)).cpu().numpy()
+
+
+# --- loss by position ---
+
+def bucket_edges(length: int) -> list[int]:
+    """Where buckets of positions begin, and where the last one ends. Each holds as many as all before it."""
+    return sorted({0, *(length >> k for k in range(POSITION_BUCKETS))})
+
+
+def token_losses(model: "GPT", ids: torch.Tensor, context: int) -> np.ndarray:
+    """(S,) fp64: the losses of the tokens behind the first in ids (S + 1,), where the model sees windows of
+    `context` tokens. Windows overlap by half: of what is before a token the model sees all, or at least
+    context/2."""
+    S = len(ids) - 1
+    starts = [*range(0, S - context, context // 2), S - context]
+    ends = [0, *(start + context for start in starts[:-1])]  # of what the windows before have scored
+    losses, B = np.zeros(S), S // context  # as many tokens at once as a whole sequence has
+    for first in range(0, len(starts), B):
+        group = [*zip(starts, ends, strict=True)][first:first + B]
+        group += [(0, context)] * (B - len(group))  # nothing is wanted of these
+        windows = torch.stack([ids[start:start + context + 1] for start, _ in group])
+        wanted = torch.tensor([end - start for start, end in group])[:, None] <= torch.arange(context)
+        log_p, _ = token_scores(model, windows, wanted)
+        for (start, _), found in zip(group, log_p.numpy(), strict=True):
+            losses[start:start + context] -= found
+    return losses
+
+
+def measure_losses(model: "GPT", asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Lists with an item for each bucket of positions, and what tokens gain whose past is longer than the
+    least length. tell(what is done now)."""
+    S, cut, n = asked.lengths[-1], asked.lengths[0], asked.batches
+    edges = bucket_edges(S)
+    counts = np.array([*np.diff(edges), max(1, S - cut)])
+
+    def means(context: int, i: int) -> np.ndarray:
+        tell(f"loss by position, context {context:,}, sequence {i + 1} of {n}")
+        losses = token_losses(model, asked.sequence(i, S), context)
+        return np.array([*np.add.reduceat(losses, edges[:-1]), losses[cut:].sum()]) / counts
+    whole = over_sequences(model, n, partial(means, S))  # (n, buckets + 1)
+    made = dict(length=S, start=edges[:-1], end=edges[1:], loss=whole.mean(0).tolist()[:-1])
+    if cut == S:
+        return made
+    without = over_sequences(model, n, partial(means, cut))
+    gains = without - whole
+    *gain, beyond = gains.mean(0).tolist()
+    *error, beyond_error = (gains.std(0, ddof=1) / n**0.5).tolist() if n > 1 else [None] * len(counts)
+    return made | dict(cut_length=cut, cut_loss=without.mean(0).tolist()[:-1], gain=gain, gain_error=error,
+                       gain_beyond_cut=beyond, gain_beyond_cut_error=beyond_error)
+
+
+# --- needles ---
+
+def usual_tokens(data: Data) -> np.ndarray:
+    """Ids of which the split has an eighth of the mean or more, and of at least a needle's length. Of others
+    a model may have seen nothing."""
+    counts = np.bincount(data.tokens["val"][:COUNTED], minlength=data.vocab_size)
+    usual = np.count_nonzero(8 * data.vocab_size * counts >= counts.sum())
+    return np.argsort(-counts, kind="stable")[:max(NEEDLE, usual)]
+
+
+def draw_needle(usual: np.ndarray, ids: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    """(NEEDLE,): those of the `usual` tokens that the text `ids` has least of, each once, in random order.
+    What the text has of them leads away from the needle."""
+    usual = rng.permutation(usual)
+    in_text = np.bincount(ids.numpy(), minlength=usual.max() + 1)[usual]
+    return torch.from_numpy(rng.permutation(usual[np.argsort(in_text, kind="stable")[:NEEDLE]]))
+
+
+def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) -> torch.Tensor:
+    """The text `ids` whose last tokens are the needle, as query and answer, and of which others, at `depth`,
+    are the needle too: 0 at the start, 1 just before the query, None nowhere."""
+    text = ids.clone()
+    text[-NEEDLE:] = needle
+    if depth is not None:
+        at = round(depth * (len(ids) - 2 * NEEDLE))
+        text[at:at + NEEDLE] = needle
+    return text
+
+
+def needle_scores(model: "GPT", ids: torch.Tensor, needle: torch.Tensor, depths: list[float]) -> np.ndarray:
+    """(1 + depths, 2), without a needle, then with one at each depth: the mean log-probability of the value's
+    tokens, and the fraction of these that are the likeliest."""
+    wanted = torch.zeros(1, len(ids) - 1, dtype=torch.bool)
+    wanted[:, -VALUE:] = True
+    found = [token_scores(model, needle_text(ids, needle, depth)[None], wanted) for depth in (None, *depths)]
+    return torch.stack(found).sum((2, 3)).numpy() / VALUE
+
+
+def measure_needles(model: "GPT", asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
+    """`score`: the fraction of the value's tokens that are found. `gain`: what a needle adds to their mean
+    log-probability. Both for each depth a list with an item for each length. tell(what is done now)."""
+    usual, n, made = usual_tokens(asked.data), asked.batches, []
+
+    def scores(length: int, i: int) -> np.ndarray:
+        tell(f"needles, length {length:,}, sequence {i + 1} of {n}")
+        ids, rng = asked.sequence(i, length), np.random.default_rng((asked.seed, length, i))
+        return needle_scores(model, ids, draw_needle(usual, ids, rng), asked.depths)
+    for length in asked.lengths:
+        made.append(over_sequences(model, n, partial(scores, length)).mean(0))
+    log_p, right = np.array(made).transpose(2, 1, 0)  # (1 + depths, lengths) each
+    score, gain = right[1:], log_p[1:] - log_p[0]
+    return dict(lengths=asked.lengths, depths=asked.depths, score=score.tolist(), gain=gain.tolist(),
+                mean_score=score.mean().item(), mean_gain=gain.mean().item())
