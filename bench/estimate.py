@@ -2,6 +2,7 @@
 
     python -m bench.estimate paper        fits efficiencies to the paper's 7B rows, predicts Tables 3 to 5
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
+    python -m bench.estimate models       the fastest layout and the longest context of the models of config/
     python -m bench.estimate here [--device=cuda]     runs here, after --calibrate: bytes and seconds
     python -m bench.estimate all
 """
@@ -24,11 +25,13 @@ from bench.machine import machine as machine_at_hand
 from memo.config import load_config
 from memo.estimate import hardware
 from memo.estimate.budget import ROOT, ArenaBytes, estimate, fast_arena, granting, traced_arena
+from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json
 from testing.paper import GPUS, HOST_BYTES, PAPER, of_that_width, paper_config, rows_of_table3
 
 RESULTS = Path(__file__).parent / "results"
+MODELS = {"llama3_8b_1m": 8, "qwen3_8b_1m": 8, "llama2_7b_1m": 8, "llama2_70b_1m": 64, "gpt_175b": 64}  # GPUs
 FITTED = ("matmul", "attention forward", "attention backward")
 
 
@@ -128,31 +131,55 @@ def draw(out):
     plt.close(fig)
 
 
+def figures_of(got):
+    """The figures of an Estimate that a table shows."""
+    return dict(layout=f"tp{got.cfg.tp} cp{got.cfg.cp} {got.cfg.context_parallel}",
+                optimizer_device=got.cfg.optimizer_device, tokens=got.cfg.block_size, mfu=got.mfu,
+                step_s=got.seconds["step"], device_share=got.device_bytes / got.capacity,
+                host_share=got.host_bytes / got.host_capacity)
+
+
+def longest_of_all(cfg, machine, world, arena=traced_arena):
+    """The Estimate of the longest context in the best layout of all, found by the fast bound."""
+    found = []
+    for tp in degrees_of(min(world, machine.node.gpus_per_node)):
+        for kind in ("ring", "ulysses"):
+            for where in ("auto", "cpu"):
+                one = config_with(cfg, tp=tp, cp=world // tp, context_parallel=kind, optimizer_device=where)
+                found.append(one and longest(one, machine, world, fast_arena))
+    best = max(filter(None, found), key=lambda most: (most.cfg.block_size, most.mfu))
+    return longest(best.cfg, machine, world, arena)
+
+
 def contexts():
     """The longest context of the 7B preset: on the paper's node, and on others in the best layout of all."""
     cfg, out = load_config(["config/7b_1m.py"]), []
 
     def row(name, most, **more):
-        out.append(dict(machine=name, layout=f"tp{most.cfg.tp} cp{most.cfg.cp} {most.cfg.context_parallel}",
-                        optimizer_device=most.cfg.optimizer_device, tokens=most.cfg.block_size, mfu=most.mfu,
-                        step_s=most.seconds["step"], device_share=most.device_bytes / most.capacity,
-                        host_share=most.host_bytes / most.host_capacity, **more))
+        out.append(dict(machine=name, **figures_of(most), **more))
         print(out[-1], flush=True)
     for gb in (HOST_BYTES / 1e9, 2000.0):
         most = longest(*granting(cfg, hardware.machine("a800-80gb"), 8, gb * 1e9), 8)
         row(f"8 x a800-80gb, {gb:g} GB of host memory", most)
     published = {"ALST (8B)": 3.7e6, "FPDT (8B)": 4e6, "Untied Ulysses (8B)": 5e6}
     for gpu, gb in (("a800-80gb", 2000.0), ("h100-80gb", 1900.0), ("h200-141gb", 1900.0)):
-        (granted, machine), found = granting(cfg, hardware.machine(gpu), 8, gb * 1e9), []
-        for tp in degrees_of(8):
-            for kind in ("ring", "ulysses"):
-                for where in ("auto", "cpu"):
-                    one = config_with(granted, tp=tp, cp=8 // tp, context_parallel=kind,
-                                      optimizer_device=where)
-                    found.append(one and longest(one, machine, 8, fast_arena))
-        best = max(filter(None, found), key=lambda most: (most.cfg.block_size, most.mfu))
-        most = longest(best.cfg, machine, 8, traced_arena)
+        most = longest_of_all(*granting(cfg, hardware.machine(gpu), 8, gb * 1e9), 8)
         row(f"8 x {gpu}, {gb:g} GB of host memory, best layout", most, published=published)
+    return out
+
+
+def models():
+    """On H100: of each preset of other models the fastest layout at its own context, and the longest one in
+    the best layout of all; arenas from the bound, the longest contexts' from a trace."""
+    out, machine = [], hardware.machine("h100-80gb")
+    for preset, world in MODELS.items():
+        cfg = load_config([f"config/{preset}.py"])
+        fastest = search(cfg, machine, world, fast_arena, best=1)[0]
+        most = longest_of_all(cfg, machine, world)
+        out.append(dict(preset=preset, machine=f"{world} x {machine.name}",
+                        fastest=figures_of(fastest) | dict(binds=fastest.binds),
+                        longest=figures_of(most) | dict(limit=limit_of(most)[0])))
+        print(out[-1], flush=True)
     return out
 
 
@@ -257,18 +284,18 @@ def speed():
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("paper", "contexts", "here", "speed", "all"))
+    parser.add_argument("part", choices=("paper", "contexts", "models", "here", "speed", "all"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    parts = {"paper": paper, "contexts": contexts, "speed": speed,
+    parts = {"paper": paper, "contexts": contexts, "models": models, "speed": speed,
              "here": lambda: here(args.device, args.steps)}
     for name in parts if args.part == "all" else (args.part,):
         result = parts[name]()
         suffix = f"_{args.device}" if name == "here" else ""
         save_json(result, args.out / f"estimate_{name}{suffix}.json")
-        if name != "contexts":
+        if name not in ("contexts", "models"):
             print(json.dumps({k: v for k, v in result.items() if k not in ("runs", "machine")},
                              indent=1)[:6000])
 

@@ -250,11 +250,11 @@ def installed_kernel(name: str) -> Attention:
 
 # --- without a GPU: what the packages' kernels request, for a trace ---
 
-torch.library.define("memo::attention_backward", "(str kernel, Tensor q) -> ()")
+torch.library.define("memo::attention_backward", "(str kernel, Tensor q, Tensor k) -> ()")
 
 
 @torch.library.impl("memo::attention_backward", "Meta")
-def _(kernel: str, q: torch.Tensor) -> None:
+def _(kernel: str, q: torch.Tensor, k: torch.Tensor) -> None:
     """Stands for a package's kernel: what it takes for itself, memo.profiler adds to a trace."""
 
 
@@ -267,7 +267,7 @@ def meta_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                   out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    torch.ops.memo.attention_backward(name, q)
+    torch.ops.memo.attention_backward(name, q, k)
     return gradients
 
 

@@ -4,8 +4,11 @@ alike.
 
 Sources: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and flash_attn/flash_api.cpp; of
 flash-attention csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), flash_attn/cute/interface.py (4).
+All of them take fewer heads of keys and values than of queries, forward and backward; so do torch's
+cudnn/MHA.cpp, and on the CPU its FlashAttentionKernel.cpp from 2.9 on (pytorch pull request 157893).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -59,20 +62,20 @@ def missing(name: str, facts: Facts) -> str:
     if facts.dtype != "bfloat16":
         return "it needs dtype=bfloat16"
     if D % 8 or D > 256:
-        return f"it needs n_embd/n_head={D} to be a multiple of 8 up to 256"
+        return f"it needs head_dim={D} to be a multiple of 8 up to 256"
     if capability < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if name in MAJORS and capability[0] not in MAJORS[name]:
         wanted = " or ".join(f"{major}.x" for major in MAJORS[name])
         return f"it needs compute capability {wanted}, this GPU has {capability[0]}.{capability[1]}"
     if name in ("cudnn", "flash_attn_4") and D > 128:
-        return f"it needs n_embd/n_head={D} to be at most 128"
+        return f"it needs head_dim={D} to be at most 128"
     if facts.deterministic and (name == "cudnn" or (name == "flash_attn_4" and capability[0] == 9)):
         return "it needs deterministic=False"
     if facts.deterministic and name == "flash_attn_3" and D > 192:
-        return f"it needs n_embd/n_head={D} to be at most 192 or deterministic=False"
+        return f"it needs head_dim={D} to be at most 192 or deterministic=False"
     if name == "flash" and 192 < D <= 224 and (capability[0] == 12 or (8, 6) <= capability <= (8, 9)):
-        return f"it has no backward for n_embd/n_head={D} on this GPU"
+        return f"it has no backward for head_dim={D} on this GPU"
     if name == "cudnn" and not facts.cudnn:
         return "it is not part of this torch"
     return facts.packages.get(name, "it is not installed") if name in PACKAGES else ""
@@ -104,25 +107,32 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
     installed, `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
     device = "cpu" if machine.cpu else "cuda"
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
-    facts = Facts(device, dtype, cfg.n_embd // cfg.n_head, cfg.deterministic, machine.capability,
+    facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
                   cudnn=WRONG_CUDNN + 1, packages={cfg.attention: ""})
     return choose(cfg.attention, facts)[0]
 
 
-def workspaces(name: str, B: int, T: int, H: int, D: int, deterministic: bool = False,
+def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: bool = False,
                multiprocessors: int = 0) -> list[int]:
-    """Bytes of each request of kernel `name` for itself in a backward on (B, T, H, D), in its order: all
-    alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2, where
-    deterministic, in so many copies that each multiprocessor has one. What cuDNN takes is not published: a
-    guess. Counters are left out."""
+    """Bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D) and k, in its
+    order: all alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2,
+    where deterministic, in so many copies that each multiprocessor has one. Where several query heads share
+    one of keys and values, flash and flash_attn_2 make the gradients of these for each query head and sum
+    them then, flash_attn_3 and 4 sum them up in fp32. What cuDNN takes is not published: a guess, with a
+    gradient for each query head in fp32. Counters are left out."""
     def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
+    (B, T, H, D), (_, keys, Hkv, _) = q, k
     rows = 4 * B * H * up(T, 128)  # an fp32 number for each
+    shared = 2 * (Hkv < H)  # gradients of k and of v
+    summed = 4 * B * Hkv * up(keys, 128)
     if name == "flash_attn_3":
-        return [rows, rows, rows * next(width for width in (64, 96, 128, 192, 256) if width >= D)]
+        width = next(width for width in (64, 96, 128, 192, 256) if width >= D)
+        return [rows, rows, rows * width] + shared * [summed * width]
     if name == "flash_attn_4":
-        return [rows * up(D, 32), rows, rows]
+        return [rows * up(D, 32), rows, rows] + shared * [summed * up(D, 32)]
     if name not in ("flash", "flash_attn_2", "cudnn"):
         return []
     copies = ceil(multiprocessors / (B * H)) if deterministic and name != "cudnn" else 1
-    return [rows, rows * copies * up(D, 32 if D <= 128 else 64)]
+    each = (4 if name == "cudnn" else 2) * B * keys * H * D
+    return [rows, rows * copies * up(D, 32 if D <= 128 else 64)] + shared * [each]

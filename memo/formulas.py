@@ -7,21 +7,22 @@ from memo.layer import layer_of
 if TYPE_CHECKING:
     from memo.config import Config
 
-
 def parameters(cfg: "Config") -> int:
-    """P, the parameters that take part in a matrix product: the matrices of the layers and the tied
-    embedding; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
-    return cfg.n_layer * layer_of(cfg).matrix_elements + cfg.vocab_size * cfg.n_embd
+    """P, the elements of all matrices: of the layers, of the embedding, and of a head that is not the
+    embedding's; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
+    tables = 1 if cfg.tie_embeddings else 2
+    return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 
 
 def flops_per_sample(cfg: "Config") -> int:
-    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L H D S^2.
+    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L H D S^2, where P leaves out an embedding
+    that is not the head's too: rows of it are looked up.
 
     The second term is attention under the causal mask; without the mask it would be twice as large.
     Source: MEMO 5.1.
     """
-    S = cfg.block_size
-    return 6 * S * parameters(cfg) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
+    S, looked_up = cfg.block_size, 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd
+    return 6 * S * (parameters(cfg) - looked_up) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
 
 
 def tgs(tokens: int, gpus: int, seconds: float) -> float:

@@ -49,7 +49,8 @@ class Operation:
 
     kind: norm; column (x w^T, each tp rank has some of the columns of the result); row (residual + x w^T,
     each tp rank has a part of the sum); activation. `reads`: the tensor that goes in, `takes` elements a
-    token; `gives`: elements a token that come out. `rotary`: positions are rotated into the result.
+    token; `gives`: elements a token that come out. `rotary`: positions are rotated into the result. `gated`:
+    what goes in is the product of two tensors, silu(first) * second, made for it, and for its backward again.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Operation:
     takes: int
     gives: int
     rotary: bool = False
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Layer:
     def groups(self) -> dict[str, Operation]:
         """{group: the operation that rebuilds it}, in the order of the forward."""
         return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether q and k are normed head by head, each time that attention takes them."""
+        return "q_norm_w" in self.parameters
 
     @property
     def matrix_elements(self) -> int:
@@ -182,7 +189,7 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         output = Operation("row", "gelu_out", F, C)
     else:
         hidden = columns("gate_out", "ln2_out", F), columns("up_out", "ln2_out", F)
-        output = Operation("row", "gate_out up_out", F, C)
+        output = Operation("row", "gate_out up_out", F, C, gated=True)
     skeletal = (
         Skeletal(INPUT, C),
         Skeletal(ATTENTION, Q, split=True),  # attention is what costs to compute again

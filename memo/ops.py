@@ -17,6 +17,7 @@ rstd w. Every row is computed alone, so that a range of rows gets the same bits 
 import importlib.util
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 
@@ -112,7 +113,7 @@ def small_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
     if not tensors[0].is_cpu:
         yield from chunks(*tensors)
         return
-    rows = max(1, CACHED_ELEMENTS // tensors[0][0].numel())
+    rows = max(1, CACHED_ELEMENTS // prod(tensors[0].shape[1:]))
     yield from zip(*(t.split(rows) for t in tensors), strict=True)
 
 

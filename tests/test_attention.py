@@ -32,40 +32,45 @@ ALL = {"flash_attn_2": "", "flash_attn_3": "", "flash_attn_4": ""}
 
 
 def exact(q, k, v, dout, causal, scale):
-    """(out, lse, dq, dk, dv) by autograd."""
+    """(out, lse, dq, dk, dv) by autograd. Query head h reads head h Hkv // H of keys and values."""
     q, k, v = (t.detach().float().clone().requires_grad_() for t in (q, k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    H = q.shape[2]
+    k_, v_ = (torch.stack([t[:, :, h * t.shape[2] // H] for h in range(H)], 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k_) * scale
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(mask, -torch.inf)
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v_)
     out.backward(dout.float())
     return out, scores.logsumexp(-1), q.grad, k.grad, v.grad
 
 
-def tensors(shape, device=CPU, dtype=torch.float32):
-    g = torch.Generator(device).manual_seed(0)
-    return [torch.zeros(shape, device=device).normal_(generator=g).to(dtype) for _ in range(4)]
+def tensors(shape, device=CPU, dtype=torch.float32, kv_heads=None):
+    """q, k, v, dout."""
+    g, (B, T, H, D) = torch.Generator(device).manual_seed(0), shape
+    return [torch.zeros(B, T, heads, D, device=device).normal_(generator=g).to(dtype)
+            for heads in (H, kv_heads or H, kv_heads or H, H)]
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
 @pytest.mark.parametrize("name", list(BACKENDS))
-def test_backends_agree_with_the_mathematics(name, causal):
+def test_backends_agree_with_the_mathematics(name, kv_heads, causal):
     device = torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if why := missing(name, facts_of(device, dtype, 64)[0]):
         with pytest.raises(ConfigError, match=f"attention={name} is not available: {why}"):
             resolve_attention(name, device, dtype, 64)
         return
-    q, k, v, dout = tensors((2, 200, 3, 64), device, dtype)
+    q, k, v, dout = tensors((2, 200, 6, 64), device, dtype, kv_heads)
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     out, lse = BACKENDS[name].forward(q, k, v, causal, 0.125)
     want, want_lse, *gradients = exact(q, k, v, dout, causal, 0.125)
-    assert lse.shape == (2, 3, 200) and lse.dtype == torch.float32
+    assert lse.shape == (2, 6, 200) and lse.dtype == torch.float32
     assert error(lse, want_lse) < limit and error(out.float(), want) < limit
     ours = BACKENDS[name].backward(dout, q, k, v, out, lse, causal, 0.125)
     for got, g in zip(ours, gradients, strict=True):
-        assert got.shape == q.shape and error(got.float(), g) < limit
+        assert got.shape == g.shape and error(got.float(), g) < limit
 
 
 # --- the packages ---
@@ -74,13 +79,15 @@ def test_backends_agree_with_the_mathematics(name, causal):
 @pytest.mark.parametrize("version, takes_out",
                          [("2.8.3", False), ("3 of 2.8.3", True), ("3", False), ("4 beta 0", True),
                           ("4 beta 27", True)])
-def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, deterministic, monkeypatch):
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, deterministic, kv_heads,
+                                                         monkeypatch):
     fakes.install(monkeypatch, version)
     kernel = installed_kernel(fakes.KERNEL[version[0]])
     assert kernel.takes_out == takes_out and kernel.name == fakes.KERNEL[version[0]]
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 2 * 24 * 16 * 2)  # groups of two heads of four
-    packed = torch.cat(tensors((2, 24, 4, 16)), 3)
-    q, k, v, dout = packed.split(16, 3)  # strides of a projection's columns
+    packed = torch.cat(tensors((2, 24, 4, 16), kv_heads=kv_heads), 2)
+    q, k, v, dout = packed.split((4, kv_heads, kv_heads, 4), 2)  # strides of a projection's columns
     want, want_lse, *gradients = exact(q, k, v, dout, True, 0.25)
     out, lse = torch.zeros(2, 24, 4, 16), torch.zeros(2, 4, 24)
     torch.use_deterministic_algorithms(deterministic)
@@ -144,8 +151,8 @@ def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtyp
      "flash_attn_3 is not installed; cudnn needs deterministic=False; flash_attn_2 is not installed"),
     (facts((9, 0), deterministic=True, packages=ALL), "flash_attn_3", ""),
     (facts((9, 0), 256, deterministic=True, packages=ALL), "flash_attn_2",
-     "flash_attn_3 needs n_embd/n_head=256 to be at most 192 or deterministic=False; "
-     "cudnn needs n_embd/n_head=256 to be at most 128"),
+     "flash_attn_3 needs head_dim=256 to be at most 192 or deterministic=False; "
+     "cudnn needs head_dim=256 to be at most 128"),
     (facts((10, 0), packages=ALL), "flash_attn_4", ""),
     (facts((10, 3), packages=["flash_attn_3", "flash_attn_2"]), "cudnn", "flash_attn_4 is not installed"),
     (facts((10, 0), deterministic=True, packages=ALL), "flash_attn_4", ""),
@@ -154,8 +161,8 @@ def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtyp
     (facts((8, 9)), "flash", "flash_attn_2 is not installed"),
     (facts((12, 0)), "flash", "flash_attn_2 is not installed"),
     (facts((8, 9), 208), "math",
-     "flash_attn_2 is not installed; flash has no backward for n_embd/n_head=208 on this GPU; "
-     "cudnn needs n_embd/n_head=208 to be at most 128"),
+     "flash_attn_2 is not installed; flash has no backward for head_dim=208 on this GPU; "
+     "cudnn needs head_dim=208 to be at most 128"),
     (facts((8, 0), 208), "flash", "flash_attn_2 is not installed"),
 ])
 def test_auto_takes_the_fastest_kernel_and_says_why_not_another(given, kernel, why):
@@ -213,21 +220,36 @@ def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
     ((1, 1000, 32, 128), True, [131072, 83886080])])
 def test_what_a_kernel_takes_for_itself(shape, deterministic, requests):
     for name in ("flash", "flash_attn_2"):
-        assert workspaces(name, *shape, deterministic, 132) == requests
+        assert workspaces(name, shape, shape, deterministic, 132) == requests
     B, T, H, D = shape
     for name in ("flash_attn_3", "flash_attn_4"):  # no copies
-        assert sum(workspaces(name, *shape, deterministic, 132)) == 4 * B * H * (T + -T % 128) * (D + 2)
-    assert workspaces("flash_attn_3", 1, 128, 1, 72)[-1] == 4 * 128 * 96
-    assert workspaces("flash", 1, 128, 1, 136)[-1] == 4 * 128 * 192
+        assert sum(workspaces(name, shape, shape, deterministic, 132)) == 4 * B * H * (T + -T % 128) * (D + 2)
+    one, wider = (1, 128, 1, 72), (1, 128, 1, 136)
+    assert workspaces("flash_attn_3", one, one)[-1] == 4 * 128 * 96
+    assert workspaces("flash", wider, wider)[-1] == 4 * 128 * 192
 
 
+def test_what_a_kernel_takes_where_query_heads_share_keys():
+    """Half of a ring's keys: flash makes gradients of k and v for each query head, 3 and 4 sum in fp32."""
+    q, k = (2, 1000, 8, 72), (2, 500, 2, 72)
+    for name in ("flash", "flash_attn_2"):
+        assert workspaces(name, q, k)[2:] == 2 * [2 * 2 * 500 * 8 * 72]
+    assert workspaces("flash_attn_3", q, k)[3:] == 2 * [4 * 2 * 512 * 2 * 96]
+    assert workspaces("flash_attn_4", q, k)[3:] == 2 * [4 * 2 * 512 * 2 * 96]
+    for name in ("flash", "flash_attn_2", "cudnn", *ALL):
+        own = workspaces(name, q, (2, 500, 8, 72))
+        assert own == workspaces(name, q, k)[:-2]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("name", ["flash", "cudnn", *ALL])
-def test_a_trace_has_the_requests_of_its_kernel(name):
+def test_a_trace_has_the_requests_of_its_kernel(name, kv_heads):
     """One group of heads of four: the results, and what lives while the kernel runs."""
-    shape = (1, 256, 4, 64)
+    shape, shared = (1, 256, 4, 64), (1, 256, kv_heads, 64)
     kernel, arena = resolve_attention(name, torch.device("meta"), torch.bfloat16, 64), FakeArena(
         lambda op, args: kernel_requests(op, args, deterministic=True, multiprocessors=9))
-    q, k, v, dout, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(5))
+    q, k, v, dout, out = (torch.empty(s, dtype=torch.bfloat16, device="meta")
+                          for s in (shape, shared, shared, shape, shape))
     lse = torch.empty(1, 4, 256, device="meta")
     arena.run("forward", attend, kernel, q, k, v, True, 0.125, out, lse)
     arena.run("backward", kernel.backward, dout, q, k, v, out, lse, True, 0.125)
@@ -235,9 +257,12 @@ def test_a_trace_has_the_requests_of_its_kernel(name):
     sizes = {label: [event[-1] for event in events if event[0] == "malloc"]
              for label, events in segments.items()}
     tensor, row = 2 * 256 * 4 * 64, 4 * 256 * 4
-    wanted = workspaces(name, *shape, True, 9)
-    assert sum(wanted) == row * {"flash": 193, "flash_attn_2": 193, "cudnn": 65}.get(name, 66)
-    assert sizes["backward"][-len(wanted):] == wanted and sizes["backward"].count(tensor) >= 3
+    wanted = workspaces(name, shape, shared, True, 9)
+    own = {"flash": 193, "flash_attn_2": 193, "cudnn": 65}.get(name, 66)
+    shared_sums = {"flash": 64, "flash_attn_2": 64, "cudnn": 128}.get(name, 64) * (kv_heads < 4)
+    assert sum(wanted) == row * (own + shared_sums) and sizes["backward"][-len(wanted):] == wanted
+    results = sizes["backward"][:-len(wanted)]
+    assert results.count(tensor) >= (3 if kv_heads == 4 else 1) and results.count(tensor * kv_heads // 4) >= 2
     assert sizes["forward"].count(tensor) == (name != "flash_attn_4") and row in sizes["forward"]
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from memo.config import KEYS, Config, keys_help, load_config
 from memo.errors import ConfigError
-from memo.formulas import parameters
+from memo.formulas import flops_per_sample, parameters
 from memo.keys import check_value
+from memo.layer import model_parameters
 from memo.manifest import FORMAT, METADATA, manifest_text
 from model import GPT
 from testing.paper import PAPER
@@ -318,7 +320,7 @@ def test_help_has_every_key_in_its_section(monkeypatch, columns):
 
 def test_every_preset_loads():
     presets = sorted((ROOT / "config").glob("*.py"))
-    assert len(presets) == 7
+    assert len(presets) == 12
     for path in presets:
         load_config([str(path)])
 
@@ -334,6 +336,26 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
     norms = (2 * cfg.n_layer + 1) * cfg.n_embd
     padding = (cfg.padded_vocab_size - cfg.vocab_size) * cfg.n_embd
     assert gpt.params.numel() == P + norms + padding
+
+
+# parameters of the published weights, without biases for GPT-3, whose paper says 175.0B
+PUBLISHED = {"llama3_8b_1m": 8_030_261_248, "qwen3_8b_1m": 8_190_735_360, "llama2_7b_1m": 6_738_415_616,
+             "llama2_70b_1m": 68_976_648_192, "gpt_175b": 12 * 96 * 12288**2 + (50257 + 2 * 96 + 1) * 12288}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_published_models_build_on_the_meta_device(preset):
+    cfg = load_config([str(ROOT / "config" / f"{preset}.py")])
+    tables = 1 if cfg.tie_embeddings else 2
+    padding = tables * (cfg.padded_vocab_size - cfg.vocab_size) * cfg.n_embd
+    shapes = [p.shape for p in model_parameters(cfg).values()]
+    assert sum(map(prod, shapes)) - padding == PUBLISHED[preset]
+    assert GPT(cfg, "meta", torch.bfloat16).params.numel() - padding == PUBLISHED[preset]
+    vectors = sum(prod(shape) for shape in shapes if len(shape) == 1)
+    assert parameters(cfg) == PUBLISHED[preset] - vectors
+    looked_up = 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd
+    S, L, Q = cfg.block_size, cfg.n_layer, cfg.n_head * cfg.head_width
+    assert flops_per_sample(cfg) == 6 * S * (parameters(cfg) - looked_up) + 6 * L * Q * S**2
 
 
 TORCH_FREE = {  # by themselves and in all that they import

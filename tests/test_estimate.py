@@ -20,7 +20,7 @@ from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
 from memo.estimate.budget import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.roofline import swap_s
+from memo.estimate.roofline import LayerSeconds, swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
 from memo.optim import Optimizer
@@ -32,7 +32,9 @@ from testing.paper import PAPER, of_that_width, paper_config, rows_of_table3
 from tests.helpers import ROOT
 from tests.helpers import argv as arguments
 
-A800 = hardware.machine("a800-80gb")
+A800, H100 = hardware.machine("a800-80gb"), hardware.machine("h100-80gb")
+LLAMA = dict(n_head=4, n_kv_head=2, head_dim=24, n_inner=192, norm="rmsnorm", mlp="swiglu", qk_norm=True,
+             tie_embeddings=False)  # every key of the family, each width unlike GPT's
 SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
 
 
@@ -136,11 +138,11 @@ def test_every_byte_is_in_a_line_and_a_region():
                           dict(dtype="bfloat16"), dict(optimizer_device="cpu", cp=2),
                           dict(optimizer_device="cpu", tp=2, gradient_accumulation_steps=4, bias=True),
                           dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
-                          dict(activation="recompute")])
+                          dict(activation="recompute"), LLAMA, dict(LLAMA, tp=2, cp=2),
+                          dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True)])
 def test_lines_are_the_bytes_of_a_real_model(keys):
-    keys = dict(gradient_accumulation_steps=2) | keys
-    keys |= dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
-    cfg = Config(**keys)
+    shape = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
+    cfg = Config(**shape | dict(gradient_accumulation_steps=2) | keys)
     cpu, world = torch.device("cpu"), 2 * cfg.tp * cfg.cp
     here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40),
                             None, None, None)
@@ -160,8 +162,8 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
 
 
 @cache
-def traced_arenas(*argv, device="cuda"):
-    cfg = load_config(["config/7b_1m.py", *argv])
+def traced_arenas(*argv, device="cuda", preset="7b_1m"):
+    cfg = load_config([f"config/{preset}.py", *argv])
     machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
     return traced_arena(cfg, machine), fast_arena(cfg, machine)
 
@@ -176,10 +178,26 @@ def test_the_fast_bound_is_one_and_is_near(text):
     assert exact <= bound <= 2 * exact
 
 
+NARROW = "--n_embd=1024 --n_head=16 --n_inner=1024 --vocab_size=512"  # attention is wider than all else
+
+
 @pytest.mark.slow
-def test_a_run_finds_what_was_estimated(dataset, tmp_path):
+@pytest.mark.parametrize("preset, text", [
+    ("llama3_8b_1m", "--tp=8 --cp=1"), ("llama3_8b_1m", "--tp=4 --cp=2 --block_size=4194304"),
+    ("llama3_8b_1m", "--tp=1 --cp=8"), ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
+    ("llama3_8b_1m", "--tp=8 --cp=1 --n_inner=28672 --block_size=65536"), ("qwen3_8b_1m", "--tp=8 --cp=1"),
+    ("qwen3_8b_1m", f"{NARROW} --n_kv_head=2 --tp=2 --cp=1 --batch_size=4 --block_size=32768")])
+def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
+    exact, bound = (sum(arena) for arena in traced_arenas(*text.split(), preset=preset))
+    assert exact <= bound <= 1.45 * exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False,
+                                                        qkv_bias=True)])
+def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
     train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1,
-                         warmup_iters=0))
+                         warmup_iters=0, **family))
     plan = json.loads((tmp_path / "plan.json").read_text())
     guessed, measured = plan["estimate"]["device_bytes"], {}
     guessed["transient"] += guessed["head"]
@@ -247,6 +265,27 @@ def test_what_binds_and_more_hardware_is_never_slower():
     little = budget.estimate(replace(cfg, host_memory_gb=200.0), A800, 8, fast_arena)
     assert little.binds == "host memory" and little.alpha < got.alpha and little.mfu < got.mfu
     assert set(got.layer.groups_s) == set(groups_of(tensors_of(cfg, 4)))
+
+
+def test_seconds_follow_the_widths_of_the_layer():
+    def layer(**keys):
+        return LayerSeconds(replace(load_config(["config/llama3_8b_1m.py"]), **keys), H100, 2)
+    got, whole, rows = layer(), layer(n_kv_head=32), 2**20 // 4  # cp=4
+    assert got.kv_bytes == 2 * rows * 1024 // 2 * 2 == whole.kv_bytes // 4  # k and v, tp=2, bf16
+    assert got.kernels_s() == whole.kernels_s() == layer(n_inner=4096).kernels_s()
+    wider = layer(head_dim=256, n_head=32, n_kv_head=4, attention="flash")
+    assert wider.attention_flops == 2 * got.attention_flops and wider.kv_bytes == got.kv_bytes
+    for group, width in dict(gate_out=14336, up_out=14336, q=4096, k=1024, v=1024).items():
+        seconds = 2 * rows * width * 4096 / 2 / H100.speeds.rate("matmul")
+        messages = got.message_s(got.together(got.layer.groups[group]))
+        assert seconds < got.groups_s[group] < 1.1 * seconds + messages
+    normed = layer(qk_norm=True)  # rotated with the norms, in attention
+    assert normed.attention_s > got.attention_s and normed.groups_s["q"] < got.groups_s["q"]
+    ulysses, dealt = (layer(tp=1, cp=8, context_parallel="ulysses", n_kv_head=n) for n in (8, 2))
+    assert ulysses.exchanges_s() == dealt.exchanges_s()  # each of two heads goes to four ranks
+    gated = 3 * 14336 * rows // 2 * 2 / H100.speeds.rate("memory")
+    output = got.layer.output
+    assert gated < got.operation_s(output) - got.product_s(output) - got.message_s([output]) < 1.5 * gated
 
 
 # --- search ---
@@ -517,6 +556,7 @@ DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format
            changed(capability=9), changed(capability=[9]), changed(multiprocessors=-1), changed(node=None),
            changed(node={}), node(gpus_per_node=0), node(gpus_per_node=1.5), node(host_memory_bytes=-10**12),
            node(pcie_bytes_per_s=0), node(more=1), node(nvlink_bytes_per_s=True), changed(speeds=[]),
+           speeds([[1, 7.0]], "swiglu forward"),
            changed(speeds={}), speeds([[1, 1e9]], "anything"), speeds([]), speeds(1), speeds([1]),
            speeds([[1, 2, 3]]), speeds([[1, -1e9]]), speeds([[1, 0]]), speeds([[0, 1e9]]),
            speeds([[2, 1e9], [1, 1e9]]), speeds([[1, 1e9], [1, 2e9]]), speeds([["1", 1e9]]),
@@ -530,6 +570,10 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     preset = ["config/gpt2_124m.py", "--fast"]
     path.write_text(changed())
     assert command(*preset, capsys=capsys)[0] in (0, 2) and hardware.machine("here").threads == 2
+    table = hardware.machine("here").speeds.table  # of a file from before RMSNorm and SwiGLU
+    assert all(table[op] == table[like] for op, like in hardware.ADDED.items())
+    path.write_text(changed(speeds=MEASURED["speeds"] | dict.fromkeys(hardware.ADDED, [[1, 7.0]])))
+    assert hardware.machine("here").speeds.rate("swiglu backward") == 7.0
     for text in DAMAGED:
         path.write_text(text)
         code, out, err = command(*preset, capsys=capsys)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ ROOT = Path(__file__).parents[2]
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
 # config keys on which the memory requests of a step depend
-REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "bias", "gelu", "position", "batch_size",
+REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
+                "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "cp", "context_parallel", "dtype", "solver", "deterministic", "ops")
 
 # The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
@@ -132,34 +134,53 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     """A bound of the ArenaBytes, without a trace: the largest of attention over a group of heads, a chunk
     of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces. `scale` multiplies
     it."""
-    e, tp, cp, C = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd
+    e, tp, cp, C, D = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd, cfg.head_width
     rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
     own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
-    heads = group_heads(cfg)
-    group = rows * heads * C // cfg.n_head * e
-    gradients = 3 * group if heads == cfg.n_head // tp else 0  # several groups write dq, dk, dv over q, k, v
-    # what the kernel of attention sees
-    name, B, T, H = backends.kernel_of(cfg, machine), cfg.batch_size, rows // cfg.batch_size, heads
-    if cfg.context_parallel == "ulysses":
-        T, H = cfg.block_size, heads // cp
-    kernel = sum(backends.workspaces(name, B, T, H, C // cfg.n_head, cfg.deterministic,
+    heads, sharing = group_heads(cfg), cfg.n_head // cfg.kv_heads
+    group, kv = (rows * n * D * e for n in (heads, -(-heads // sharing)))
+    several = heads < cfg.n_head // tp
+    # several groups write dq, dk, dv over q, k, v, and sum those of a shared head of keys and values in fp32
+    gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
+    Q, F = cfg.n_head * D, cfg.inner_width
+    dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
+    gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
+    product = chunk * F // C / tp if cfg.mlp == "swiglu" else 0
+    layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + NORM_CHUNKS * f * own,
+                gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product)
+    layer = STATISTICS * (layer + dout)
+    return ArenaBytes(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
+
+
+def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: int) -> float:
+    """A bound of the bytes of attention over a group of so many heads, with those of its kernel. `group`,
+    `kv`: bytes of the group's queries, and of its keys."""
+    e, cp, D, ulysses = itemsize_of(cfg, machine), cfg.cp, cfg.head_width, cfg.context_parallel == "ulysses"
+    f, B, T, H, several = 4 / e, cfg.batch_size, cfg.block_size // cp, heads, heads < cfg.n_head // cfg.tp
+    kv_heads = dealt = kv // (group // heads)
+    if ulysses:  # what the kernel of attention sees
+        dealt *= cp // gcd(kv_heads, cp)
+        T, H, kv_heads = cfg.block_size, heads // cp, dealt // cp
+    name = backends.kernel_of(cfg, machine)
+    kernel = sum(backends.workspaces(name, (B, T, H, D), (B, T, kv_heads, D), cfg.deterministic,
                                      machine.multiprocessors))
-    if name == "flash" and heads < cfg.n_head // tp:
+    if name == "flash" and several:
         kernel += 2 * group  # it makes dout and out contiguous
     if name == "cpu":
         kernel = machine.threads * CPU_QUERIES * CPU_KEYS * 2 * (4 + e % 4)
     if name == "math":
         kernel = MATH_SCORE_BYTES * B * H * T * T
-    attention = ATTENTION_GROUPS * group
-    if cp > 1 and cfg.context_parallel == "ulysses":
-        attention = ULYSSES_GROUPS * group
-    elif cp > 1:
-        attention = (RING_GROUPS["two ranks" if cp == 2 else "more"] + RING_FP32_GROUPS * f) * group
-    gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
-    layer = max(attention + kernel, gradients + NORM_CHUNKS * f * own, gradients + gathered + chunk / tp,
-                gathered + 2 * f * chunk / tp)
-    layer *= STATISTICS
-    return ArenaBytes(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))
+    if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
+        kernel += (1 + several) * (group + kv)
+    fewer = group - kv  # bytes by which a tensor like k is shorter than one like q
+    if cp > 1 and ulysses:
+        fewer, wide = group - group // heads * dealt, group // heads * dealt
+        summed = f * (wide + kv) if wide > kv else 0  # over the ranks that had the same head
+        return ULYSSES_GROUPS * group - 4 * fewer + summed + kernel
+    if cp > 1:
+        blocks, wide = RING_GROUPS["two ranks" if cp == 2 else "more"], 3 if cp == 2 else 5
+        return (blocks + RING_FP32_GROUPS * f) * group - (wide + 4 * f) * fewer + kernel
+    return ATTENTION_GROUPS * group - 2 * fewer + kernel
 
 
 def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
@@ -270,7 +291,7 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     on the activations)."""
     data = world // cfg.tp
     layout, buckets = local_layout(cfg, cfg.tp, data)
-    T, D, micros = cfg.block_size // cfg.cp, cfg.n_embd // cfg.n_head, micro_batches(cfg, world)
+    T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micro_batches(cfg, world)
     numel, on_host = buckets[-1][1], cfg.optimizer_device == "cpu"
     whole = data == 1 and itemsize == 4 and not on_host  # the weights are the masters
     optimizer = (STATES_BYTES - 4 * whole) * numel // data

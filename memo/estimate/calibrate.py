@@ -76,7 +76,7 @@ def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device) -> J
 def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
     """{operation: (call, bytes read and written)} over tensors of about so many bytes."""
     rows = max(1, nbytes // dtype.itemsize // ROW_WIDTH)
-    x, y, out = (torch.randn(rows, ROW_WIDTH, dtype=dtype, device=device) for _ in range(3))
+    x, y, out, gate, up = (torch.randn(rows, ROW_WIDTH, dtype=dtype, device=device) for _ in range(5))
     w, u = torch.ones(ROW_WIDTH, dtype=dtype, device=device), x.nbytes
     angles = torch.randn(rows, HEAD_DIM // 2, device=device)
     turn = torch.polar(torch.ones_like(angles), angles)
@@ -84,9 +84,12 @@ def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[st
     flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(ROW_WIDTH, device=device)
     steps = torch.ones((), device=device)
     ops, _ = resolve_ops("auto", device)
-    calls = {"norm forward": partial(ops.norm_forward, x, w, None, out, mean, rstd, 1e-5),
-             "norm backward": partial(ops.norm_backward, x, y, x, mean, rstd, w, None, dw, None, out),
-             "rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False)}
+    calls = {"rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False),
+             "swiglu forward": partial(ops.swiglu_forward, x, y, out),
+             "swiglu backward": partial(ops.swiglu_backward, out, gate, up)}
+    for op, kept in (("norm", mean), ("rms norm", None)):
+        calls[f"{op} forward"] = partial(ops.norm_forward, x, w, None, out, kept, rstd, 1e-5)
+        calls[f"{op} backward"] = partial(ops.norm_backward, x, y, x, kept, rstd, w, None, dw, None, out)
 
     def head() -> None:
         softmax(ALONE.weights, x).to(dtype)

@@ -226,9 +226,10 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         hidden = {"hidden": [(1, REST["hidden"])]}  # which is not measured
         hidden = {} if measured["memory_bytes"] is None else hidden
+        speeds = {op: measured["speeds"][like] for op, like in ADDED.items()} | measured["speeds"] | hidden
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
+                       Speeds(speeds, measured["overhead_s"], measured["itemsize"]),
                        measured["threads"], tuple(measured["capability"]), measured["multiprocessors"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
@@ -251,6 +252,9 @@ MESSAGES = {"gather", "scatter", "exchange", "shift"}
 # that --calibrate measures
 OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary",
               "gelu forward", "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}
+# that calibrations of before lack, and whose speeds they have in their place
+ADDED = {f"{op} {way}": f"{like} {way}" for op, like in (("rms norm", "norm"), ("swiglu", "gelu"))
+         for way in ("forward", "backward")}
 
 
 def calibration_path(ranks: int) -> Path:
@@ -298,7 +302,7 @@ def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
-    yield "speeds", isinstance(speeds, dict) and speeds.keys() == operations
+    yield "speeds", isinstance(speeds, dict) and speeds.keys() in (operations, operations | ADDED.keys())
     for op, points in speeds.items():
         pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
                                                             for p in points)

@@ -35,8 +35,9 @@ def table(got: Estimate) -> list[str]:
     """The lines of one estimate for people: bytes of a rank, which add up, alpha, seconds, the verdict."""
     cfg = got.cfg
     nodes = -(-got.world // got.machine.node.gpus_per_node)
+    shared = f" Hkv={cfg.kv_heads}" if cfg.kv_heads < cfg.n_head else ""
     lines = [f"model       {billions(parameters(cfg))} parameters, L={cfg.n_layer} C={cfg.n_embd} "
-             f"H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size:,}",
+             f"H={cfg.n_head}{shared} V={cfg.vocab_size} S={cfg.block_size:,}",
              f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, "
              f"{layout_of(got)}",
              f"activation  {mode_of(got)}",

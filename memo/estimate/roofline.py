@@ -1,14 +1,14 @@
 """Seconds of a step: the sum of its operations, each at its own speed (hardware.py), and the exposed
 seconds of messages and copies.
 
-A rank's own rows are N = B*T/tp; u, the bytes of one (N, C) tensor, is the unit of elementwise passes, whose
-amounts are bytes read and written. Sizes that speeds depend on: of a matrix product the geometric mean of the
-weight's dims, of attention the keys of a rank's block, of elementwise passes their bytes. Source: MEMO 4.1
-on which copies and messages hide behind which operations.
+A rank's own rows are N = B*T/tp; `row_bytes`, those of one element of each, is the unit of elementwise
+passes and messages, whose amounts are bytes read and written, or sent. Sizes that speeds depend on: of a
+matrix product the geometric mean of the weight's dims, of attention the keys of a rank's block, of
+elementwise passes their bytes. Source: MEMO 4.1 on which copies and messages hide behind which operations.
 """
 
 from collections.abc import Callable
-from math import fsum, sqrt
+from math import fsum, gcd, sqrt
 
 from memo.backends import kernel_of
 from memo.config import Config
@@ -27,11 +27,13 @@ from memo.layer import (
 from memo.swap.placement import Placement
 from memo.swap.schedule import Step, schedule, times_of
 
-# Units that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
+# Tensors that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
 # such pass, whatever kernels it took.
-PASSES = {"norm forward": 2, "norm backward": 4, "rotary": 2, "merge": 5}
+PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms norm backward": 4, "rotary": 2,
+          "merge": 5, "swiglu forward": 3, "swiglu backward": 5}
 # with ops=torch on a GPU
-PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rotary": 10, "merge": 9}
+PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20, "rms norm backward": 48,
+                   "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13}
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
 # One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
@@ -40,8 +42,13 @@ BUCKETS = 30
 
 
 def units_of_passes(cfg: Config, speeds: Speeds) -> dict[str, int]:
-    """{operation: units that it reads and writes} with the kernels of cfg.ops."""
+    """{operation: tensors that it reads and writes} with the kernels of cfg.ops."""
     return PASSES_OF_TORCH if cfg.ops == "torch" and "rotary" not in speeds.table else PASSES
+
+
+def norm_of(cfg: Config) -> str:
+    """The operation's name."""
+    return {"layernorm": "norm", "rmsnorm": "rms norm"}[cfg.norm]
 
 
 class LayerSeconds:
@@ -57,14 +64,17 @@ class LayerSeconds:
         self.halves = self.products_by_half()
         B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
-        self.u = B * T * C * itemsize // cfg.tp
-        self.kv_bytes, self.itemsize = 2 * self.u, itemsize
-        scores = B * cfg.block_size**2 / 2 * C  # that the mask leaves, times C
+        self.Q, self.KV = (heads * self.layer.head_dim for heads in (self.layer.heads, self.layer.kv_heads))
+        self.row_bytes, self.itemsize = B * T // cfg.tp * itemsize, itemsize
+        self.kv_bytes = 2 * self.KV * self.row_bytes
+        scores = B * cfg.block_size**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes, self.pieces = units_of_passes(cfg, self.speeds), self.pieces_of_rows()
         attention = self.attention_forward_s()
         self.groups_s = {group: self.operation_s(op) for group, op in self.layer.groups.items()}
-        self.attention_s = attention + self.pass_s("copy", 2)  # into attn_out
+        self.attention_s = attention + self.copy_s(2 * self.Q)  # into attn_out
+        if self.layer.head_norms:
+            self.attention_s += self.head_norms_s("forward")
         self.forward_s = sum(self.groups_s.values()) + self.attention_s + self.operation_s(self.layer.output)
         self.backward_s = self.backward()
         self.attention_kernels_s = sum(self.kernels_s())
@@ -95,7 +105,7 @@ class LayerSeconds:
     def message_s(self, ops: list[Operation]) -> float:
         """Exposed seconds of the message of operations with one input."""
         gathers = ops[0].kind == "column"
-        return self.exposed_s(len(ops) * self.product_s(ops[0]), "gather" if gathers else "scatter")
+        return self.exposed_s(fsum(map(self.product_s, ops)), "gather" if gathers else "scatter")
 
     def product_s(self, op: Operation) -> float:
         return self.matmul_s(op.gives, op.takes)
@@ -103,14 +113,15 @@ class LayerSeconds:
     def operation_s(self, op: Operation) -> float:
         """Of all rows."""
         if op.kind == "norm":
-            return self.pass_s("norm forward")
+            return self.pass_s(f"{norm_of(self.cfg)} forward", self.C)
         if op.kind == "activation":
-            return self.pass_s("gelu forward", (op.takes + op.gives) // self.C)
+            return self.bytes_s("gelu forward", op.takes + op.gives)
         if op.kind == "row":  # residual + x w^T: each of the tp ranks has a part of the sum
-            copied = self.pass_s("copy", 3) if self.tp > 1 else 0.0
-            return self.product_s(op) + self.message_s([op]) + copied
+            copied = self.copy_s(3 * op.gives) if self.tp > 1 else 0.0
+            gated = self.pass_s("swiglu forward", op.takes) if op.gated else 0.0
+            return self.product_s(op) + self.message_s([op]) + copied + gated
         ops = self.together(op)
-        rotary = self.pass_s("rotary") if op.rotary else 0.0
+        rotary = self.pass_s("rotary", op.gives) if op.rotary else 0.0
         return self.message_s(ops) / len(ops) + self.product_s(op) + rotary
 
     def kernels_s(self) -> list[float]:
@@ -125,9 +136,22 @@ class LayerSeconds:
         weights = gives * takes / self.tp
         return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
 
-    def pass_s(self, op: str, units: float | None = None) -> float:
-        nbytes = (units or self.passes[op]) * self.u
+    def bytes_s(self, op: str, elements: float) -> float:
+        """Seconds of an operation that reads and writes so many elements a row."""
+        nbytes = elements * self.row_bytes
         return self.speeds.seconds(op, nbytes, nbytes)
+
+    def pass_s(self, op: str, width: int) -> float:
+        """Seconds of an operation of PASSES on tensors so many elements wide."""
+        return self.bytes_s(op, self.passes[op] * width)
+
+    def copy_s(self, elements: float) -> float:
+        return self.bytes_s("copy", elements)
+
+    def head_norms_s(self, way: str) -> float:
+        """Seconds to norm q and k head by head and to rotate them, or their gradients back."""
+        rotary = self.pass_s("rotary", self.Q + self.KV) if self.cfg.position == "rope" else 0.0
+        return self.pass_s(f"rms norm {way}", self.Q + self.KV) + rotary
 
     def pieces_of_rows(self) -> int:
         """Pieces of a rank's own rows, as tp.in_turns cuts them on a GPU."""
@@ -140,7 +164,8 @@ class LayerSeconds:
         of that best case that it reaches; on a CPU, and where it is not known, nothing hides."""
         if self.tp == 1:
             return 0.0
-        seconds = [self.machine.message_s(op, self.u * (self.tp - 1), self.tp) for op in messages]
+        nbytes = self.C * self.row_bytes * (self.tp - 1)  # inputs and outputs of a half are C wide
+        seconds = [self.machine.message_s(op, nbytes, self.tp) for op in messages]
         hidden = self.speeds.rate("hidden") if "hidden" in self.speeds.table and self.pieces > 1 else 0.0
         best = seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
         return sum(seconds) - hidden * max(0.0, sum(seconds) - best)
@@ -162,13 +187,17 @@ class LayerSeconds:
         ops = self.operations
         products = fsum(self.product_s(op) for op in ops if op.kind in ("column", "row"))
         norms = sum(op.kind == "norm" for op in ops)
-        passes = norms * self.pass_s("norm backward")
+        passes = norms * self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
         for op in ops:
             if op.kind == "activation":
-                passes += self.pass_s("gelu backward", (2 * op.gives + op.takes) // self.C)
-        passes += sum(op.rotary for op in ops) * self.pass_s("rotary")
+                passes += self.bytes_s("gelu backward", 2 * op.gives + op.takes)
+            if op.gated:
+                passes += sum(self.pass_s(f"swiglu {way}", op.takes) for way in ("forward", "backward"))
+        passes += fsum(self.pass_s("rotary", op.gives) for op in ops if op.rotary)
+        if self.layer.head_norms:  # once more, then of their gradients
+            passes += sum(map(self.head_norms_s, ("forward", "backward")))
         if group_heads(self.cfg) < self.cfg.n_head // self.tp:
-            passes += self.pass_s("copy", 6)  # a group's dq, dk, dv take the place of its q, k, v
+            passes += self.copy_s(2 * (self.Q + 2 * self.KV))  # a group's dq, dk, dv go where q, k, v were
         # dx and dw of each product
         return 2 * products + passes + self.exposed_in_backward_s() + self.attention_backward_s()
 
@@ -182,21 +211,27 @@ class LayerSeconds:
         which carries the message itself, nothing hides."""
         return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
 
-    def exchange_s(self, tensors: int) -> float:
-        """Seconds of the all-to-alls of Ulysses, which all are exposed."""
-        nbytes = self.u * (self.cp - 1) / self.cp
+    def exchange_s(self, width: int) -> float:
+        """Seconds of an all-to-all of Ulysses, all of them exposed, of a tensor so many elements wide."""
+        nbytes = width * self.row_bytes * (self.cp - 1) / self.cp
         message = self.machine.message_s("exchange", nbytes, self.cp * self.tp, self.tp)
-        return tensors * (message + self.pass_s("copy", 4))
+        return message + self.copy_s(4 * width)
+
+    def exchanges_s(self) -> float:
+        """Seconds of the all-to-alls of q, k, v and attention's output. A head of keys and values that
+        several ranks read goes to each."""
+        dealt = self.cp // gcd(self.layer.kv_heads // self.tp, self.cp) * self.KV
+        return 2 * self.exchange_s(self.Q) + 2 * self.exchange_s(dealt)
 
     def attention_forward_s(self) -> float:
         kernels = self.kernels_s()[0]
         if self.cp == 1:
             return kernels
         if self.cfg.context_parallel == "ulysses":
-            return kernels + self.exchange_s(4)
+            return kernels + self.exchanges_s()
         # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a
         # later rank's
-        merge = self.pass_s("copy", 6 + 0.75 * (self.cp - 1) * self.passes["merge"])
+        merge = self.copy_s((6 + 0.75 * (self.cp - 1) * self.passes["merge"]) * self.Q)
         return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
 
     def attention_backward_s(self) -> float:
@@ -204,10 +239,10 @@ class LayerSeconds:
         if self.cp == 1:
             return kernels
         if self.cfg.context_parallel == "ulysses":
-            return kernels + self.exchange_s(8)
+            return kernels + 2 * self.exchanges_s()
         gradients = self.kv_bytes * 4 // self.itemsize  # dk and dv, in fp32
         late = self.late_s(self.kv_bytes + gradients, kernels / self.cp)
-        merge = self.pass_s("copy", 6 + 3 * self.cp * (1 + 8 // self.itemsize))
+        merge = self.copy_s((2 + self.cp * (1 + 8 // self.itemsize)) * (self.Q + 2 * self.KV))
         return kernels + merge + (self.cp - 1) * late + self.hop_s(gradients)
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
@@ -254,7 +289,8 @@ def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> floa
     softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
     messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
     units = units_of_passes(cfg, speeds)
-    norms = sum(speeds.seconds(op, units[op] * u, u) for op in ("norm forward", "norm backward"))
+    passes = (f"{norm_of(cfg)} {way}" for way in ("forward", "backward"))
+    norms = sum(speeds.seconds(op, units[op] * u, u) for op in passes)
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 

@@ -90,7 +90,7 @@ def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: 
     out contiguous."""
     copies = []
     if name == "memo::attention_backward":
-        kernel, (B, T, H, D) = args[0], args[1].shape
+        kernel, q, k = args[0], args[1].shape, args[2].shape
     elif "scaled_dot_product" not in name:
         return []
     elif "for_cpu" in name:
@@ -98,12 +98,12 @@ def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: 
         q, k = args[1:3] if backward else args[:2]
         return [cpu_workspace_bytes(q, k, threads, backward)]
     elif name.endswith("_backward"):
-        kernel, (B, H, T, D) = "cudnn" if "cudnn" in name else "flash", args[1].shape
+        kernel, (q, k) = "cudnn" if "cudnn" in name else "flash", (t.transpose(1, 2).shape for t in args[1:3])
         if kernel == "flash":
             copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
     else:
         return []
-    return copies + workspaces(kernel, B, T, H, D, deterministic, multiprocessors)
+    return copies + workspaces(kernel, q, k, deterministic, multiprocessors)
 
 
 def cpu_workspace_bytes(q: torch.Tensor, k: torch.Tensor, threads: int, backward: bool) -> int:

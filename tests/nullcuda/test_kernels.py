@@ -4,14 +4,22 @@ Their numbers: tests/test_ops.py."""
 import pytest
 
 pytest.importorskip("triton")
-TENSORS = dict(residual="*bf16", dy="*bf16", x="*bf16", w="*bf16", b="*bf16", mean="*fp32", rstd="*fp32",
-               sums="*fp32", turn="*fp32", lse="*fp32", out_="*bf16", lse_="*fp32",
-               eps="fp32")  # all else: i32
+TENSORS = dict(residual="*bf16", dy="*bf16", x="*bf16", w="*bf16", b="*bf16", gate="*bf16", up="*bf16",
+               mean="*fp32", rstd="*fp32", sums="*fp32", turn="*fp32", lse="*fp32", out_="*bf16",
+               lse_="*fp32", eps="fp32")  # all else: i32
 KERNELS = {
-    "norm_forward_kernel": (dict(out="*bf16"), dict(HAS_B=True, BLOCK=4096)),
-    "norm_backward_kernel": (dict(out="*bf16"), dict(HAS_RESIDUAL=True, HAS_B=True, BLOCK=8192)),
-    "rotary_kernel": (dict(), dict(BACK=True, BLOCK=4096)),
-    "merge_kernel": (dict(out="*fp32"), dict(ROWS=32, BLOCK=128)),
+    "LayerNorm forward": ("norm_forward", dict(out="*bf16"), dict(HAS_MEAN=True, HAS_B=True, BLOCK=4096)),
+    "LayerNorm backward": ("norm_backward", dict(out="*bf16"),
+                           dict(HAS_RESIDUAL=True, HAS_MEAN=True, HAS_B=True, BLOCK=8192)),
+    "RMSNorm forward": ("norm_forward", dict(out="*bf16"), dict(HAS_MEAN=False, HAS_B=False, BLOCK=8192)),
+    "RMSNorm backward": ("norm_backward", dict(out="*bf16"),
+                         dict(HAS_RESIDUAL=True, HAS_MEAN=False, HAS_B=False, BLOCK=8192)),
+    "RMSNorm backward of heads": ("norm_backward", dict(out="*bf16"),
+                                  dict(HAS_RESIDUAL=False, HAS_MEAN=False, HAS_B=False, BLOCK=128)),
+    "rotary": ("rotary", dict(), dict(BACK=True, BLOCK=4096)),
+    "merge": ("merge", dict(out="*fp32"), dict(ROWS=32, BLOCK=128)),
+    "SwiGLU forward": ("swiglu_forward", dict(out="*bf16"), dict(BLOCK=4096)),
+    "SwiGLU backward": ("swiglu_backward", dict(), dict(BLOCK=4096)),
 }
 
 
@@ -23,7 +31,8 @@ def test_it_compiles_without_spilling(name, capability):
     from triton.compiler import ASTSource
 
     from memo import kernels
-    kernel, (types, constants) = getattr(kernels, name), KERNELS[name]
+    function, types, constants = KERNELS[name]
+    kernel = getattr(kernels, f"{function}_kernel")
     signature = {n: "constexpr" if n in constants else (TENSORS | types).get(n, "i32")
                  for n in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature,
@@ -44,7 +53,8 @@ def test_what_a_launch_may_ask_for_is_asked_for_at_long_contexts():
     out, lse = torch.empty(1, T, 1, 8, device="cuda"), torch.empty(1, 1, T, device="cuda")
     kernels.launch_merge(out, lse, out, lse)
     kernels.launch_rotary(out.view(T, 8), torch.empty(T, 4, dtype=torch.complex64, device="cuda"), True)
-    kernels.launch_layernorm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0],
-                                     lse[0, 0], 1e-5)
+    kernels.launch_norm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0], lse[0, 0],
+                                1e-5)
+    kernels.launch_swiglu_backward(out, out, out)
     after = NULL.counts()
-    assert after["launches"] >= before["launches"] + 3 and after["bad launches"] == before["bad launches"]
+    assert after["launches"] >= before["launches"] + 4 and after["bad launches"] == before["bad launches"]

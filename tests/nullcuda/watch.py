@@ -190,10 +190,11 @@ class Watch(TorchDispatchMode):
 
 
 # what the kernels of memo/kernels.py write; they read the other tensors too, and each tensor once
-KERNELS = dict(layernorm_forward=("out", "mean", "rstd"), layernorm_backward=("sums", "out"), rotary=("x",),
-               merge=("out", "lse"))
-UNREAD = ("layernorm_forward out", "layernorm_forward mean", "layernorm_forward rstd",
-          "layernorm_backward sums", "layernorm_backward out")
+KERNELS = dict(launch_norm_forward=("out", "mean", "rstd"), launch_norm_backward=("sums", "out"),
+               launch_rotary=("x",), launch_merge=("out", "lse"), launch_swiglu_forward=("out",),
+               launch_swiglu_backward=("gate", "up"))
+UNREAD = ("launch_norm_forward out", "launch_norm_forward mean", "launch_norm_forward rstd",
+          "launch_norm_backward sums", "launch_norm_backward out", "launch_swiglu_forward out")
 
 
 @contextmanager
@@ -206,7 +207,7 @@ def kernels_that_tell(speeds):
                 given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False)
                          if isinstance(t, torch.Tensor)}
                 reads = [t for k, t in given.items() if f"{name} {k}" not in UNREAD]
-                writes = [given[k] for k in KERNELS[name]]
+                writes = [given[k] for k in KERNELS[name] if k in given]  # RMSNorm has no mean
                 real(*args)
                 amount = sum(map(nbytes, (*reads, *writes)))
                 NULL.did(name, amount / speeds.rate("memory", amount), [*((*span(t), 0) for t in reads),

@@ -1,0 +1,28 @@
+"""Llama 2 7B at a context of 1,048,576 tokens, the LLaMA-7B of METP (FITEE 2400602). Source: its config.json.
+
+torchrun --nproc_per_node=8 train.py config/llama2_7b_1m.py
+"""
+dataset = "text"
+out_dir = "out/llama2_7b_1m"
+
+n_layer = 32
+n_head = 32
+n_embd = 4096
+n_inner = 11008
+block_size = 1048576
+vocab_size = 32000
+norm = "rmsnorm"
+norm_eps = 1e-5
+mlp = "swiglu"
+tie_embeddings = False
+rope_theta = 10000.0
+
+tp = 2
+cp = 4
+
+max_iters = 1000
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 50
+eval_interval = 0
+save_interval = 50
