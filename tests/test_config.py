@@ -24,7 +24,8 @@ from tests.helpers import ROOT
 
 def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
-        n_layer n_head n_embd block_size vocab_size bias gelu position rope_theta
+        n_layer n_head n_embd block_size vocab_size n_kv_head head_dim n_inner norm norm_eps mlp bias
+        qkv_bias qk_norm tie_embeddings gelu position rope_theta rope_scaling
         dataset batch_size gradient_accumulation_steps
         tp cp context_parallel activation alpha alpha_mode host_memory_gb pin_memory
         memory_plan memory_plan_check solver
@@ -60,7 +61,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--learning_rate=inf"], "learning_rate=inf must be finite"),
     (["--dtype=float16"], "dtype='float16' must be one of auto, float32, bfloat16"),
     (["--n_embd=256", "--n_head=5"],
-     "n_embd=256 % n_head=5 != 0 (heads share the hidden size equally); try n_head=4"),
+     "n_embd=256 % n_head=5 != 0 (heads share the hidden size equally); try n_head=4, or give head_dim"),
     (["--n_embd=6", "--n_head=2"],
      "n_embd/n_head=3 must be even for position=rope (it rotates pairs); try another n_head "
      "or position=learned"),
@@ -83,7 +84,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--seed=99999999999999999999"], "seed=99999999999999999999 must be below 9223372036854775808 "
                                       "(seeds have 63 bits)"),
     (["--n_embd=1000003", "--n_head=3"],
-     "n_embd=1000003 % n_head=3 != 0 (heads share the hidden size equally); try n_head=1"),
+     "n_embd=1000003 % n_head=3 != 0 (heads share the hidden size equally); try n_head=1, or give head_dim"),
     (["--n_layer=1000000"],
      "n_layer=1000000 must be at most 2000 (the deepest models known have 1,000, and each layer "
      "is planned by itself)"),
@@ -288,7 +289,7 @@ def test_hf_brings_its_model_keys(tmp_path):
         with pytest.raises(ConfigError, match=message):
             load_config([f"--init_from=hf:{tmp_path}", wrong])
     for change, message in ((dict(activation_function="relu"), "activation_function='relu' must be"),
-                            (dict(model_type="bert"), "model_type='bert' must be one of gpt2, llama, mistral, "),
+                            (dict(model_type="bert"), "model_type='bert' must be one of gpt2, llama, "),
                             (dict(n_head=[]), r"n_head is \[\], must be a whole number")):
         (tmp_path / "config.json").write_text(json.dumps(hf | change))
         with pytest.raises(ConfigError, match=message):
