@@ -286,7 +286,7 @@ def test_hf_brings_its_model_keys(tmp_path):
         with pytest.raises(ConfigError, match=message):
             load_config([f"--init_from=hf:{tmp_path}", wrong])
     for change, message in ((dict(activation_function="relu"), "activation_function='relu' must be"),
-                            (dict(model_type="bert"), "model_type='bert' must be one of gpt2, llama, mistral, "),
+                            (dict(model_type="bert"), "model_type='bert' must be one of gpt2, llama, "),
                             (dict(n_head=[]), r"n_head is \[\], must be a whole number")):
         (tmp_path / "config.json").write_text(json.dumps(hf | change))
         with pytest.raises(ConfigError, match=message):
