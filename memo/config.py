@@ -3,7 +3,7 @@ device is touched."""
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,11 @@ class Config:
                               f"and mlp={self.mlp}; leave it out, or give qkv_bias=True")
         if self.gelu != "exact" and self.mlp != "gelu":
             raise ConfigError(f"gelu={self.gelu} goes with mlp=gelu only; leave one of them out")
-        if parse_scaling(self.rope_scaling) and self.position != "rope":
+        scaling = parse_scaling(self.rope_scaling)
+        if scaling.get("rope_type") == "yarn" and self.rope_theta == 1:
+            raise ConfigError("rope_theta=1.0 must be above 1 for rope_type=yarn (all pairs turn equally "
+                              "fast); raise it, or give rope_type linear")
+        if scaling and self.position != "rope":
             raise ConfigError(f"rope_scaling goes with position=rope only, not position={self.position}; "
                               "leave one of them out")
         self.check_sizes()
@@ -308,8 +312,10 @@ def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def starting_keys(given: dict[str, Any], passed_over: Mapping[Path, str]) -> dict[str, Any]:
-    """The keys that the run starts from: the saved config of `resume`, the model of `hf:`."""
+def starting_keys(given: dict[str, Any], typed_in: Collection[str],
+                  passed_over: Mapping[Path, str]) -> dict[str, Any]:
+    """The keys that the run starts from: the saved config of `resume`, the model of `hf:`. `typed_in`: the
+    given keys that stand on the command line."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
         folder, stored = newest(out_dir, passed_over)
@@ -324,12 +330,16 @@ def starting_keys(given: dict[str, Any], passed_over: Mapping[Path, str]) -> dic
     else:
         return {}
     if base.get("position") == "rope":  # no weight depends on the positions: the context may grow
-        fixed = {k: v for k, v in fixed.items() if k not in POSITION_KEYS}
+        # and they may turn otherwise, but not because a config file was written for other weights
+        free = {"block_size", *(name for name in POSITION_KEYS if name in typed_in)}
+        fixed = {k: v for k, v in fixed.items() if k not in free}
     for name, value in fixed.items():
         if given.get(name, value) != value:
+            remedy = "leave it out, or start a new run in another --out_dir"
+            if name in POSITION_KEYS and name not in typed_in:
+                remedy = f"--{name}={given[name]} on the command line changes it, --{name}={value} keeps it"
             raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that "
-                              f"init_from={init_from} loads; leave it out, or start a new run in another "
-                              "--out_dir")
+                              f"init_from={init_from} loads; {remedy}")
     return {k: v for k, v in base.items() if k in KEYS}
 
 
@@ -343,7 +353,7 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str
         check_value(KEYS[name], value)
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
-    base = starting_keys(given, passed_over)
+    base = starting_keys(given, values, passed_over)
     for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
         for name in its if mode in given else ():
             base.pop(name, None)  # the value of another mode

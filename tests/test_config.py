@@ -60,6 +60,21 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--learning_rate=nan"], "learning_rate=nan must be at least 0.0"),
     (["--learning_rate=inf"], "learning_rate=inf must be finite"),
     (["--dtype=float16"], "dtype='float16' must be one of auto, float32, bfloat16"),
+    (["--rope_theta=1", '--rope_scaling={"rope_type": "yarn", "factor": 2, '
+      '"original_max_position_embeddings": 64}'],
+     "rope_theta=1.0 must be above 1 for rope_type=yarn (all pairs turn equally fast); raise it, or give "
+     "rope_type linear"),
+    (["--rope_scaling=yarn"],
+     'rope_scaling=\'yarn\' must be a JSON object, as in --rope_scaling=\'{"rope_type": "yarn", '
+     '"factor": 4.0, "original_max_position_embeddings": 8192}\''),
+    (["--n_head=8", "--n_kv_head=3"],
+     "n_head=8 % n_kv_head=3 != 0 (each head of keys and values serves equally many of queries); try "
+     "n_kv_head=2"),
+    (["--n_head=8", "--n_kv_head=2", "--tp=4"],
+     "n_kv_head=2 % tp=4 != 0 (the heads of keys and values are shared out); try tp=2 with more cp"),
+    (["--mlp=swiglu", "--bias=true"],
+     "bias=True goes with norm=layernorm and mlp=gelu only, not norm=layernorm and mlp=swiglu; leave it out, "
+     "or give qkv_bias=True"),
     (["--n_embd=256", "--n_head=5"],
      "n_embd=256 % n_head=5 != 0 (heads share the hidden size equally); try n_head=4, or give head_dim"),
     (["--n_embd=6", "--n_head=2"],

@@ -85,12 +85,11 @@ def ring_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch
 
 # --- Ulysses ---
 
-def dealt_out(axis: Axis, x: torch.Tensor) -> torch.Tensor:  # (B, T, Hkv, D) -> (B, T, a multiple of cp, D)
-    """Each head as often as it takes for the ranks to have equally many."""
-    return x.repeat_interleave(axis.size // gcd(x.shape[2], axis.size), 2)
-
-
-def to_heads(axis: Axis, x: torch.Tensor) -> torch.Tensor:  # (B, T, H, D) -> (B, S, H/cp, D)
+def to_heads(axis: Axis, x: torch.Tensor) -> torch.Tensor:
+    """(B, T, H, D) -> (B, S, H/cp, D). Of heads that cp does not divide each goes to as many ranks as it
+    takes for all to have equally many."""
+    times = axis.size // gcd(x.shape[2], axis.size)
+    x = x if times == 1 else x.repeat_interleave(times, 2)
     B, T, H, D = x.shape
     pieces = axis.exchange(x.view(B, T, axis.size, H // axis.size, D).permute(2, 0, 1, 3, 4).contiguous())
     return pieces.transpose(0, 1).reshape(B, axis.size * T, H // axis.size, D)
@@ -105,8 +104,7 @@ def to_tokens(axis: Axis, x: torch.Tensor) -> torch.Tensor:  # (B, S, H/cp, D) -
 def ulysses_forward(attention: Attention, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                     causal: bool, scale: float) -> Result:
     B, T, H, _ = q.shape
-    q, k, v = to_heads(axis, q), *(to_heads(axis, dealt_out(axis, t)) for t in (k, v))
-    out, lse = attention.forward(q, k, v, causal, scale)
+    out, lse = attention.forward(*(to_heads(axis, t) for t in (q, k, v)), causal, scale)
     return to_tokens(axis, out), lse.reshape(B, H, T)  # of the rank's heads: for the backward only
 
 
@@ -114,14 +112,16 @@ def ulysses_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: to
                      v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
                      scale: float) -> Gradients:
     B, T, H, _ = q.shape
-    Hkv = k.shape[2]
-    dout, q, out = (to_heads(axis, t) for t in (dout, q, out))
-    k, v = (to_heads(axis, dealt_out(axis, t)) for t in (k, v))
-    lse = lse.view(B, H // axis.size, axis.size * T)
-    dq, dk, dv = (to_tokens(axis, g) for g in attention.backward(dout, q, k, v, out, lse, causal, scale))
-    if dk.shape[2] > Hkv:  # the sum over the ranks that had the same head
-        dk, dv = (g.unflatten(2, (Hkv, -1)).float().sum(3).to(g.dtype) for g in (dk, dv))
-    return dq, dk, dv
+    gradients = attention.backward(*(to_heads(axis, t) for t in (dout, q, k, v, out)),
+                                   lse.view(B, H // axis.size, axis.size * T), causal, scale)
+    return tuple(summed(to_tokens(axis, g), t.shape[2]) for g, t in zip(gradients, (q, k, v), strict=True))
+
+
+def summed(g: torch.Tensor, H: int) -> torch.Tensor:
+    """The gradient of H heads from that of more: the sum over the ranks that had the same head."""
+    if g.shape[2] == H:
+        return g
+    return g.unflatten(2, (H, -1)).sum(3, dtype=torch.float32).to(g.dtype)
 
 
 def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Callable) -> Attention:
