@@ -37,6 +37,7 @@ def undisturbed(dataset, tmp_path_factory):
 
 # --- signals ---
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hangup_is_heard")
 def test_a_second_signal_saves_without_this_step(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(signals, "SAME_S", 0.0)
@@ -107,6 +108,7 @@ def broken_disk(monkeypatch, works=lambda path: False):
     monkeypatch.setattr(dcp, "write", write)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_save_saves_elsewhere(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken_disk(monkeypatch, lambda folder: "memo-saved-" in str(folder))

@@ -291,6 +291,7 @@ def ask(out, *options):
     return [str(out), "--device=cpu", "--batches=2", "--lengths=64,256", "--needle_depths=0,1", *options]
 
 
+@pytest.mark.slow
 def test_the_command_tells_draws_and_stores(trained, capsys):
     assert run(evaluate.main, ask(trained)) == 0
     out, _ = capsys.readouterr()
@@ -359,6 +360,7 @@ def test_mistakes_are_told_in_a_line(trained, options, world, message):
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_other_mistakes_too(trained, dataset, tmp_path, capsys):
     assert run(evaluate.main, [str(tmp_path)]) == 2
     assert re.fullmatch("error: .* holds no checkpoint; .*\n", capsys.readouterr().err)

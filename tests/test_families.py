@@ -120,6 +120,7 @@ def test_in_and_out_again(tmp_path, name):
     assert [json.loads((back / "config.json").read_text())[f"{x}_token_id"] for x in ("bos", "eos")] == [1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_steps_train_as_transformers_do(tmp_path, name):
     kind, more = MODELS[name]
@@ -166,6 +167,7 @@ def test_bf16_goes_there_and_back(tmp_path, monkeypatch, hf):
 
 # --- a longer context ---
 
+@pytest.mark.slow
 def test_a_longer_context_is_trained_and_goes_out(tmp_path, dataset):
     net = hf_model(LlamaConfig, vocab_size=VOCAB + 9, num_key_value_heads=2, max_position_embeddings=16)
     net.save_pretrained(tmp_path / "hf")
@@ -420,6 +422,7 @@ def test_untied_gpt2_and_another_mlp(tmp_path):
     assert replace(cfg, **model_keys(tmp_path / "hf")) == cfg
 
 
+@pytest.mark.slow
 def test_a_dataset_may_have_a_smaller_vocabulary(tmp_path, dataset):
     net = hf_model(Qwen3Config, vocab_size=VOCAB + 30, head_dim=16, num_key_value_heads=1)
     net.save_pretrained(tmp_path / "hf")
