@@ -5,7 +5,7 @@ in memo/block.py, which has one layer.
               is the t-th token of sequence b
     n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N
               rows, in order
-    C, H, D   hidden size, heads, head dimension C/H
+    C, H, D   hidden size, heads, head dimension
     V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
     x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32

@@ -21,7 +21,7 @@ import torch
 
 from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
-from memo.head_norm import over_normed_heads
+from memo.head_norm import normed_heads, over_normed_heads
 from memo.layer import layer_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Axis
@@ -63,7 +63,7 @@ class Block:
         # the product of a query and a key has a variance of D; the softmax wants 1
         self.head_dim, self.scale = layer.head_dim, layer.head_dim ** -0.5
         names = [t.name for t in layer.skeletal]
-        self.widest = layer.skeletal[-1].name  # of the MLP half
+        self.last = layer.skeletal[-1].name  # of the MLP half
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
 
     # --- forward ---
@@ -97,9 +97,11 @@ class Block:
         self.queries_keys_values(s, turn, tensors)
         before = slice(rows.stop)
         q, k, v = (t.view(1, len(t), -1, self.head_dim) for t in (s.q[rows], s.k[before], s.v[before]))
-        if self.w.q_norm_w is not None:
-            turns = (None, None) if turn is None else (turn[rows], turn[before])
-            attention = over_normed_heads(attention, self.ops, self.w, self.dw, self.eps, *turns)
+        if self.w.q_norm_w is not None:  # the keys of before are normed and rotated already
+            own_turn = None if turn is None else turn[rows]
+            q, _ = normed_heads(self.ops, q, self.w.q_norm_w, self.eps, own_turn)
+            new, _ = normed_heads(self.ops, k[:, rows], self.w.k_norm_w, self.eps, own_turn)
+            k[:, rows] = new
         s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, self.scale)[0])
         self.projection(s, tensors)
         self.mlp(s, tensors)
@@ -193,7 +195,7 @@ class Block:
         """Memory for the gradient of attn_out, (n, tp, Q/tp): that of a tensor whose rows the MLP half has
         used up, piece by piece, when those of the gradient are written. Rows of the gradient are no longer
         than its rows, so that they never reach into a later piece."""
-        for used_up in (s.ln2_out, getattr(s, self.widest)):
+        for used_up in (s.ln2_out, getattr(s, self.last)):
             if used_up.numel() >= s.attn_out.numel():
                 return used_up.flatten()[:s.attn_out.numel()].view(s.attn_out.shape)
         return torch.empty_like(s.attn_out)

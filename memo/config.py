@@ -322,7 +322,7 @@ def starting_keys(given: dict[str, Any], typed_in: Collection[str],
         base = stored["config"]  # out_dir's config.json is for people
         if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
             base = {k: v for k, v in base.items() if k in MODEL_KEYS}
-        fixed = {k: base[k] for k in MODEL_KEYS if k in base}
+        fixed = {k: base.get(k, KEYS[k].default) for k in MODEL_KEYS}  # of before a key: its default
     elif init_from.startswith("hf:"):
         base = fixed = model_keys(init_from.removeprefix("hf:"))
         if given.get("block_size", 0) < base["block_size"]:  # a shorter context only crops the positions

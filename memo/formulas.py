@@ -7,6 +7,7 @@ from memo.layer import layer_of
 if TYPE_CHECKING:
     from memo.config import Config
 
+
 def parameters(cfg: "Config") -> int:
     """P, the elements of all matrices: of the layers, of the embedding, and of a head that is not the
     embedding's; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""

@@ -44,24 +44,23 @@ def rotate(ops: Ops, x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
 
 
 def over_normed_heads(attention: Attention, ops: Ops, w: SimpleNamespace, dw: SimpleNamespace, eps: float,
-                      turn: torch.Tensor | None, turn_k: torch.Tensor | None = None) -> Attention:
+                      turn: torch.Tensor | None) -> Attention:
     """`attention` of normed and rotated q and k: an Attention of the same shape. `w`, `dw`: of a layer, by
     name; `turn_k`: of the keys, where they are others than the queries."""
-    turn_k = turn if turn_k is None else turn_k
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
                 **out: torch.Tensor) -> Result:
         q, _ = normed_heads(ops, q, w.q_norm_w, eps, turn)
-        k, _ = normed_heads(ops, k, w.k_norm_w, eps, turn_k)
+        k, _ = normed_heads(ops, k, w.k_norm_w, eps, turn)
         return attention.forward(q, k, v, causal, scale, **out)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
         q, q_kept = normed_heads(ops, q, w.q_norm_w, eps, turn)
-        k, k_kept = normed_heads(ops, k, w.k_norm_w, eps, turn_k)
+        k, k_kept = normed_heads(ops, k, w.k_norm_w, eps, turn)
         dq, dk, dv = attention.backward(dout, q, k, v, out, lse, causal, scale)
         del q, k
         dq = normed_heads_backward(ops, dq, q_kept, w.q_norm_w, dw.q_norm_w, turn)
-        dk = normed_heads_backward(ops, dk, k_kept, w.k_norm_w, dw.k_norm_w, turn_k)
+        dk = normed_heads_backward(ops, dk, k_kept, w.k_norm_w, dw.k_norm_w, turn)
         return dq, dk, dv
     return attention._replace(forward=forward, backward=backward)

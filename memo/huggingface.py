@@ -178,6 +178,9 @@ def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
         raise ConfigError(f"{path}: rope_scaling={hf['rope_scaling']!r:.100} differs from "
                           f"rope_parameters={hf['rope_parameters']!r:.100}; take the wrong one out")
     theta, scaling = found[0] if found else (hf.get("rope_theta"), {})
+    if hf.get("rope_theta") not in (None, theta):
+        raise ConfigError(f"{path}: rope_theta={hf['rope_theta']!r:.100} differs from {theta!r:.100} in "
+                          "rope_parameters or rope_scaling; take the wrong one out")
     theta = float_field(path, "rope_theta", 10000.0 if theta is None else theta)
     return dict(rope_theta=theta, rope_scaling=json.dumps(scaling) if scaling else "")
 

@@ -82,13 +82,11 @@ def target_scores(model: "GPT", x: torch.Tensor, target: torch.Tensor) -> torch.
     V = logits.shape[1]
     p = softmax(tp, logits)
     own, mine = own_ids(tp, target[:, None], V)
-    p_target = tp.sum(p.gather(1, own) * mine)  # one of the ranks has it
+    # one of the ranks has the target: (tp * n, 1) each
+    p_target, of_target = (tp.sum(t.gather(1, own).float() * mine) for t in (p, logits))
     log_p = p_target.clamp_min(torch.finfo(p.dtype).tiny).log()[:, 0]  # which bounds losses as in training
-    best, column = logits.max(1)
-    # (tp, 2, tp * n): the likeliest of each rank; fp64 holds every logit and every id
-    bests = tp.gather(torch.stack((best.double(), column + tp.rank * V)))
-    likeliest = bests[:, 1].gather(0, bests[:, 0].argmax(0, keepdim=True))[0]
-    return torch.stack((log_p, (likeliest == target).float()))
+    best = tp.gather(logits.amax(1).float()).amax(0)  # of the columns of all ranks
+    return torch.stack((log_p, (of_target[:, 0] >= best).float()))
 
 
 def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ and fused ones in Triton (memo/kernels.py; CUDA). Bytes read and written, in uni
 shape:
 
     torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
-             (through fp32), merge 9, SwiGLU forward 5, backward 14
+             (through fp32), merge 9, SwiGLU forward 5, backward 13
     triton   norm forward 2, backward 4, rotary 2, merge 5, SwiGLU forward 3, backward 5
 
 A norm is LayerNorm where a mean is kept, y = (x - mean) rstd w + b, and RMSNorm where there is none, y = x

@@ -48,6 +48,8 @@ def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     given.pop("type", None)  # the older name of rope_type
     if kind == "default" and not given:
         return {}
+    if kind == "default":
+        raise ConfigError(f"{where}: {str(min(given))!r:.100} needs a rope_type, {EXAMPLE}")
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"{where}: rope_type={kind!r:.100} must be one of {', '.join(SCALINGS)}")
     known = SCALINGS[kind]

@@ -51,13 +51,13 @@ def open_cache(model: GPT, length: int) -> list[SimpleNamespace]:
 
 def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
                       scale: float) -> tuple[torch.Tensor, None]:
-    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D), which are not copied; no
-    logsumexp. Not every kernel takes a single query."""
+    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D), in fp32, head of keys by
+    head; no logsumexp. Not every kernel takes a single query."""
     out = torch.empty_like(q)
     heads = q[0, 0].unflatten(0, (k.shape[2], -1))  # (Hkv, those that share keys, D)
     for i, (q_, k_, v_) in enumerate(zip(heads, k[0].unbind(1), v[0].unbind(1), strict=True)):
-        p = torch.softmax(q_ @ k_.t() * scale, 1, dtype=torch.float32)
-        out[0, 0].unflatten(0, (k.shape[2], -1))[i] = p.to(v.dtype) @ v_
+        p = torch.softmax(q_.float() @ k_.float().t() * scale, 1)
+        out[0, 0].unflatten(0, (k.shape[2], -1))[i] = p @ v_.float()
     return out, None
 
 

@@ -184,12 +184,13 @@ NARROW = "--n_embd=1024 --n_head=16 --n_inner=1024 --vocab_size=512"  # attentio
 @pytest.mark.slow
 @pytest.mark.parametrize("preset, text", [
     ("llama3_8b_1m", "--tp=8 --cp=1"), ("llama3_8b_1m", "--tp=4 --cp=2 --block_size=4194304"),
-    ("llama3_8b_1m", "--tp=1 --cp=8"), ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
+    ("llama3_8b_1m", "--tp=1 --cp=8 --ops=torch --block_size=262144"), ("llama3_8b_1m", "--tp=1 --cp=8"),
+    ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
     ("llama3_8b_1m", "--tp=8 --cp=1 --n_inner=28672 --block_size=65536"), ("qwen3_8b_1m", "--tp=8 --cp=1"),
     ("qwen3_8b_1m", f"{NARROW} --n_kv_head=2 --tp=2 --cp=1 --batch_size=4 --block_size=32768")])
 def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
     exact, bound = (sum(arena) for arena in traced_arenas(*text.split(), preset=preset))
-    assert exact <= bound <= 1.45 * exact
+    assert exact <= bound <= 1.6 * exact
 
 
 @pytest.mark.slow
@@ -269,8 +270,11 @@ def test_what_binds_and_more_hardware_is_never_slower():
 
 def test_seconds_follow_the_widths_of_the_layer():
     def layer(**keys):
-        return LayerSeconds(replace(load_config(["config/llama3_8b_1m.py"]), **keys), H100, 2)
-    got, whole, rows = layer(), layer(n_kv_head=32), 2**20 // 4  # cp=4
+        cfg = load_config(["config/llama3_8b_1m.py", "--block_size=131072"])
+        return LayerSeconds(replace(cfg, **keys), H100, 2)
+    got, whole, rows = layer(), layer(n_kv_head=32), 2**17 // 4  # cp=4
+    # at eight times the length two heads at a time: keys that four read travel twice
+    assert layer(block_size=2**20).kv_bytes == 8 * 2 * got.kv_bytes
     assert got.kv_bytes == 2 * rows * 1024 // 2 * 2 == whole.kv_bytes // 4  # k and v, tp=2, bf16
     assert got.kernels_s() == whole.kernels_s() == layer(n_inner=4096).kernels_s()
     wider = layer(head_dim=256, n_head=32, n_kv_head=4, attention="flash")

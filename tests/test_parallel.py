@@ -24,8 +24,9 @@ CPU = torch.device("cpu")
 S = 2048
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S, gradient_accumulation_steps=2)
 FAMILIES = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh"),
-            "llama": LLAMA | dict(n_kv_head=4, qkv_bias=True),
-            "qwen": LLAMA | dict(n_kv_head=4, qk_norm=True)}
+            # H D between C and F, and below C: the gradient of attention's output has another's place then
+            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True),
+            "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]

@@ -49,6 +49,7 @@ MATH_SCORE_BYTES = 13  # of attention=math, a score: scores, mask, their gradien
 CPU_QUERIES, CPU_KEYS = 256, 512  # of a thread, the largest block: FlashAttentionKernel.cpp of torch
 # Of the rest of a layer:
 NORM_CHUNKS = 2.3  # a norm's backward, in units of a chunk of own rows in fp32
+RMS_NORM_CHUNKS = 4.3  # the same of RMSNorm with ops=torch on a GPU
 STATISTICS = 1.01  # with statistics and token ids: all of a layer, times so much
 # Of the head:
 LOGIT_BYTES = 8.2  # a logit, its softmax in fp32 and its gradient, where the dtype is fp32; in bf16 2 more
@@ -145,8 +146,11 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     Q, F = cfg.n_head * D, cfg.inner_width
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
     gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
-    product = chunk * F // C / tp if cfg.mlp == "swiglu" else 0
-    layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + NORM_CHUNKS * f * own,
+    product, norm_chunks = chunk * F // C / tp if cfg.mlp == "swiglu" else 0, NORM_CHUNKS
+    if cfg.ops == "torch" and not machine.cpu:  # a CPU goes by smaller chunks
+        product *= 2  # with the gradient of `up`
+        norm_chunks = RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS
+    layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + norm_chunks * f * own,
                 gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product)
     layer = STATISTICS * (layer + dout)
     return ArenaBytes(int(scale * layer), int(scale * max(0, head_bytes(cfg, e, machine.cpu) - layer)))

@@ -66,7 +66,9 @@ class LayerSeconds:
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
         self.Q, self.KV = (heads * self.layer.head_dim for heads in (self.layer.heads, self.layer.kv_heads))
         self.row_bytes, self.itemsize = B * T // cfg.tp * itemsize, itemsize
-        self.kv_bytes = 2 * self.KV * self.row_bytes
+        # keys and values that several groups of heads read travel once for each of these
+        self.groups_a_key = max(1, self.layer.heads // self.layer.kv_heads // group_heads(cfg))
+        self.kv_bytes = 2 * self.KV * self.row_bytes * self.groups_a_key
         scores = B * cfg.block_size**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes, self.pieces = units_of_passes(cfg, self.speeds), self.pieces_of_rows()
@@ -150,8 +152,9 @@ class LayerSeconds:
 
     def head_norms_s(self, way: str) -> float:
         """Seconds to norm q and k head by head and to rotate them, or their gradients back."""
-        rotary = self.pass_s("rotary", self.Q + self.KV) if self.cfg.position == "rope" else 0.0
-        return self.pass_s(f"rms norm {way}", self.Q + self.KV) + rotary
+        width = self.Q + self.KV * self.groups_a_key
+        rotary = self.pass_s("rotary", width) if self.cfg.position == "rope" else 0.0
+        return self.pass_s(f"rms norm {way}", width) + rotary
 
     def pieces_of_rows(self) -> int:
         """Pieces of a rank's own rows, as tp.in_turns cuts them on a GPU."""
@@ -218,9 +221,10 @@ class LayerSeconds:
         return message + self.copy_s(4 * width)
 
     def exchanges_s(self) -> float:
-        """Seconds of the all-to-alls of q, k, v and attention's output. A head of keys and values that
-        several ranks read goes to each."""
-        dealt = self.cp // gcd(self.layer.kv_heads // self.tp, self.cp) * self.KV
+        """Seconds of the all-to-alls of q, k, v and attention's output, group of heads by group. A head of
+        keys and values that several ranks read goes to each."""
+        kv_heads = max(1, group_heads(self.cfg) * self.layer.kv_heads // self.layer.heads)  # of a group
+        dealt = self.cp // gcd(kv_heads, self.cp) * self.groups_a_key * self.KV
         return 2 * self.exchange_s(self.Q) + 2 * self.exchange_s(dealt)
 
     def attention_forward_s(self) -> float:
