@@ -138,6 +138,7 @@ class GPT:
 
     def reserve_forward(self, B: int, T: int) -> None:
         """reserve() for forward passes without a backward: all layers take turns in the memory of one."""
+        # one buffer, and of no tensor a row that outlives its layer
         names = [t.name for t in layer_of(self.cfg).skeletal]
         N = B * T // self.mesh.weights.size
         self.reserve(B, T, Placement(self.cfg.n_layer, 1, N, dict.fromkeys(names, 0)))
@@ -271,7 +272,7 @@ class GPT:
         (tp * n, V/tp)."""
         h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
-        mean = mean if self.cfg.norm == "layernorm" else None
+        mean = mean if self.cfg.norm == "layernorm" else None  # RMSNorm has none
         self.ops.norm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd, self.cfg.norm_eps)
         # each rank has some columns of the vocabulary, and needs all rows for these
         h = self.mesh.weights.gather(h).flatten(0, 1)  # (tp * n, C)
