@@ -342,6 +342,7 @@ def test_the_planned_rectangles():
     assert planned_rectangles(STEP, missed) == [Rectangle(1, 6, 14 * MiB, 30 * MiB, "forward")]
 
 
+@pytest.mark.slow
 def test_memory_plan_is_a_picture(tmp_path):
     loose = SimpleNamespace(**{**vars(PLAN), "arena_bytes": 50 * MiB, "proven": False})
     for name, plan, more in (("a", PLAN, {}), ("b", loose, dict(before=[STEP]))):

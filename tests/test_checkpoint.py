@@ -295,6 +295,7 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
 
 # --- training goes on while a checkpoint is saved ---
 
+@pytest.mark.slow
 def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
     model, optimizer = fresh()
     train(model, optimizer, range(3))

@@ -79,6 +79,7 @@ def assert_same_tensors(a, b):
 
 # --- the same model ---
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", GELUS)
 @pytest.mark.parametrize("vocab_size", [V, 256])
 def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):

@@ -92,6 +92,7 @@ def test_a_single_document_gives_its_end_to_val(tmp_path, tokenizer):
     assert sum(c["tokens"] for c in counts.values()) == len(ids)
 
 
+@pytest.mark.slow
 def test_vocabularies_beyond_uint16_take_uint32(tmp_path):
     words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))

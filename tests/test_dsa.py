@@ -270,6 +270,7 @@ def test_the_time_limit_returns_the_best_so_far_with_its_gap():
         assert solution.gap > 0 and not solution.proven
 
 
+@pytest.mark.slow
 def test_gurobi_says_once_that_its_licence_is_too_small(capfd):
     pytest.importorskip("gurobipy")
     solvers._say.cache_clear()
@@ -376,6 +377,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, text, args, mes
     assert not (tmp_path / "plan.csv").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     assert (bad := run(tmp_path, HEAD + "a,0,2,-1\n")).returncode == 2 and bad.stderr.count("\n") == 1
     full = HEAD + "a,0,2,4\nb,1,3,4\n"

@@ -77,6 +77,7 @@ def test_every_cell_without_host_memory_and_no_other():
         assert all(paper(int(S), alpha=alpha).fits for alpha in PAPER["table5"]["alpha"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["7B", "13B", "30B"])
 def test_mfu_of_table_3(model):
     off = [abs(100 * max(got.mfu for got in of_that_width(model, S) if got.fits) - mfu)
@@ -350,6 +351,7 @@ def test_json_is_the_contracts(capsys):
     assert len(json.loads(out)["candidates"]) == 4
 
 
+@pytest.mark.slow
 def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     code, out, _ = command(*SEVEN, f"--plot={tmp_path / 'e.png'}", capsys=capsys)
     assert code == 0 and "in all" in out and "MFU 5" in out and "fits" in out
@@ -359,6 +361,7 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     assert out.count("it would with --") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv",
                          [["--tp=3"], ["--block_size=1048568"], ["--n_head=2", "--n_embd=256"], ["--cp=5"]])
 def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
@@ -462,6 +465,7 @@ def test_what_cannot_fit_by_far_is_not_traced():
     assert got.reason == "oom" and got.lines == budget.estimate(cfg, A800, 8, fast_arena).lines
 
 
+@pytest.mark.slow
 def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "FIRST_S", 0.001)
     png = tmp_path / "a.png"
@@ -477,6 +481,7 @@ def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
 
 # --- train.py ---
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
     little = replace(hardware.NODES["workstation"], host_memory_bytes=2**18)
     full = hardware.Machine("CPU", little, None, None, None)

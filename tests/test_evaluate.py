@@ -202,6 +202,7 @@ def induction_weights(V, S):
     return cfg, w
 
 
+@pytest.mark.slow
 def test_a_gpt_with_an_induction_head_finds_all_needles(words):
     keys, w = induction_weights(600, 256)
     model = GPT(Config(**keys), CPU, torch.float32, grads=False)

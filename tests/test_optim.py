@@ -96,6 +96,7 @@ def test_an_optimizer_on_the_host_changes_no_bit(micro_batches, dtype, monkeypat
     assert min(norms) > 2 * cfg.grad_clip and len(set(norms)) == 3, "clipping clips"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_the_optimizer_on_the_host_is_the_run(tmp_path):
     cfg = replace(SMALL, optimizer_device="cpu")
     assert trained(ALONE, cfg, torch.bfloat16) == trained(ALONE, cfg, torch.bfloat16, folder=tmp_path)
