@@ -46,7 +46,7 @@ def rotate(ops: Ops, x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
 def over_normed_heads(attention: Attention, ops: Ops, w: SimpleNamespace, dw: SimpleNamespace, eps: float,
                       turn: torch.Tensor | None) -> Attention:
     """`attention` of normed and rotated q and k: an Attention of the same shape. `w`, `dw`: of a layer, by
-    name; `turn_k`: of the keys, where they are others than the queries."""
+    name."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
                 **out: torch.Tensor) -> Result:

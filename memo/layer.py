@@ -132,8 +132,33 @@ class Layer:
 
 # --- the families ---
 
-NAMES_OF_BIASES = "q_b k_b v_b proj_b fc1_b fc2_b ln1_b ln2_b"  # that a model may lack
-NAMES_OF_HEAD_NORMS = "q_norm_w k_norm_w"
+# the parameters that a model may lack
+OPTIONAL = "q_b k_b v_b proj_b fc1_b fc2_b ln1_b ln2_b q_norm_w k_norm_w".split()
+
+
+def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
+                       qk_norm: bool) -> dict[str, Parameter]:
+    """{name: Parameter} of a decoder_layer with queries Q wide, keys and values KV. What all tp ranks hold
+    stands last."""
+    def whole(n: int, init: str) -> Parameter:
+        return Parameter((n,), None, init)
+    made = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
+            "proj_w": Parameter((C, Q), 1, "residual")}
+    if mlp == "gelu":
+        made |= {"fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
+    else:
+        made |= {"gate_w": Parameter((F, C), 0), "up_w": Parameter((F, C), 0),
+                 "down_w": Parameter((C, F), 1, "residual")}
+    if bias or qkv_bias:
+        made |= {"q_b": Parameter((Q,), 0, "zeros"), "k_b": Parameter((KV,), 0, "zeros"),
+                 "v_b": Parameter((KV,), 0, "zeros")}
+    if bias:
+        made |= {"fc1_b": Parameter((F,), 0, "zeros")}
+        made |= {name: whole(C, "zeros") for name in ("proj_b", "fc2_b", "ln1_b", "ln2_b")}
+    made |= {"ln1_w": whole(C, "ones"), "ln2_w": whole(C, "ones")}
+    if qk_norm:  # over the D elements of each head, the same for all heads
+        made |= {"q_norm_w": whole(D, "ones"), "k_norm_w": whole(D, "ones")}
+    return made
 
 
 @cache  # a search asks for the same one thousands of times
@@ -146,30 +171,7 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
     """
     Q, KV = H * D, Hkv * D
-
-    def whole(n: int, init: str) -> Parameter:
-        return Parameter((n,), None, init)
-
-    # --- parameters: what all tp ranks hold stands last
-    parameters = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
-                  "proj_w": Parameter((C, Q), 1, "residual")}
-    if mlp == "gelu":
-        parameters |= {"fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
-    else:
-        parameters |= {"gate_w": Parameter((F, C), 0), "up_w": Parameter((F, C), 0),
-                       "down_w": Parameter((C, F), 1, "residual")}
-    if bias or qkv_bias:
-        parameters |= {"q_b": Parameter((Q,), 0, "zeros"), "k_b": Parameter((KV,), 0, "zeros"),
-                       "v_b": Parameter((KV,), 0, "zeros")}
-    if bias:
-        parameters |= {"fc1_b": Parameter((F,), 0, "zeros")}
-        parameters |= {name: whole(C, "zeros") for name in ("proj_b", "fc2_b", "ln1_b", "ln2_b")}
-    parameters |= {"ln1_w": whole(C, "ones"), "ln2_w": whole(C, "ones")}
-    if qk_norm:  # over the D elements of each head, the same for all heads
-        parameters |= {"q_norm_w": whole(D, "ones"), "k_norm_w": whole(D, "ones")}
-    optional = f"{NAMES_OF_BIASES} {NAMES_OF_HEAD_NORMS}".split()
-
-    # --- skeletal activations
+    parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
     statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
 
     def normed(number: int, reads: str) -> tuple[Skeletal, ...]:
@@ -199,7 +201,7 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, Q, C)),  # x + attention's branch
         *normed(2, "mid"),
         *hidden)
-    absent = tuple(name for name in optional if name not in parameters)
+    absent = tuple(name for name in OPTIONAL if name not in parameters)
     return Layer(parameters, absent, skeletal, output, H, Hkv, D)
 
 

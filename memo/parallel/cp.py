@@ -4,9 +4,9 @@ Ring: in a zigzag rank r holds the chunks r and 2cp-1-r of 2cp, so that every ra
 While a rank attends to one block of keys and values the next one travels; partial results are merged through
 the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block and are home
 after one round. Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its
-logsumexp stays (B, H/cp, S). Of keys and values only their own heads travel; where they are fewer than ranks,
-each goes to all the ranks that read it. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32.
-Nothing here makes the host wait for a GPU.
+logsumexp stays (B, H/cp, S). Of keys and values only their own heads travel, once for each group of query
+heads that reads them (attention.py); where cp does not divide a group's, each goes to several ranks. Shapes
+as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here makes the host wait for a GPU.
 """
 
 from collections.abc import Callable
