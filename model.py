@@ -21,12 +21,14 @@ from typing import Any
 import torch
 
 from memo.attention import resolve_attention
+from memo.batch import interleaved
 from memo.block import BLOCKS
 from memo.config import Config
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.ops import resolve_ops, rotations
-from memo.parallel.cp import attention_over_ranks, local_token_ranges
+from memo.metp_block import MetpBlock
+from memo.parallel.cp import attention_over_ranks, token_columns
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.tp import (
     accumulate_product,
@@ -96,7 +98,8 @@ class GPT:
         for i in range(cfg.n_layer):
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
                      for tensors in (weights, gradients))
-            self.blocks.append(BLOCKS[cfg.mlp](cfg, w, dw, self.attention, self.ops, mesh.weights))
+            block = MetpBlock if cfg.metp else BLOCKS[cfg.mlp]
+            self.blocks.append(block(cfg, w, dw, self.attention, self.ops, mesh))
         self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
@@ -127,14 +130,16 @@ class GPT:
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
-        # in a zigzag
-        ranges = local_token_ranges(T * cp.size, cp, cfg.context_parallel)
-        self.positions = torch.cat([torch.arange(*r, device=self.device) for r in ranges]).repeat(B)
+        # in a zigzag, and METP by columns
+        columns = token_columns(cfg, T * cp.size // (tp.size if cfg.metp else 1), self.mesh)
+        ranges = [torch.arange(*r, device=self.device) for column in columns for r in column]
+        self.positions = interleaved(torch.cat(ranges), len(columns)).repeat(B)
         self.turn = None
         if cfg.position == "rope":
-            turn = rotations(self.positions, cfg.head_width, cfg.rope_theta,
+            mine = self.positions[tp.rank::tp.size] if cfg.metp else self.positions
+            turn = rotations(mine, cfg.head_width, cfg.rope_theta,
                              *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
-            self.turn = turn.unflatten(0, (-1, tp.size))  # (n, tp, D/2): rows as q's and k's
+            self.turn = turn.unflatten(0, (B * T // tp.size, -1))  # (n, tp or 1, D/2): rows as q's and k's
 
     def reserve_forward(self, B: int, T: int) -> None:
         """reserve() for forward passes without a backward: all layers take turns in the memory of one."""

@@ -72,7 +72,7 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     found = prepare_run(argv, launch, host, read_argv, trace_step)
     cfg, device = found.cfg, found.device
     # which ranks share a sequence (cp), a layer (tp), and which hold the same parameters (replicas)
-    mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
+    mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp)
 
     # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
     with naming_region(found.expected, device, "params"):
@@ -113,7 +113,7 @@ def batch(run: Run, split: str, step: int, micro_step: int) -> list[torch.Tensor
     """[tokens, targets] of this rank's part of each sequence, (B, T) each, on its device."""
     cfg = run.cfg
     # drawn by (seed, step, micro step): a resumed run goes on with the very batches it would have had
-    pair = run.data.batch(split, step, micro_step, cfg.batch_size, cfg.block_size, cfg.seed, run.ranges)
+    pair = run.data.batch(split, step, micro_step, cfg.batch_size, cfg.block_size, cfg.seed, run.columns)
     return [to_device(t, run.device, cfg.pin_memory) for t in pair]
 
 

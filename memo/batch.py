@@ -31,13 +31,14 @@ class Data:
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
     def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
-              ranges: list[tuple[int, int]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets): int64 (B, T) each, the targets one token later. `ranges` [(first, end)] are
-        the tokens of each sequence that are read, by default all S. Errors: ConfigError: a token id
-        beyond the vocabulary."""
+              columns: list[list[tuple[int, int]]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, targets): int64 (B, T) each, the targets one token later. `columns`, of [(first, end)]: the
+        tokens of each sequence that are read, by default all S; those of several columns take turns. Errors:
+        ConfigError: a token id beyond the vocabulary."""
         ids, offsets = self.tokens[split], self.offsets(split, step, micro_step, B, S, seed)
+        columns = columns or [[(0, S)]]
         windows = []  # (B, end - first + 1)
-        for first, end in ranges or [(0, S)]:
+        for first, end in (r for column in columns for r in column):
             window = np.stack([ids[o + first:o + end + 1] for o in offsets]).astype(np.int64)
             windows.append(torch.from_numpy(window))
             if windows[-1].max() >= self.vocab_size:
@@ -45,7 +46,8 @@ class Data:
                 raise ConfigError(f"{self.folder / split}.bin: token {windows[-1][row, column]} at position "
                                   f"{offsets[row] + first + column} must be below meta.json's "
                                   f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
-        return torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
+        tokens, targets = torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
+        return interleaved(tokens, len(columns)), interleaved(targets, len(columns))
 
     def fingerprint(self) -> int:
         """A hash of meta.json and of each split's tokens; of a large split 256 stretches."""
@@ -54,6 +56,12 @@ class Data:
             for start in range(0, len(ids), max(FINGERPRINT_IDS, len(ids) // 256)):
                 value = zlib.crc32(ids[start:start + FINGERPRINT_IDS].data, value)
         return value
+
+
+def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """(..., T), so many equally long columns one after the other -> (..., T): the first of each, the second of
+    each, ..."""
+    return x.unflatten(-1, (columns, -1)).transpose(-1, -2).flatten(-2)
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:

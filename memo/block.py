@@ -24,7 +24,7 @@ from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads
 from memo.layer import layer_of
 from memo.ops import Ops, gelu_backward, gelu_forward
-from memo.parallel.mesh import Axis
+from memo.parallel.mesh import Mesh
 from memo.parallel.tp import (
     bias_backward,
     column_linear_backward,
@@ -48,16 +48,16 @@ def stretches(n: int, rows: dict[str, slice]) -> list[tuple[int, int, list[str]]
 
 
 class Block:
-    """Two halves, cut at `mid`. `w` and `dw`: this rank's parameters and their gradients, by name; `tp`: the
-    Axis of the ranks that have the others.
+    """Two halves, cut at `mid`. `w` and `dw`: this rank's parameters and their gradients, by name; `mesh`: of
+    the ranks that have the others.
 
     `rows`: {skeletal tensor: the slice of its rows to compute}. Whatever is token-wise can be computed for
     any range of rows and gives the same bits as the whole: recomputing a part of a layer rests on that.
     """
 
     def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention, ops: Ops,
-                 tp: Axis) -> None:
-        self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, tp
+                 mesh: Mesh) -> None:
+        self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, mesh.weights
         layer, self.eps = layer_of(cfg), cfg.norm_eps
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         # the product of a query and a key has a variance of D; the softmax wants 1

@@ -70,6 +70,11 @@ class Config:
     tp: int = key(1, "ranks that share each layer: tensor and sequence parallelism, inside a node",
                   section="ranks: dp is what is left of torchrun's WORLD_SIZE", least=1, most=1024,
                   why="no node has as many GPUs")
+    tensor_parallel: str = key("megatron", "what travels between the ranks of tp: tokens, or as in METP "
+                               "the matrices of a layer, while tokens stay",
+                               choices=("megatron", "metp"))
+    head_groups: int = key("auto", "for tensor_parallel=metp, groups of heads whose q, k and v exist one after "
+                           "the other", **LAYER_WIDTH)
     cp: int = key(1, "ranks that share each sequence: context parallelism", least=1, most=2**20,
                   why="no cluster has as many GPUs")
     context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
@@ -201,9 +206,15 @@ class Config:
         if H % tp:
             raise ConfigError(f"n_head={H} % tp={tp} != 0 (the heads are shared out); try "
                               f"tp={math.gcd(H, tp)}")
-        if self.kv_heads % tp:
+        if self.metp:
+            self.check_metp()
+        elif self.head_groups != "auto":
+            raise ConfigError(f"head_groups={self.head_groups} goes with tensor_parallel=metp only; leave it "
+                              "out")
+        elif self.kv_heads % tp:
             raise ConfigError(f"n_kv_head={self.kv_heads} % tp={tp} != 0 (the heads of keys and values are "
-                              f"shared out); try tp={math.gcd(H, self.kv_heads, tp)} with more cp")
+                              f"shared out); try tp={math.gcd(H, self.kv_heads, tp)} with more cp, or "
+                              "tensor_parallel=metp")
         if self.inner_width % tp:
             raise ConfigError(f"n_inner={self.inner_width} % tp={tp} != 0 (the MLP's columns are shared "
                               f"out); try tp={math.gcd(H, self.inner_width, tp)}")
@@ -220,6 +231,35 @@ class Config:
             raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
                               "padded to a multiple of 128, is shared out); try "
                               f"tp={math.gcd(self.padded_vocab_size, tp)}")
+
+    def check_metp(self) -> None:
+        """Groups of heads must have equally many, of one tp rank, that share heads of keys evenly."""
+        H, Hkv, tp, G = self.n_head, self.kv_heads, self.tp, self.head_groups
+        if self.context_parallel == "ulysses" and self.cp * tp > 1:
+            raise ConfigError("tensor_parallel=metp goes with context_parallel=ring only, not ulysses (its "
+                              "keys and values go round all ranks that share a sequence); try "
+                              "context_parallel=ring")
+        if Hkv % tp and tp % Hkv:
+            fits = max(n for n in range(1, tp) if H % n == 0 and (Hkv % n == 0 or n % Hkv == 0))
+            raise ConfigError(f"n_kv_head={Hkv} and tp={tp}: one must divide the other for "
+                              "tensor_parallel=metp (a rank has whole heads of keys and values, or an equal "
+                              f"part of one); try tp={fits} with more cp")
+        if Hkv * self.head_width % tp:
+            raise ConfigError(f"n_kv_head*head_dim={Hkv * self.head_width} % tp={tp} != 0 (the columns of keys "
+                              f"and values are shared out); try tp={math.gcd(H, Hkv * self.head_width, tp)}")
+        if G == "auto":
+            return
+        possible = [n for n in range(tp, H + 1, tp) if H % n == 0 and (Hkv % n == 0 or n % Hkv == 0)]
+        if G not in possible:
+            nearest = min(possible, key=lambda n: abs(n - G))
+            raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and divide "
+                              f"n_kv_head={Hkv} or be a multiple of it (each group has equally many heads of "
+                              f"one rank); try head_groups={nearest}, or auto")
+
+    @property
+    def metp(self) -> bool:
+        """Whether matrices travel between the ranks of tp, not tokens."""
+        return self.tensor_parallel == "metp"
 
     @property
     def kv_heads(self) -> int:
@@ -240,8 +280,8 @@ class Config:
 
     @property
     def zigzag(self) -> bool:
-        """Whether a rank of cp holds two chunks of a sequence, an early and a late one."""
-        return self.cp > 1 and self.context_parallel == "ring"
+        """Whether a rank holds two chunks of a sequence, an early and a late one."""
+        return (self.cp > 1 and self.context_parallel == "ring") or (self.metp and self.tp > 1)
 
     @property
     def block_multiple(self) -> int:
@@ -388,11 +428,12 @@ def degrees(cfg: Config, world: int) -> int:
     return dp
 
 
-def communicators(tp: int, cp: int, dp: int) -> dict[str, str]:
+def communicators(tp: int, cp: int, dp: int, metp: bool = False) -> dict[str, str]:
     """{axis: the axis whose communicator carries its messages} of the axes that have several ranks. Each axis
-    has a communicator of its own. Only `world` shares that of another axis with the same ranks: `world` sums
-    scalars, at times when the other axis has nothing under way."""
-    sizes = dict(tp=tp, cp=cp, data=dp * cp, world=dp * cp * tp)
+    has a communicator of its own, for one does what it is given in order: METP's matrices go round on another
+    one than is broadcast on, and its keys and values on a third. Only `world` shares that of another axis with
+    the same ranks: `world` sums scalars, at times when the other axis has nothing under way."""
+    sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp, world=dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
     for name in ("tp", "data"):
         if 1 < sizes[name] == sizes["world"]:

@@ -9,7 +9,7 @@ skeletal tensor but `lse` a range of rows is contiguous, and whatever is token-w
 of rows. Source: MEMO 3.1 and 4.1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
@@ -64,7 +64,8 @@ class Operation:
 @dataclass(frozen=True)
 class Skeletal:
     """One row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32 statistic a
-    token, or with `per_head` one a head. `split`: by heads or columns, otherwise by tokens.
+    token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns, otherwise by
+    tokens.
 
     `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group,
     each from what is there by then: what one group costs depends on no other. None: always swapped.
@@ -92,14 +93,14 @@ class Tensor:
 @dataclass(frozen=True)
 class Layer:
     """`parameters`: {name: Parameter}; `absent`: names of parameters that the family has and this model
-    lacks. `skeletal`: in the order in which the forward makes the tensors. `output`: the operation that makes
-    the next layer's input. `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of
-    each."""
+    lacks. `skeletal`: in the order in which the forward makes the tensors. `operations`: of the forward, in
+    order, but for attention; the last one makes the next layer's input. `heads`: of queries; `kv_heads`: of
+    keys and values; `head_dim`: elements of each."""
 
     parameters: dict[str, Parameter]
     absent: tuple[str, ...]
     skeletal: tuple[Skeletal, ...]
-    output: Operation
+    operations: tuple[Operation, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -125,7 +126,8 @@ class Layer:
         made, N = {}, B * T // tp
         for t in self.skeletal:
             whole_rows = (N, tp, t.width // tp) if t.split else (N, t.width) if t.width else (N,)
-            shape = (B, self.heads // tp, T) if t.per_head else whole_rows
+            per_head = (B, self.heads // tp, T) if t.split else (B, self.heads, T // tp)
+            shape = per_head if t.per_head else whole_rows
             made[t.name] = Tensor(prod(shape) * (itemsize if t.width else 4), shape, not t.width, t.group)
         return made
 
@@ -164,11 +166,13 @@ def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: 
 @cache  # a search asks for the same one thousands of times
 def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
                   bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False,
-                  rope: bool = False) -> Layer:
+                  rope: bool = False, metp: bool = False) -> Layer:
     """x -> mid = x + attention(norm x) -> mid + mlp(norm mid), H heads of D elements, Hkv of keys and values.
 
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
+    metp: what is made from matrices that travel is made again in the backward, when they travel again; only
+    `mid` is kept of it (METP, algorithms 1 to 6).
     """
     Q, KV = H * D, Hkv * D
     parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
@@ -195,14 +199,17 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     skeletal = (
         Skeletal(INPUT, C),
         Skeletal(ATTENTION, Q, split=True),  # attention is what costs to compute again
-        Skeletal("lse", per_head=True),
+        Skeletal("lse", split=True, per_head=True),
         *normed(1, INPUT),
         columns("q", "ln1_out", Q, turned), columns("k", "ln1_out", KV, turned), columns("v", "ln1_out", KV),
         Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, Q, C)),  # x + attention's branch
         *normed(2, "mid"),
         *hidden)
+    operations = (*(t.made_by for t in skeletal if t.made_by), output)
+    if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
+        skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in (INPUT, ATTENTION, "lse", "mid"))
     absent = tuple(name for name in OPTIONAL if name not in parameters)
-    return Layer(parameters, absent, skeletal, output, H, Hkv, D)
+    return Layer(parameters, absent, skeletal, operations, H, Hkv, D)
 
 
 def gpt_layer(C: int, H: int) -> Layer:
@@ -213,7 +220,7 @@ def gpt_layer(C: int, H: int) -> Layer:
 def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
-                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope")
+                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp)
 
 
 def model_parameters(cfg: "Config") -> dict[str, Parameter]:
@@ -265,12 +272,32 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int
     that share one."""
     if rows * D * heads <= GROUP_ELEMENTS:
         return heads
-    fitting = [n for n in range(multiple, heads + 1, multiple) if n % sharing == 0 or sharing % n == 0]
+    fitting = [n for n in range(multiple, heads + 1, multiple) if shares_heads(n, sharing)]
     return max((n for n in fitting if rows * D * n <= GROUP_ELEMENTS), default=fitting[0])
+
+
+def head_groups(cfg: "Config") -> int:
+    """METP's groups of query heads, whose q, k and v exist at once: as many as cfg.head_groups says, or the
+    fewest, a multiple of tp, with GROUP_ELEMENTS or less in q."""
+    H = cfg.n_head
+    if cfg.head_groups != "auto":
+        return cfg.head_groups
+    possible = [n for n in range(cfg.tp, H + 1, cfg.tp) if H % n == 0 and shares_heads(H // n, H // cfg.kv_heads)]
+    fitting = (n for n in possible if n_rows(cfg) * H // n * cfg.head_width <= GROUP_ELEMENTS)
+    return next(fitting, possible[-1])
+
+
+def shares_heads(heads: int, sharing: int) -> bool:
+    """Whether a group of so many query heads, of which `sharing` read one head of keys, has all that read
+    some, or an equal part of those that read one."""
+    return heads % sharing == 0 or sharing % heads == 0
 
 
 def group_heads(cfg: "Config") -> int:
     """Query heads of a rank of a config that attention takes at a time."""
+    if cfg.metp:
+        return heads_at_once(n_rows(cfg), cfg.head_width, cfg.n_head // head_groups(cfg),
+                             sharing=cfg.n_head // cfg.kv_heads)
     rows = cfg.batch_size * cfg.block_size // cfg.cp
     multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
     return heads_at_once(rows, cfg.head_width, cfg.n_head // cfg.tp, multiple, cfg.n_head // cfg.kv_heads)

@@ -29,7 +29,7 @@ from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.out_dir import check_shared, lock
-from memo.parallel.cp import local_token_ranges
+from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Axis, Mesh
 from memo.report import furnish
 from memo.tokens import load_tokenizer
@@ -62,7 +62,7 @@ class Run(Checked):
     """A run that can train."""
 
     mesh: Mesh
-    ranges: list[tuple[int, int]]  # of a sequence's tokens: the [first, end) of this rank
+    columns: list[list[tuple[int, int]]]  # of a sequence's tokens: see cp.token_columns
     model: Any  # the GPT
     optimizer: Optimizer
     decision: Decision
@@ -222,7 +222,7 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None)
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              ranges=local_token_ranges(cfg.block_size, mesh.tokens, cfg.context_parallel),
+              columns=token_columns(cfg, cfg.block_size, mesh),
               lines=memory.where_it_lives(cfg, decision, model, optimizer),
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)

@@ -98,9 +98,9 @@ MESHES = {}  # of this process: groups have threads
 
 def mesh_of(host, cfg):
     """The Mesh of a layout, opened once."""
-    key = host.size, cfg.cp, cfg.tp
+    key = host.size, cfg.cp, cfg.tp, cfg.metp
     if key not in MESHES:
-        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU)
+        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp)
     return MESHES[key]
 
 

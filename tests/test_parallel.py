@@ -33,8 +33,22 @@ ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"],
            "learned": ["tp2", "cp2", "dp2", "tp2 cp2 dp2"],
            "llama": ["tp2", "tp4", "cp2", "tp2 cp2", "dp2", "tp2 cp2 dp2"], "qwen": ["tp4", "tp2 cp2", "dp2"]}
+FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=2)  # fewer heads of keys than ranks
+METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp4", "tp8", "tp2 cp2", "tp2 dp2", "tp2 cp2 dp2"],
+                "learned": ["tp4", "tp2 cp2"], "llama": ["tp2", "tp8"], "qwen": ["tp2 cp2"],
+                "grouped": ["tp1", "tp4", "tp8", "tp4 cp2"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts
          for kind in ("ring", "ulysses") if kind == "ring" or "cp" in text]
+KINDS += [(family, text, "metp") for family, layouts in METP_LAYOUTS.items() for text in layouts]
+
+
+def layout_keys(text, kind):
+    """The config's keys of a layout such as "tp2 cp2"; `kind`: ring, ulysses, metp."""
+    size = degrees_of(text)
+    what = dict(tensor_parallel="metp") if kind == "metp" else dict(context_parallel=kind)
+    return dict(tp=size["tp"], cp=size["cp"]) | what
+
+
 def build(cfg, mesh, dtype=torch.float32):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
     gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
@@ -136,7 +150,7 @@ def relative_error(mine, reference, name):
 @pytest.mark.ranks
 @pytest.mark.parametrize("family,text,kind", KINDS)
 def test_every_layout_gives_the_gradients_of_one_process(family, text, kind, alone):
-    modes = MODES if family == "rope" else MODES[1:3]
+    modes = MODES + ENDS * (kind == "metp") if family == "rope" else MODES[1:3]
     agree(text, kind, family, modes, alone[family], gradients)
 
 
@@ -150,8 +164,7 @@ def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, family,
 
 
 def agree(text, kind, family, modes, reference, work):
-    size = degrees_of(text)
-    keys = KEYS | FAMILIES[family] | dict(tp=size["tp"], cp=size["cp"], context_parallel=kind)
+    keys = KEYS | FAMILIES[family] | layout_keys(text, kind)
     first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes], True, work=work)
     loss, norm, reference = reference
     assert abs(first[0] - loss) <= 1e-5 * loss

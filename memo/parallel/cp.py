@@ -10,6 +10,7 @@ as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here makes th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import gcd
 from typing import Any
@@ -17,16 +18,26 @@ from typing import Any
 import torch
 
 from memo.attention import Attention, Gradients, Result
-from memo.parallel.mesh import Axis
+from memo.config import Config
+from memo.parallel.mesh import Axis, Mesh
 
 
 def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
-    """[(first, end)]: the ranges of a sequence's S tokens that this rank of cp holds, in its order."""
+    """[(first, end)]: the ranges of a sequence's S tokens that this rank of `axis` holds, in its order."""
     if axis.size == 1:
         return [(0, S)]
     pieces = [axis.rank, 2 * axis.size - 1 - axis.rank] if kind == "ring" else [axis.rank]
     length = S // (axis.size * len(pieces))
     return [(i * length, (i + 1) * length) for i in pieces]
+
+
+def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[tuple[int, int]]]:
+    """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by columns: they take turns
+    in a rank's (B, T). One column, whose tokens these ranks have in turns; with METP one for each of them, which
+    is its own."""
+    tokens, tp = mesh.tokens, mesh.weights
+    ranks = range(tokens.rank - tp.rank, tokens.rank - tp.rank + tp.size) if cfg.metp else [tokens.rank]
+    return [local_token_ranges(S, replace(tokens, rank=rank), cfg.context_parallel) for rank in ranks]
 
 
 # --- ring ---

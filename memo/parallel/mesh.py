@@ -123,12 +123,23 @@ class Axis:
         sent_bytes = x.nbytes // self.size * (self.size - 1)
         return self.start(sent_bytes, dist.all_to_all_single, torch.empty_like(x), x).wait()
 
+    def start_broadcast(self, x: torch.Tensor, owner: int) -> Works:
+        """Works of x, which rank `owner` sends, and which is written over on the others."""
+        # as a ring, which ends before it comes back to the owner
+        nbytes = 0 if (self.rank + 1) % self.size == owner else x.nbytes
+        return self.start(nbytes, lambda here, _, **how: dist.broadcast(here, group_src=owner, **how), x, x)
+
+    def start_reduce(self, x: torch.Tensor, owner: int) -> Works:
+        """Works of x, which on rank `owner` becomes the sum over all ranks, and is used up on the others."""
+        nbytes = 0 if self.rank == owner else x.nbytes
+        return self.start(nbytes, lambda here, _, **how: dist.reduce(here, group_dst=owner, **how), x, x)
+
     def shift(self, *tensors: torch.Tensor) -> Works:
         """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends."""
         self.sent_bytes += sum(t.nbytes for t in tensors)
         here = [torch.empty_like(t) for t in tensors]
         if self.group is None:
-            return Works((), None, here)
+            return Works((), tensors, here)  # which live as long as if they were sent
         to, source = (dist.get_global_rank(self.group, (self.rank + d) % self.size) for d in (1, -1))
         ops = [dist.P2POp(call, borrowed(t), peer, self.group) for call, ts, peer in
                ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
@@ -140,8 +151,8 @@ class Axis:
         for nbytes in (4, FIRST_BYTES) if device.type == "cuda" else (4,):
             x = torch.zeros(self.size, -(-nbytes // 4 // self.size), device=device)
             for kind in kinds:
-                sent = getattr(self, kind)(x[0] if kind == "gather" else x)
-                if kind == "shift":
+                sent = getattr(self, kind)(x[0] if kind == "gather" else x, *[0] * kind.startswith("start"))
+                if isinstance(sent, Works):
                     sent.wait()
         synchronize(device)
         self.sent_bytes = 0
@@ -167,11 +178,15 @@ class Mesh:
     rank alone.
 
         weights   share a layer's parameters, each has a part: tensor parallelism, the axis tp
-        tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp
+        tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp; with
+                  METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
+
+    `hops`: the ranks of `weights` once more, where METP's matrices go round.
     """
 
     weights: Axis = field(default_factory=partial(Axis, "tp"))
+    hops: Axis = field(default_factory=partial(Axis, "hops"))
     tokens: Axis = field(default_factory=partial(Axis, "cp"))
     dp: Axis = field(default_factory=partial(Axis, "dp"))  # deals out micro batches: nothing is sent over it
     replicas: Axis = field(default_factory=partial(Axis, "data"))
@@ -180,7 +195,7 @@ class Mesh:
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""
-        return self.weights, self.tokens, self.replicas, self.world
+        return self.weights, self.hops, self.tokens, self.replicas, self.world
 
     def close(self) -> None:
         """Gives the groups back that open_mesh() made."""
@@ -210,7 +225,7 @@ class Mesh:
         """{axis: bytes sent since the last call} of the axes with several ranks; not of `world`,
         which carries scalars."""
         sent = {}
-        for axis in (self.weights, self.tokens, self.replicas):
+        for axis in (self.weights, self.hops, self.tokens, self.replicas):
             if axis.size > 1:
                 sent[axis.name], axis.sent_bytes = axis.sent_bytes, 0
         return sent
@@ -226,19 +241,22 @@ def connected(launch: Launch) -> Iterator[Axis]:
         yield Axis("host", launch.world, launch.rank, group)
 
 
-def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring") -> Mesh:
+def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
+              metp: bool = False) -> Mesh:
     """The Mesh of the ranks on the Axis `host`; all of them must call it. Sends the first messages of
     each axis: so communicators take their memory of the device now, and a network that carries no
     messages is found."""
     dp = host.size // (cp * tp)
     ranks = torch.arange(host.size).view(dp, cp, tp)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    lines = dict(tp=ranks.view(-1, tp).tolist(), cp=ranks.transpose(1, 2).reshape(-1, cp).tolist(),
+    tokens = ranks.view(dp, -1) if metp else ranks.transpose(1, 2).reshape(-1, cp)
+    lines = dict(tp=ranks.view(-1, tp).tolist(), hops=ranks.view(-1, tp).tolist(), cp=tokens.tolist(),
                  data=ranks.permute(2, 0, 1).reshape(tp, -1).tolist(), world=ranks.view(1, -1).tolist())
     shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
-    kinds = dict(tp=shared, cp=hops, data=shared, world=["sum"])
+    rooted = ["start_broadcast", "start_reduce"] if metp else []
+    kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, world=["sum"])
     axes = {name: Axis(name) for name in lines}
-    for name, carrier in communicators(tp, cp, dp).items():
+    for name, carrier in communicators(tp, cp, dp, metp).items():
         [mine] = [line for line in lines[name] if host.rank in line]
         what = f"axis {name} ({len(mine)} ranks, {mine[0]} to {mine[-1]}) over {backend}"
         with connection_errors(what, host.rank, backend):
@@ -251,5 +269,5 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
             axes[name].warm(kinds[name], device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
-    return Mesh(weights=axes["tp"], tokens=axes["cp"], dp=Axis("dp", dp, host.rank // (cp * tp)),
+    return Mesh(weights=axes["tp"], hops=axes["hops"], tokens=axes["cp"], dp=Axis("dp", dp, host.rank // (cp * tp)),
                 replicas=axes["data"], world=axes["world"], host=host)

@@ -1,0 +1,211 @@
+"""A layer by METP, forward and backward written out by hand: the same mathematics as memo/block.py, where the
+rank has rows of its own alone and the matrices come by (memo/parallel/metp.py).
+
+    s         the skeletal activations: x, attn_out, lse, mid. What lies between them is made again in the backward
+    n, p      the rank's rows, and the ranks that share the parameters, and the tokens
+    q, k, v   of one group of heads at a time: (n, Q/groups) and (n, KV/groups)
+
+Source: METP (FITEE 2400602), algorithms 1 to 6.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from memo.attention import Attention, attend, attend_backward
+from memo.block import EVERY_ROW, Block
+from memo.config import Config
+from memo.layer import head_groups, layer_of
+from memo.ops import Ops, gelu_backward, gelu_forward
+from memo.parallel.mesh import Mesh
+from memo.parallel.metp import (
+    Activation,
+    Broadcasts,
+    Heads,
+    Reductions,
+    Visits,
+    add_or_write,
+    groups_of_heads,
+    hidden_of,
+    metp_mlp_backward,
+    metp_mlp_forward,
+    row_pieces,
+)
+from memo.parallel.tp import accumulate_product, bias_backward
+
+Normed = Callable[[slice], torch.Tensor]
+
+
+class MetpBlock(Block):
+    """See Block. Every rank of `hops` holds a part of each matrix, and rows of its own."""
+
+    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention, ops: Ops,
+                 mesh: Mesh) -> None:
+        super().__init__(cfg, w, dw, attention, ops, mesh)
+        layer, self.kind, self.has_mean, self.hops = layer_of(cfg), cfg.mlp, cfg.norm == "layernorm", mesh.hops
+        self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
+        self.projections = [name for name in ("q_w", "q_b", "k_w", "k_b", "v_w", "v_b")
+                            if name in layer.parameters]
+        self.mlp_names = [name for name in ("fc1_w", "fc1_b", "fc2_w", "gate_w", "up_w", "down_w")
+                          if name in layer.parameters]
+
+    # --- forward ---
+
+    def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        visits = self.visits()  # the first matrices of the MLP come while attention computes
+        self.attention_half(s, turn, out, EVERY_ROW)  # `out` is free until the MLP: the norm's output lies there
+        return self.output(s, out, visits)
+
+    def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
+        rows = self.no_rows | rows
+        if len(s.attn_out[rows["attn_out"]]):
+            self.attention_half(s, turn, torch.empty_like(s.x), rows["mid"])
+        elif len(s.mid[rows["mid"]]):
+            for heads, matrices in self.broadcasts("proj_w"):
+                self.projection_of(s, heads, matrices["proj_w"], rows["mid"])
+
+    def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, normed: torch.Tensor,
+                       r: slice) -> None:
+        """attn_out and lse from x, and rows r of mid. `normed` (n, C): memory for the norm's output. Source:
+        METP, algorithms 3 and 4."""
+        coming = self.broadcasts(*self.projections, "proj_w")
+        self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
+        for heads, matrices in coming:
+            q, k, v = self.queries_keys_values_of(normed, matrices, turn, s.lse)
+            out, lse = self.of_heads(s.attn_out, s.lse, heads)
+            attend(self.attention_at(turn), q, k, v, True, self.scale, out, lse)  # over all ranks' tokens
+            del q, k, v
+            self.projection_of(s, heads, matrices["proj_w"], r)
+
+    def queries_keys_values_of(self, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
+                               turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
+        """q, k, v of a group of heads, (B, T, heads, D), from (n, C)."""
+        B, _, T = lse.shape
+        made = []
+        for name in "qkv":
+            linear = matrices[f"{name}_w"], matrices.get(f"{name}_b")
+            y = normed.new_empty(len(normed), len(linear[0]))
+            for r in row_pieces(*normed.shape):
+                [y[r]] = hidden_of(normed[r], [linear])
+            if name != "v":
+                self.rotate(y, turn, back=False)
+            made.append(y.view(B, T, -1, self.head_dim))
+        return made
+
+    def projection_of(self, s: SimpleNamespace, heads: Heads, w: torch.Tensor, r: slice) -> None:
+        """Rows r of mid: what a group of heads adds to x."""
+        before, mid, columns = s.x[r] if heads.q.start == 0 else s.mid[r], s.mid[r], self.columns_of(heads)
+        attn_out = s.attn_out[r, columns]
+        for piece in row_pieces(*mid.shape):
+            torch.addmm(before[piece], attn_out[piece], w.t(), out=mid[piece])
+        if heads is self.groups[-1] and self.w.proj_b is not None:
+            mid += self.w.proj_b
+
+    def output(self, s: SimpleNamespace, out: torch.Tensor,  # type: ignore[override]
+               visits: Visits) -> torch.Tensor:
+        """`out` (n, C), the next layer's x, from mid."""
+        normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
+        metp_mlp_forward(visits, normed, self.activation(), s.mid, out)
+        return out if self.w.fc2_b is None else out.add_(self.w.fc2_b)
+
+    # --- backward ---
+
+    def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
+        w, dw, ops = self.w, self.dw, self.ops
+        visits, coming = self.visits(), self.broadcasts(*self.projections, "proj_w")
+        dx = torch.empty_like(dy)  # of a norm's output, whose parts the groups add one after the other
+        # out = mid + mlp(ln2 mid)
+        mean, rstd = self.statistics(s.mid)
+        bias_backward(dy, dw.fc2_b)
+        metp_mlp_backward(visits, partial(self.normed, "ln2", s.mid, mean, rstd), self.activation(), dy,
+                          [getattr(dw, name) for name in self.mlp_names], dx)
+        ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
+        # mid = x + attention(ln1 x); of mid itself nothing is needed any more
+        mean, rstd = self.statistics(s.x)
+        normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)
+        bias_backward(dy, dw.proj_b)
+        self.attention_backward(coming, dy, s, turn, normed, dx)
+        return ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
+
+    def attention_backward(self, coming: Broadcasts, dy: torch.Tensor, s: SimpleNamespace,
+                           turn: torch.Tensor | None, normed: torch.Tensor, dx: torch.Tensor) -> None:
+        """dy: the gradient of mid; writes that of `normed` (n, C) over dx. Source: METP, algorithms 5 and 6."""
+        home = Reductions(self.tp, self.dw, self.head_dim)
+        for heads, matrices in coming:
+            places = home.places(heads, matrices)
+            q, k, v = self.queries_keys_values_of(normed, matrices, turn, s.lse)
+            out, lse = self.of_heads(s.attn_out, s.lse, heads)
+            dout = torch.empty_like(q)
+            columns = s.attn_out[:, self.columns_of(heads)]
+            for r in row_pieces(*dy.shape):
+                accumulate_product(places["proj_w"], dy[r].t(), columns[r])
+                torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
+            gradients = attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale)
+            del dout, q, k, v
+            for name, g in zip("qkv", gradients, strict=True):
+                g = g.reshape(len(dy), -1)
+                if name != "v":
+                    self.rotate(g, turn, back=True)
+                bias_backward(g, places.get(f"{name}_b"))
+                for r in row_pieces(*dy.shape):
+                    accumulate_product(places[f"{name}_w"], g[r].t(), normed[r])
+                    add_or_write(dx[r], g[r], matrices[f"{name}_w"], write=heads.q.start == 0 and name == "q")
+            del gradients, g
+            home.start(heads, places)
+        home.finish()
+
+    # --- what both need ---
+
+    def visits(self) -> Visits:
+        return Visits(self.hops, [getattr(self.w, name) for name in self.mlp_names])
+
+    def broadcasts(self, *names: str) -> Broadcasts:
+        return Broadcasts(self.tp, self.w, names, self.groups, self.head_dim)
+
+    def columns_of(self, heads: Heads) -> slice:
+        """Of attn_out (n, Q)."""
+        return slice(heads.q.start * self.head_dim, heads.q.stop * self.head_dim)
+
+    def of_heads(self, attn_out: torch.Tensor, lse: torch.Tensor,
+                 heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+        """(attn_out (B, T, heads, D), lse (B, heads, T)) of a group, views."""
+        return *(x[:, :, heads.q] for x in self.heads(attn_out, like=lse)), lse[:, heads.q]
+
+    def rotate(self, y: torch.Tensor, turn: torch.Tensor | None, back: bool) -> None:
+        """Positions into q or k (n, width), in place; norms per head come before that (head_norm.py)."""
+        if turn is not None and self.w.q_norm_w is None:
+            self.ops.rotary(y[:, None], turn, back)
+
+    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Memory for a norm's (mean, rstd), (n,) fp32; RMSNorm has no mean."""
+        rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        return (torch.empty_like(rstd) if self.has_mean else None), rstd
+
+    def normed(self, name: str, x: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, r: slice,
+               out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows r of the norm of x (n, C), and of its statistics. `out`: where to, by default new."""
+        out = torch.empty_like(x[r]) if out is None else out
+        w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
+        self.ops.norm_forward(x[r], w, b, out, None if mean is None else mean[r], rstd[r], self.eps)
+        return out
+
+    def activation(self) -> Activation:
+        if self.kind == "gelu":
+            return Activation(self.gelu_forward, self.gelu_backward)
+        return Activation(self.swiglu_forward, self.swiglu_backward)
+
+    def gelu_forward(self, hidden: list[torch.Tensor]) -> torch.Tensor:
+        out = torch.empty_like(hidden[0])
+        gelu_forward(hidden[0], self.gelu, out=out)
+        return out
+
+    def gelu_backward(self, d: torch.Tensor, hidden: list[torch.Tensor]) -> None:
+        gelu_backward(d, hidden[0], self.gelu, out=hidden[0])
+
+    def swiglu_forward(self, hidden: list[torch.Tensor]) -> torch.Tensor:
+        return self.ops.swiglu_forward(*hidden, out=torch.empty_like(hidden[0]))
+
+    def swiglu_backward(self, d: torch.Tensor, hidden: list[torch.Tensor]) -> None:
+        self.ops.swiglu_backward(d, *hidden)

@@ -1,0 +1,222 @@
+"""METP: weights travel, activations stay. The ranks that share a layer's parameters share the tokens too: a rank
+does all of a layer for its own n rows, and the parts of the matrices that the other ranks hold come by.
+
+    p         the ranks that share the parameters
+    MLP       Visits: the parts go round in a ring, a hop for each part that is used; in the backward their
+              gradients go with them, and are home at the end
+    attention Broadcasts: group of heads by group, for all ranks must attend to the same heads at once; in the
+              backward the gradients of a group are summed on the rank that holds its matrices
+
+While one lot is used the next is on its way. Every matrix here is what a rank holds with tensor parallelism (tp.py),
+so flat buffers, optimizer and checkpoints know nothing of METP. Gradients of matrices are summed in fp32 in a fixed
+order. Source: METP (FITEE 2400602), algorithms 1 to 6.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from memo import layer
+from memo.parallel.mesh import Axis, Works
+from memo.parallel.tp import accumulate_product, bias_backward, cut
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+# --- the MLP: in a ring ---
+
+class Visits:
+    """Iterating gives the matrices of each rank of `axis` in turn, a rank's own last: of p parts p - 1 have to
+    come. The first hop starts now, so that it hides behind what is done before the first part is used."""
+
+    def __init__(self, axis: Axis, mine: Sequence[torch.Tensor]) -> None:
+        self.axis, self.mine = axis, mine
+        self.hop = axis.shift(*mine) if axis.size > 1 else None
+
+    def __iter__(self) -> Iterator[Sequence[torch.Tensor]]:
+        for step in range(1, self.axis.size):
+            assert self.hop is not None  # there are several ranks
+            here = self.hop.wait()
+            self.hop = self.axis.shift(*here) if step < self.axis.size - 1 else None
+            yield here
+        yield self.mine
+
+
+class Activation(NamedTuple):
+    """What an MLP does between its matrices. forward(hidden) -> a new tensor, of one tensor (m, F/p) or two;
+    backward(d, hidden) writes the gradients of `hidden` over it, and uses d up."""
+
+    forward: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    backward: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+
+
+def row_pieces(n: int, width: int) -> list[slice]:
+    """Slices of n rows, in each of which a tensor so wide has about GROUP_ELEMENTS elements."""
+    return cut(0, n, most=max(layer.SPLIT_ROWS, layer.GROUP_ELEMENTS // width))
+
+
+def hidden_of(x: torch.Tensor, ins: Sequence[tuple]) -> list[torch.Tensor]:
+    """x w^T + b of several linears [(w, b or None)]."""
+    return [torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t()) for w, b in ins]
+
+
+def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor]:
+    """([(w, b or None) of the linears in front of the activation], the matrix behind it) of the matrices of an
+    MLP: each bias follows its matrix."""
+    *front, last = matrices
+    ins: list[tuple] = []
+    for t in front:
+        if t.dim() == 1:
+            ins[-1] = ins[-1][0], t
+        else:
+            ins.append((t, None))
+    return ins, last
+
+
+def metp_mlp_forward(visits: Visits, normed: Callable[[slice], torch.Tensor], activation: Activation,
+                     residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
+    Source: METP, algorithm 1."""
+    for matrices in visits:
+        ins, w = linears(matrices)
+        for r in row_pieces(len(out), w.shape[1]):
+            product = activation.forward(hidden_of(normed(r), ins))  # (m, F/p): nothing of width F is there
+            torch.addmm(residual[r], product, w.t(), out=out[r])
+        residual = out
+    return out
+
+
+def metp_mlp_backward(visits: Visits, normed: Callable[[slice], torch.Tensor], activation: Activation,
+                      dy: torch.Tensor, dws: Sequence[torch.Tensor], dx: torch.Tensor) -> None:
+    """Writes the gradient of x over dx (n, C) and adds those of the matrices, which come by with these, to `dws`.
+    What is between the matrices is computed again. Source: METP, algorithm 2."""
+    travelling: Works | None = None  # gradients of the part that the next step uses
+    for step, matrices in enumerate(visits):
+        own = step == visits.axis.size - 1
+        gradients = dws if own else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
+        (ins, w), (dins, dw) = linears(matrices), linears(gradients)
+        for r in row_pieces(len(dy), w.shape[1]):
+            x = normed(r)
+            hidden = hidden_of(x, ins)
+            product = activation.forward(hidden)
+            accumulate_product(dw, dy[r].t(), product)
+            activation.backward(torch.mm(dy[r], w, out=product), hidden)
+            del product
+            for i, (d, (w_in, _), (dw_in, db_in)) in enumerate(zip(hidden, ins, dins, strict=True)):
+                bias_backward(d, db_in)
+                accumulate_product(dw_in, d.t(), x)
+                add_or_write(dx[r], d, w_in, write=step == i == 0)
+            del x, hidden, d
+        if travelling is not None:
+            for mine, before in zip(gradients, travelling.wait(), strict=True):
+                mine += before  # of the ranks where the part was before
+        if not own:
+            travelling = visits.axis.shift(*gradients)
+
+
+def add_or_write(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, write: bool) -> None:
+    """out = a b, or out += a b."""
+    torch.mm(a, b, out=out) if write else torch.addmm(out, a, b, out=out)
+
+
+# --- attention: by groups of heads ---
+
+class Heads(NamedTuple):
+    """A group of heads: `q` of queries, `kv` of the keys and values that they read."""
+
+    q: slice
+    kv: slice
+
+    def range_of(self, name: str, D: int) -> tuple[int, int, int]:
+        """(dim, first, end) of the parameter `name` of attention, where the columns of D elements a head lie."""
+        heads = self.kv if name[0] in "kv" else self.q
+        return int(name == "proj_w"), heads.start * D, heads.stop * D
+
+
+def groups_of_heads(H: int, Hkv: int, groups: int) -> list[Heads]:
+    """So many Heads of H heads and Hkv of keys and values."""
+    n, sharing = H // groups, H // Hkv
+    return [Heads(slice(i, i + n), slice(i // sharing, -(-(i + n) // sharing))) for i in range(0, H, n)]
+
+
+def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]]:
+    """[(rank, first on it, first in the range, elements)]: where [first, end) lies, of which each rank holds an
+    equal part."""
+    pieces = []
+    for rank in range(first // part, -(-end // part)):
+        a, b = max(first, rank * part), min(end, (rank + 1) * part)
+        pieces.append((rank, a - rank * part, a - first, b - a))
+    return pieces
+
+
+class Broadcasts:
+    """Iterating gives (Heads, {name: the group's columns of parameter `name`}) for each group, in the same order on
+    all ranks; the next group's are on their way meanwhile. The first group's start now."""
+
+    def __init__(self, axis: Axis, w: SimpleNamespace, names: Sequence[str], groups: Sequence[Heads],
+                 D: int) -> None:
+        self.axis, self.w, self.names, self.groups, self.D = axis, w, names, groups, D
+        self.coming = self.start(groups[0])
+
+    def __iter__(self) -> Iterator[tuple[Heads, dict[str, torch.Tensor]]]:
+        for i, group in enumerate(self.groups):
+            here, works = self.coming
+            for work in works:
+                work.wait()
+            if i + 1 < len(self.groups):
+                self.coming = self.start(self.groups[i + 1])
+            yield group, here
+
+    def start(self, group: Heads) -> tuple[dict[str, torch.Tensor], list[Works]]:
+        here, works = {}, []
+        for name in self.names:
+            mine, (dim, first, end) = getattr(self.w, name), group.range_of(name, self.D)
+            if self.axis.size == 1:
+                here[name] = mine.narrow(dim, first, end - first)
+                continue
+            shape = list(mine.shape)
+            shape[dim] = end - first
+            here[name] = mine.new_empty(shape)
+            for rank, there, at, n in pieces_of(first, end, mine.shape[dim]):
+                # of several pieces only rows: contiguous
+                piece = here[name].narrow(dim, at, n)
+                if rank == self.axis.rank:
+                    piece.copy_(mine.narrow(dim, there, n))
+                works.append(self.axis.start_broadcast(piece, rank))
+        return here, works
+
+
+class Reductions:
+    """The way home of the gradients of groups of heads: to the rank that holds the group's parameters, whose
+    gradients `dw` they are added to. One group's are on their way while the next one's are computed."""
+
+    def __init__(self, axis: Axis, dw: SimpleNamespace, D: int) -> None:
+        self.axis, self.dw, self.D = axis, dw, D
+        self.under_way: list[tuple[Works, torch.Tensor | None]] = []
+
+    def places(self, group: Heads, matrices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """{name: fp32 tensor to add the group's gradient to}."""
+        if self.axis.size > 1:
+            return {name: torch.zeros_like(m, dtype=torch.float32) for name, m in matrices.items()}
+        return {name: getattr(self.dw, name).narrow(dim, first, end - first) for name in matrices
+                for dim, first, end in [group.range_of(name, self.D)]}
+
+    def start(self, group: Heads, gradients: dict[str, torch.Tensor]) -> None:
+        """Sends what places() has given, where there are other ranks."""
+        self.finish()
+        for name, gradient in gradients.items() if self.axis.size > 1 else ():
+            mine, (dim, first, end) = getattr(self.dw, name), group.range_of(name, self.D)
+            for rank, there, at, n in pieces_of(first, end, mine.shape[dim]):
+                piece, own = gradient.narrow(dim, at, n), None
+                if rank == self.axis.rank:
+                    own = mine.narrow(dim, there, n)
+                self.under_way.append((self.axis.start_reduce(piece, rank), own))
+
+    def finish(self) -> None:
+        for work, own in self.under_way:
+            total: Any = work.wait()
+            if own is not None:
+                own += total
+        self.under_way = []
