@@ -73,8 +73,8 @@ class Config:
     tensor_parallel: str = key("megatron", "what travels between the ranks of tp: tokens, or as in METP "
                                "the matrices of a layer, while tokens stay",
                                choices=("megatron", "metp"))
-    head_groups: int = key("auto", "for tensor_parallel=metp, groups of heads whose q, k and v exist one after "
-                           "the other", **LAYER_WIDTH)
+    head_groups: int = key("auto", "for tensor_parallel=metp, groups of heads whose q, k and v exist one "
+                           "after the other", **LAYER_WIDTH)
     cp: int = key(1, "ranks that share each sequence: context parallelism", least=1, most=2**20,
                   why="no cluster has as many GPUs")
     context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
@@ -245,16 +245,17 @@ class Config:
                               "tensor_parallel=metp (a rank has whole heads of keys and values, or an equal "
                               f"part of one); try tp={fits} with more cp")
         if Hkv * self.head_width % tp:
-            raise ConfigError(f"n_kv_head*head_dim={Hkv * self.head_width} % tp={tp} != 0 (the columns of keys "
-                              f"and values are shared out); try tp={math.gcd(H, Hkv * self.head_width, tp)}")
+            raise ConfigError(f"n_kv_head*head_dim={Hkv * self.head_width} % tp={tp} != 0 (the columns of "
+                              "keys and values are shared out); try "
+                              f"tp={math.gcd(H, Hkv * self.head_width, tp)}")
         if G == "auto":
             return
         possible = [n for n in range(tp, H + 1, tp) if H % n == 0 and (Hkv % n == 0 or n % Hkv == 0)]
         if G not in possible:
             nearest = min(possible, key=lambda n: abs(n - G))
-            raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and divide "
-                              f"n_kv_head={Hkv} or be a multiple of it (each group has equally many heads of "
-                              f"one rank); try head_groups={nearest}, or auto")
+            raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and "
+                              f"divide n_kv_head={Hkv} or be a multiple of it (each group has equally many "
+                              f"heads of one rank); try head_groups={nearest}, or auto")
 
     @property
     def metp(self) -> bool:
@@ -431,8 +432,8 @@ def degrees(cfg: Config, world: int) -> int:
 def communicators(tp: int, cp: int, dp: int, metp: bool = False) -> dict[str, str]:
     """{axis: the axis whose communicator carries its messages} of the axes that have several ranks. Each axis
     has a communicator of its own, for one does what it is given in order: METP's matrices go round on another
-    one than is broadcast on, and its keys and values on a third. Only `world` shares that of another axis with
-    the same ranks: `world` sums scalars, at times when the other axis has nothing under way."""
+    one than is broadcast on, and its keys and values on a third. Only `world` shares that of another axis
+    with the same ranks: `world` sums scalars, at times when the other axis has nothing under way."""
     sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp, world=dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
     for name in ("tp", "data"):

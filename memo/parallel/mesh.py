@@ -178,8 +178,8 @@ class Mesh:
     rank alone.
 
         weights   share a layer's parameters, each has a part: tensor parallelism, the axis tp
-        tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp; with
-                  METP the cp * tp ranks, tp innermost
+        tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp;
+                  with METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
     `hops`: the ranks of `weights` once more, where METP's matrices go round.
@@ -269,5 +269,6 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
             axes[name].warm(kinds[name], device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
-    return Mesh(weights=axes["tp"], hops=axes["hops"], tokens=axes["cp"], dp=Axis("dp", dp, host.rank // (cp * tp)),
-                replicas=axes["data"], world=axes["world"], host=host)
+    return Mesh(weights=axes["tp"], hops=axes["hops"], tokens=axes["cp"],
+                dp=Axis("dp", dp, host.rank // (cp * tp)), replicas=axes["data"], world=axes["world"],
+                host=host)
