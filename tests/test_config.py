@@ -71,7 +71,27 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
      "n_head=8 % n_kv_head=3 != 0 (each head of keys and values serves equally many of queries); try "
      "n_kv_head=2"),
     (["--n_head=8", "--n_kv_head=2", "--tp=4"],
-     "n_kv_head=2 % tp=4 != 0 (the heads of keys and values are shared out); try tp=2 with more cp"),
+     "n_kv_head=2 % tp=4 != 0 (the heads of keys and values are shared out); try tp=2 with more cp, or "
+     "tensor_parallel=metp"),
+    (["--tensor_parallel=metp", "--n_head=8", "--tp=3"],
+     "n_head=8 % tp=3 != 0 (the heads are shared out); try tp=1"),
+    (["--tensor_parallel=metp", "--n_head=12", "--n_kv_head=6", "--n_embd=192", "--tp=4"],
+     "n_kv_head=6 and tp=4: one must divide the other for tensor_parallel=metp (a rank has whole heads of keys "
+     "and values, or an equal part of one); try tp=3 with more cp"),
+    (["--tensor_parallel=metp", "--n_head=8", "--n_kv_head=1", "--head_dim=2", "--n_embd=64", "--tp=4"],
+     "n_kv_head*head_dim=2 % tp=4 != 0 (the columns of keys and values are shared out); try tp=2"),
+    (["--tensor_parallel=metp", "--n_head=8", "--mlp=swiglu", "--n_inner=150", "--tp=4"],
+     "n_inner=150 % tp=4 != 0 (the MLP's columns are shared out); try tp=2"),
+    (["--tensor_parallel=metp", "--n_head=8", "--tp=2", "--head_groups=3"],
+     "head_groups=3 must be a multiple of tp=2 that divides n_head=8, and divide n_kv_head=8 or be a multiple "
+     "of it (each group has equally many heads of one rank); try head_groups=2, or auto"),
+    (["--tensor_parallel=metp", "--tp=2", "--context_parallel=ulysses"],
+     "tensor_parallel=metp goes with context_parallel=ring only, not ulysses (its keys and values go round all "
+     "ranks that share a sequence); try context_parallel=ring"),
+    (["--head_groups=4"], "head_groups=4 goes with tensor_parallel=metp only; leave it out"),
+    (["--tensor_parallel=metp", "--head_groups=many"], "head_groups='many' must be int or auto"),
+    (["--tensor_parallel=metp", "--tp=2", "--block_size=4098"],
+     "block_size=4098 % (2*cp*tp)=4 != 0 (zigzag gives each rank two chunks); try block_size=4096"),
     (["--mlp=swiglu", "--bias=true"],
      "bias=True goes with norm=layernorm and mlp=gelu only, not norm=layernorm and mlp=swiglu; leave it out, "
      "or give qkv_bias=True"),

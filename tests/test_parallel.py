@@ -235,23 +235,24 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
 def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, tp, cp, groups):
     """Every rank: of the MLP's matrices all but its own part once in the forward, twice in the backward, where
     the gradients go too; of attention's all but a tp-th part; keys and values of a rank's own tokens."""
-    H, C, F, L = 16, 64, 256, 1
-    cfg = Config(n_layer=L, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp, cp=cp,
-                 n_kv_head=H // shared, tensor_parallel="metp", head_groups=groups * tp)
+    H, C, F = 16, 64, 256
+    cfg = Config(n_layer=1, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp,
+                 cp=cp, n_kv_head=H // shared, tensor_parallel="metp", head_groups=groups * tp)
     times = max(1, groups * tp // (H // shared))  # keys and values of heads that several groups share
     KV = C // shared * times
     mlp, attention = (3 if family == "swiglu" else 2) * F * C, 2 * C * C + 2 * KV * C
     for rank in {0, tp - 1}:
-        mesh = Mesh(weights=Axis("tp", tp, rank), hops=Axis("hops", tp, rank), tokens=Axis("cp", tp * cp, rank))
+        mesh = Mesh(weights=Axis("tp", tp, rank), hops=Axis("hops", tp, rank),
+                    tokens=Axis("cp", tp * cp, rank))
         model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
         model.reserve(1, S // cp, streams=open_streams(CPU))
-        mesh.weights.sent_bytes = 0
+        axes = mesh.hops, mesh.weights, mesh.tokens
         model.blocks[0].forward(model.swap.layers[0], model.turn, model.swap.x[1])
         away, block = (tp - 1) / tp, 2 * KV * S // (cp * tp) * (cp * tp - 1)
-        sent = [axis.sent_bytes for axis in (mesh.hops, mesh.weights, mesh.tokens)]
+        sent = [axis.sent_bytes for axis in axes]
         assert sent == [2 * mlp * away, 2 * attention * away, 2 * block]
         model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
-        sent = [axis.sent_bytes - n for axis, n in zip((mesh.hops, mesh.weights, mesh.tokens), sent, strict=True)]
+        sent = [axis.sent_bytes - n for axis, n in zip(axes, sent, strict=True)]
         # bf16 matrices, keys and values; their gradients are fp32
         assert sent == [(2 + 4) * mlp * away, (2 + 4) * attention * away, (2 + 4) * block]
 
