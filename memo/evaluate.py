@@ -13,6 +13,9 @@ from memo.config import KEYS
 from memo.keys import check_value, option, typed
 
 
+HOW = ("tp", "cp", "context_parallel", "attention", "ops")  # keys of the evaluation, not of the model
+
+
 def numbers(name: str, text: str, kind: type, **bounds: Any) -> list:
     """The numbers of a list such as 4096,65536, each once, in ascending order. Errors: ConfigError."""
     f, found = option(name, kind, **bounds), set()
@@ -37,7 +40,7 @@ def read_argv(argv: list[str]) -> Namespace:
                   least=1)
     parser.option("--seed", int, 1337, "of places in the split, and of needles", least=0, below=2**63,
                   why="seeds have 63 bits")
-    for key in (KEYS[name] for name in ("tp", "cp", "context_parallel")):
+    for key in (KEYS[name] for name in HOW):
         kind: Any = key.type
         parser.option(f"--{key.name}", kind, key.default, **key.metadata)
     parser.device_options()
@@ -98,7 +101,7 @@ def evaluation_config(args: Namespace, trained: Config, longest: int, world: int
     # beside learned positions, block_size is only a bound
     S = trained.block_size if trained.position == "learned" else -(-longest // unit) * unit
     keys = {k: getattr(trained, k) for k in MODEL_KEYS}
-    keys |= {k: getattr(args, k) for k in ("tp", "cp", "context_parallel", "device", "dtype")}
+    keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
     dp = max(1, world // (args.cp * args.tp))
     cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset,
                                gradient_accumulation_steps=dp))
