@@ -22,12 +22,12 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.machine import machine as machine_at_hand
-from memo.config import load_config
 from memo.estimate import hardware
 from memo.estimate.budget import ROOT, ArenaBytes, estimate, fast_arena, granting, traced_arena
 from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json
+from memo.load_config import load_config
 from testing.paper import GPUS, HOST_BYTES, PAPER, of_that_width, paper_config, rows_of_table3
 
 RESULTS = Path(__file__).parent / "results"

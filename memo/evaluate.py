@@ -12,7 +12,6 @@ from memo.command import Arguments, answer_early, end_with_reader, run
 from memo.config import KEYS
 from memo.keys import check_value, option, typed
 
-
 HOW = ("tp", "cp", "context_parallel", "attention", "ops")  # keys of the evaluation, not of the model
 
 
@@ -68,11 +67,12 @@ import torch
 from memo import checkpoint
 from memo.batch import Data, open_dataset
 from memo.command import progress
-from memo.config import MODEL_KEYS, Config, degrees, stored_config
+from memo.config import MODEL_KEYS, Config, degrees
 from memo.device import pick_device
 from memo.errors import ConfigError, warn
 from memo.files import save_json
 from memo.launch import Launch, rank_errors, read_launch, same_everywhere, together
+from memo.load_config import stored_config
 from memo.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
 from memo.parallel.mesh import Axis, connected, open_mesh
 from memo.plots import loss_by_position, needle_map

@@ -33,10 +33,10 @@ import torch
 
 from memo import checkpoint
 from memo.attention import Attention
-from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
+from memo.load_config import stored_config
 from memo.tokens import check_vocab_size, load_tokenizer
 from model import GPT
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from memo import memory
-from memo.config import Config, load_config
+from memo.config import Config
 from memo.flat import views
 from memo.layer import layer_of, n_rows, tensors_of
+from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE, Axis, Mesh
 from memo.planner.allocator import Arena
@@ -233,8 +234,8 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
 @pytest.mark.parametrize("tp,cp", [(1, 1), (2, 1), (8, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("family,shared", [("gelu", 1), ("swiglu", 1), ("swiglu", 4)])
 def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, tp, cp, groups):
-    """Every rank: of the MLP's matrices all but its own part once in the forward, twice in the backward, where
-    the gradients go too; of attention's all but a tp-th part; keys and values of a rank's own tokens."""
+    """Every rank: of the MLP's matrices all but a tp-th part, in the backward with gradients; of attention's
+    too; keys and values of a rank's own tokens."""
     H, C, F = 16, 64, 256
     cfg = Config(n_layer=1, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp,
                  cp=cp, n_kv_head=H // shared, tensor_parallel="metp", head_groups=groups * tp)
