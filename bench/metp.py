@@ -121,7 +121,7 @@ def halves_memory(h, heads, S, p):
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
     arena.run("attention", block.attention_half, s, model.turn, y, slice(None))
     attention = arena.peaks()
-    arena.run("mlp", lambda: block.output(s, y, block.visits()))
+    arena.run("mlp", lambda: block.mlp_half(s, y, block.visits()))
     mlp = arena.peaks()
     of_attention = kept["x"] + kept["attn_out"] + kept["lse"]
     return dict(attention=(of_attention, of_attention + attention[0] // 2),
@@ -232,7 +232,7 @@ def slow_halves(host, keys, rates, rounds):
     block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
     s.x.normal_()
     halves = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
-              "MLP": lambda: block.output(s, y, block.visits())}
+              "MLP": lambda: block.mlp_half(s, y, block.visits())}
     seconds = {}
     for _ in range(rounds):
         for half, work in halves.items():

@@ -28,7 +28,7 @@ from memo.parallel.metp import (
     Visits,
     add_or_write,
     groups_of_heads,
-    hidden_of,
+    linear,
     metp_mlp_backward,
     metp_mlp_forward,
     row_pieces,
@@ -57,7 +57,7 @@ class MetpBlock(Block):
     def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         visits = self.visits()  # the first matrices of the MLP come while attention computes
         self.attention_half(s, turn, out, EVERY_ROW)  # the norm's output lies in `out`, free until the MLP
-        return self.output(s, out, visits)
+        return self.mlp_half(s, out, visits)
 
     def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         rows = self.no_rows | rows
@@ -86,10 +86,10 @@ class MetpBlock(Block):
         B, _, T = lse.shape
         made = []
         for name in "qkv":
-            linear = matrices[f"{name}_w"], matrices.get(f"{name}_b")
-            y = normed.new_empty(len(normed), len(linear[0]))
+            w, b = matrices[f"{name}_w"], matrices.get(f"{name}_b")
+            y = normed.new_empty(len(normed), len(w))
             for r in row_pieces(len(normed)):
-                [y[r]] = hidden_of(normed[r], [linear])
+                linear(normed[r], w, b, out=y[r])
             if name != "v":
                 self.rotate(y, turn, back=False)
             made.append(y.view(B, T, -1, self.head_dim))
@@ -104,8 +104,7 @@ class MetpBlock(Block):
         if heads is self.groups[-1] and self.w.proj_b is not None:
             mid += self.w.proj_b
 
-    def output(self, s: SimpleNamespace, out: torch.Tensor,  # type: ignore[override]
-               visits: Visits) -> torch.Tensor:
+    def mlp_half(self, s: SimpleNamespace, out: torch.Tensor, visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
         metp_mlp_forward(visits, normed, self.activation(), s.mid, out)

@@ -57,9 +57,14 @@ def row_pieces(n: int) -> list[slice]:
     return cut(0, n, most=METP_ROWS)
 
 
+def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """x w^T + b, over `out`."""
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
+
+
 def hidden_of(x: torch.Tensor, ins: Sequence[tuple]) -> list[torch.Tensor]:
     """x w^T + b of several linears [(w, b or None)]."""
-    return [torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t()) for w, b in ins]
+    return [linear(x, w, b, out=x.new_empty(len(x), len(w))) for w, b in ins]
 
 
 def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor]:
