@@ -207,6 +207,5 @@ def validate_programs(programs: Mapping[int, Sequence[Post | Wait]]) -> None:
     while going:
         for communicator in ranks.go_on(going.pop()):
             going += ranks.meet(communicator)
-    for queue in ranks.queues.values():
-        if queue:
-            raise ValueError(ranks.refusal(queue[0]))
+    if left := [queue[0] for queue in ranks.queues.values() if queue]:
+        raise ValueError(ranks.refusal(min(left, key=lambda message: message.rank)))
