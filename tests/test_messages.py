@@ -248,7 +248,7 @@ def test_on_one_communicator_hops_in_another_order_hold_up_everybody():
 # --- stages that send and receive ---
 
 def stages(orders):
-    """{rank: Program} of stages: each posts, and waits for, (send or receive, the other stage) in its order."""
+    """{rank: Program} of stages: each posts (send or receive, the other stage) in its order, and waits."""
     programs = {rank: Program() for rank in range(len(orders))}
     for rank, order in enumerate(orders):
         for kind, other in order:
@@ -266,8 +266,8 @@ def test_two_stages_that_both_send_first_wait_for_each_other():
         "rank 0 waits in post 0 (send to 1 of 64 bytes on stage 0 to 1 of ranks 0, 1) for rank 1; "
         "rank 1 waits in post 0 (send to 0 of 64 bytes on stage 1 to 0 of ranks 1, 0) for rank 0")
     assert refusal(stages([sends, receives[:1]])) == (
-        f"{ENDED}: "
-        "rank 0 waits in post 2 (receive from 1 of 64 bytes on stage 1 to 0 of ranks 1, 0) for rank 1, which has come to its end")
+        f"{ENDED}: rank 0 waits in post 2 (receive from 1 of 64 bytes on stage 1 to 0 of ranks 1, 0) "
+        "for rank 1, which has come to its end")
     early = stages([sends, receives[::-1]])
     early[0] = sorted(early[0], key=lambda step: isinstance(step, Wait))  # both are posted before a wait
     validate_programs(early)
