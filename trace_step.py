@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from memo.command import answer_early, end_with_reader, run
-from memo.config import Config, keys_help, load_config
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
+from memo.load_config import keys_help, load_config
 
 MULTIPROCESSORS = option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
                          why="no GPU has as many")

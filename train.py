@@ -15,8 +15,9 @@ import contextlib
 import sys
 
 from memo import command
-from memo.config import Config, keys_help, load_config
+from memo.config import Config
 from memo.console import guard_console
+from memo.load_config import keys_help, load_config
 from memo.manifest import Damaged
 
 

@@ -22,12 +22,12 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.machine import machine as machine_at_hand
-from memo.config import load_config
 from memo.estimate import hardware
 from memo.estimate.budget import ROOT, ArenaBytes, estimate, fast_arena, granting, traced_arena
 from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json
+from memo.load_config import load_config
 from testing.paper import GPUS, HOST_BYTES, PAPER, of_that_width, paper_config, rows_of_table3
 
 RESULTS = Path(__file__).parent / "results"
@@ -185,6 +185,7 @@ def models():
 
 # --- runs on this machine ---
 
+LLAMA = "--norm=rmsnorm --mlp=swiglu --tie_embeddings=False --n_kv_head=2"
 CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activation=keep"),
             (1, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --alpha=0.5"),
             (1, "--n_layer=6 --n_embd=256 --n_head=4 --block_size=8192 --alpha=0.25"),
@@ -197,7 +198,19 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
             (2, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 "
                 "--gradient_accumulation_steps=2 --activation=keep"),
             (2, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 "
-                "--gradient_accumulation_steps=2 --alpha=0.25")]
+                "--gradient_accumulation_steps=2 --alpha=0.25"),
+            (1, f"{LLAMA} --n_layer=4 --n_embd=256 --n_head=4 --n_inner=704 --block_size=4096 "
+                "--activation=keep"),
+            (1, f"{LLAMA} --n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --alpha=0.5"),
+            (2, f"{LLAMA} --tp=2 --n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --alpha=0.5"),
+            (2, f"{LLAMA} --cp=2 --n_layer=4 --n_embd=384 --n_head=6 --block_size=4096 "
+                "--activation=recompute"),
+            (1, "--tensor_parallel=metp --n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 "
+                "--activation=keep"),
+            (2, "--tensor_parallel=metp --tp=2 --n_layer=4 --n_embd=512 --n_head=8 --block_size=4096 "
+                "--alpha=0.5"),
+            (2, f"--tensor_parallel=metp {LLAMA} --tp=2 --n_layer=4 --n_embd=256 --n_head=4 "
+                "--block_size=8192 --activation=recompute")]
 GPU_RUNS = [(1, f"--n_layer={L} --n_embd=4096 --n_head=32 --vocab_size=50257 --block_size={S}{more}")
             for L, S, more in ((8, 16384, ""), (8, 32768, ""), (8, 65536, ""), (8, 131072, ""),
                                (8, 262144, ""), (8, 262144, " --activation=recompute"), (8, 393216, ""))]

@@ -80,7 +80,7 @@ def formulas(cfg, kind):
     whole = 4 * cfg.batch_size * cfg.block_size // cp * cfg.n_embd  # B T C
     unit, block = whole * (tp - 1) // tp, whole // tp
     ring = dict(forward=2 * block * (cp - 1),  # k, v; dk, dv
-                backward=2 * block * (cp - 1) + 2 * block * cp * (cp > 1))
+                backward=4 * block * (cp - 1))
     ulysses = dict(forward=4 * block * (cp - 1) // cp, backward=8 * block * (cp - 1) // cp)
     messages = ring if kind == "ring" else ulysses
     return dict(forward=dict(tp=L * 4 * unit, cp=L * messages["forward"]),

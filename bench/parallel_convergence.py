@@ -22,7 +22,8 @@ MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=2048, batch_size=1, grad
              eval_iters=4, save_interval=0)
 RUNS = {"one process": (1, {}), "tp2": (2, dict(tp=2)), "cp2": (2, dict(cp=2)),
         "cp2 ulysses": (2, dict(cp=2, context_parallel="ulysses")), "tp2 cp2": (4, dict(tp=2, cp=2)),
-        "dp2": (2, {})}
+        "dp2": (2, {}), "metp tp2": (2, dict(tp=2, tensor_parallel="metp")),
+        "metp tp2 cp2": (4, dict(tp=2, cp=2, tensor_parallel="metp"))}
 
 
 def train(ranks, keys):

@@ -19,8 +19,8 @@ import matplotlib
 import torch
 
 from bench.machine import machine
-from memo.config import load_config
 from memo.layer import layer_of
+from memo.load_config import load_config
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
 from memo.planner.plan import Levels, bilevel, one_level, requests_of

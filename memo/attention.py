@@ -37,7 +37,7 @@ def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 # --- group by group of heads ---
 
-def head_groups(attention: Attention, q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
+def slices_of_heads(attention: Attention, q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
     """[(slice of the heads of q, slice of those of k that they read)], as many at a time as
     layer.heads_at_once gives."""
     B, T, H, D = q.shape
@@ -50,7 +50,7 @@ def head_groups(attention: Attention, q: torch.Tensor, k: torch.Tensor) -> list[
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
            scale: float, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T)."""
-    for h, kv in head_groups(attention, q, k):
+    for h, kv in slices_of_heads(attention, q, k):
         where = dict(out=out[:, :, h]) if attention.takes_out else {}
         got, lse[:, h] = attention.forward(q[:, :, h], k[:, :, kv], v[:, :, kv], causal, scale, **where)
         if not where:
@@ -63,7 +63,7 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k
                     scale: float) -> Gradients:
     """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once. Groups that
     share a head of keys and values come one after the other: their gradients of it are summed in fp32."""
-    groups = head_groups(attention, q, k)
+    groups = slices_of_heads(attention, q, k)
     sums, last = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
     for (h, kv), following in zip(groups, last, strict=True):
         q_, k_, v_ = q[:, :, h], k[:, :, kv], v[:, :, kv]

@@ -32,9 +32,9 @@ class Data:
 
     def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
               columns: list[list[tuple[int, int]]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets): int64 (B, T) each, the targets one token later. `columns`, of [(first, end)]: the
-        tokens of each sequence that are read, by default all S; those of several columns take turns. Errors:
-        ConfigError: a token id beyond the vocabulary."""
+        """(tokens, targets): int64 (B, T) each, the targets one token later. `columns`, of [(first, end)]:
+        the tokens of each sequence that are read, by default all S; those of several columns take turns.
+        Errors: ConfigError: a token id beyond the vocabulary."""
         ids, offsets = self.tokens[split], self.offsets(split, step, micro_step, B, S, seed)
         columns = columns or [[(0, S)]]
         windows = []  # (B, end - first + 1)
@@ -46,8 +46,9 @@ class Data:
                 raise ConfigError(f"{self.folder / split}.bin: token {windows[-1][row, column]} at position "
                                   f"{offsets[row] + first + column} must be below meta.json's "
                                   f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
-        tokens, targets = torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
-        return interleaved(tokens, len(columns)), interleaved(targets, len(columns))
+        both = torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
+        tokens, targets = (interleaved(t, len(columns)) for t in both)
+        return tokens, targets
 
     def fingerprint(self) -> int:
         """A hash of meta.json and of each split's tokens; of a large split 256 stretches."""
@@ -59,8 +60,8 @@ class Data:
 
 
 def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """(..., T), so many equally long columns one after the other -> (..., T): the first of each, the second of
-    each, ..."""
+    """(..., T), so many equally long columns one after the other -> (..., T): the first of each, the second
+    of each, ..."""
     return x.unflatten(-1, (columns, -1)).transpose(-1, -2).flatten(-2)
 
 

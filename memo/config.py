@@ -1,19 +1,12 @@
-"""The configuration: one frozen dataclass, one way to fill it, all rules checked before a
-device is touched."""
+"""The configuration: one frozen dataclass, all rules checked before a device is touched."""
 
-import difflib
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import Field, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 from memo.errors import ConfigError
 from memo.formulas import parameters
-from memo.huggingface import model_keys
-from memo.keys import check_value, columns, key, typed
-from memo.literals import assignments
-from memo.manifest import newest
+from memo.keys import check_value, key
 from memo.rope import parse_scaling
 
 # Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
@@ -73,8 +66,8 @@ class Config:
     tensor_parallel: str = key("megatron", "what travels between the ranks of tp: tokens, or as in METP "
                                "the matrices of a layer, while tokens stay",
                                choices=("megatron", "metp"))
-    head_groups: int = key("auto", "for tensor_parallel=metp, groups of heads whose q, k and v exist one after "
-                           "the other", **LAYER_WIDTH)
+    head_groups: int = key("auto", "for tensor_parallel=metp, groups of heads whose q, k and v exist one "
+                           "after the other", **LAYER_WIDTH)
     cp: int = key(1, "ranks that share each sequence: context parallelism", least=1, most=2**20,
                   why="no cluster has as many GPUs")
     context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
@@ -245,16 +238,17 @@ class Config:
                               "tensor_parallel=metp (a rank has whole heads of keys and values, or an equal "
                               f"part of one); try tp={fits} with more cp")
         if Hkv * self.head_width % tp:
-            raise ConfigError(f"n_kv_head*head_dim={Hkv * self.head_width} % tp={tp} != 0 (the columns of keys "
-                              f"and values are shared out); try tp={math.gcd(H, Hkv * self.head_width, tp)}")
+            raise ConfigError(f"n_kv_head*head_dim={Hkv * self.head_width} % tp={tp} != 0 (the columns of "
+                              "keys and values are shared out); try "
+                              f"tp={math.gcd(H, Hkv * self.head_width, tp)}")
         if G == "auto":
             return
         possible = [n for n in range(tp, H + 1, tp) if H % n == 0 and (Hkv % n == 0 or n % Hkv == 0)]
         if G not in possible:
             nearest = min(possible, key=lambda n: abs(n - G))
-            raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and divide "
-                              f"n_kv_head={Hkv} or be a multiple of it (each group has equally many heads of "
-                              f"one rank); try head_groups={nearest}, or auto")
+            raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and "
+                              f"divide n_kv_head={Hkv} or be a multiple of it (each group has equally many "
+                              f"heads of one rank); try head_groups={nearest}, or auto")
 
     @property
     def metp(self) -> bool:
@@ -311,107 +305,6 @@ POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where
 KEYS = {f.name: f for f in fields(Config)}
 
 
-def known_key(name: str, where: str) -> Field:
-    if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
-        remedy = f"did you mean {near[0]!r}?" if near else "see --help"
-        raise ConfigError(f"{where}: unknown key {name!r}; {remedy}")
-    return KEYS[name]
-
-
-def read_file(path: str) -> dict[str, Any]:
-    """{key: value} of a config file, which is evaluated, not run. Errors: ConfigError: it holds anything but
-    assignments to known keys."""
-    given = {}
-    for line, name, value in assignments(path):
-        where = f"{path}:{line}"
-        given[name] = typed(known_key(name, where), value, where)
-    return given
-
-
-def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
-    """(config file or None, {key: value}) of a command line."""
-    path, values = None, {}
-    for arg in argv:
-        if not arg.startswith("-"):
-            if path is not None:
-                raise ConfigError(f"{arg!r}: there is a config file already, {path!r}; keys are given as "
-                                  "--key=value")
-            path = arg
-            continue
-        name, equals, value = arg[2:].partition("=")
-        if not arg.startswith("--") or not equals:
-            raise ConfigError(f"{arg!r} must have the form --key=value; see --help")
-        values[name] = typed(known_key(name, arg), value, arg)
-    return path, values
-
-
-def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
-    """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
-    left out. Errors: ConfigError."""
-    return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
-
-
-def starting_keys(given: dict[str, Any], typed_in: Collection[str],
-                  passed_over: Mapping[Path, str]) -> dict[str, Any]:
-    """The keys that the run starts from: the saved config of `resume`, the model of `hf:`. `typed_in`: the
-    given keys that stand on the command line."""
-    init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
-    if init_from == "resume":
-        folder, stored = newest(out_dir, passed_over)
-        base = stored["config"]  # out_dir's config.json is for people
-        if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
-            base = {k: v for k, v in base.items() if k in MODEL_KEYS}
-        fixed = {k: base.get(k, KEYS[k].default) for k in MODEL_KEYS}  # of before a key: its default
-    elif init_from.startswith("hf:"):
-        base = fixed = model_keys(init_from.removeprefix("hf:"))
-        if given.get("block_size", 0) < base["block_size"]:  # a shorter context only crops the positions
-            fixed = {k: v for k, v in fixed.items() if k != "block_size"}
-    else:
-        return {}
-    if base.get("position") == "rope":  # no weight depends on the positions: the context may grow
-        # and they may turn otherwise, but not because a config file was written for other weights
-        free = {"block_size", *(name for name in POSITION_KEYS if name in typed_in)}
-        fixed = {k: v for k, v in fixed.items() if k not in free}
-    for name, value in fixed.items():
-        if given.get(name, value) != value:
-            remedy = "leave it out, or start a new run in another --out_dir"
-            if name in POSITION_KEYS and name not in typed_in:
-                remedy = f"--{name}={given[name]} on the command line changes it, --{name}={value} keeps it"
-            raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that "
-                              f"init_from={init_from} loads; {remedy}")
-    return {k: v for k, v in base.items() if k in KEYS}
-
-
-def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str, Any]:
-    """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
-    counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
-    warmup is cut to the length of the decay."""
-    path, values = read_keys(argv)
-    given = {**(read_file(path) if path else {}), **values}
-    for name, value in given.items():
-        check_value(KEYS[name], value)
-    if given.get("vocab_size") == 0:
-        del given["vocab_size"]
-    base = starting_keys(given, values, passed_over)
-    for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
-        for name in its if mode in given else ():
-            base.pop(name, None)  # the value of another mode
-    for name, value in base.items():
-        check_value(KEYS[name], value)
-    keys = {**base, **given}
-    if "warmup_iters" not in (values if {"max_iters", "lr_decay_iters"} & set(values) else keys):
-        length = keys.get("lr_decay_iters") or keys.get("max_iters", KEYS["max_iters"].default)
-        keys["warmup_iters"] = min(keys.get("warmup_iters", KEYS["warmup_iters"].default), length)
-    return keys
-
-
-def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
-    """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as
-    newest() in memo/manifest.py has them."""
-    return Config(**load_keys(argv, passed_over))
-
-
 def degrees(cfg: Config, world: int) -> int:
     """dp. Errors: ConfigError: the layout does not fill the world, or a step's micro batches cannot
     be shared out."""
@@ -431,23 +324,11 @@ def degrees(cfg: Config, world: int) -> int:
 def communicators(tp: int, cp: int, dp: int, metp: bool = False) -> dict[str, str]:
     """{axis: the axis whose communicator carries its messages} of the axes that have several ranks. Each axis
     has a communicator of its own, for one does what it is given in order: METP's matrices go round on another
-    one than is broadcast on, and its keys and values on a third. Only `world` shares that of another axis with
-    the same ranks: `world` sums scalars, at times when the other axis has nothing under way."""
+    one than is broadcast on, and its keys and values on a third. Only `world` shares that of another axis
+    with the same ranks: `world` sums scalars, at times when the other axis has nothing under way."""
     sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp, world=dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
     for name in ("tp", "data"):
         if 1 < sizes[name] == sizes["world"]:
             carriers["world"] = name
     return carriers
-
-
-def keys_help() -> str:
-    """The part of --help that lists all keys."""
-    rows: list[tuple[str, str | None]] = []
-    for f in KEYS.values():
-        m = f.metadata
-        if m["section"]:
-            rows.append((m["section"], None))
-        choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
-        rows.append((f"--{f.name}={f.default!s}", m["help"] + choices))
-    return f"The keys, with their defaults\n\n{columns(rows)}"

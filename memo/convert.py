@@ -41,12 +41,13 @@ import torch
 from tokenizers import Tokenizer
 
 from memo import checkpoint
-from memo.config import Config, stored_config
+from memo.config import Config
 from memo.errors import CheckpointError, ConfigError, warn
 from memo.files import load_json, save_json
 from memo.flat import whole
 from memo.huggingface import CONFIG, hf_config, model_keys
 from memo.layer import model_parameters
+from memo.load_config import stored_config
 from memo.rope import parse_scaling
 from memo.tokens import (
     ENDS,

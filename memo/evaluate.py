@@ -12,6 +12,8 @@ from memo.command import Arguments, answer_early, end_with_reader, run
 from memo.config import KEYS
 from memo.keys import check_value, option, typed
 
+HOW = ("tp", "cp", "context_parallel", "attention", "ops")  # keys of the evaluation, not of the model
+
 
 def numbers(name: str, text: str, kind: type, **bounds: Any) -> list:
     """The numbers of a list such as 4096,65536, each once, in ascending order. Errors: ConfigError."""
@@ -37,7 +39,7 @@ def read_argv(argv: list[str]) -> Namespace:
                   least=1)
     parser.option("--seed", int, 1337, "of places in the split, and of needles", least=0, below=2**63,
                   why="seeds have 63 bits")
-    for key in (KEYS[name] for name in ("tp", "cp", "context_parallel")):
+    for key in (KEYS[name] for name in HOW):
         kind: Any = key.type
         parser.option(f"--{key.name}", kind, key.default, **key.metadata)
     parser.device_options()
@@ -65,11 +67,12 @@ import torch
 from memo import checkpoint
 from memo.batch import Data, open_dataset
 from memo.command import progress
-from memo.config import MODEL_KEYS, Config, degrees, stored_config
+from memo.config import MODEL_KEYS, Config, degrees
 from memo.device import pick_device
 from memo.errors import ConfigError, warn
 from memo.files import save_json
 from memo.launch import Launch, rank_errors, read_launch, same_everywhere, together
+from memo.load_config import stored_config
 from memo.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
 from memo.parallel.mesh import Axis, connected, open_mesh
 from memo.plots import loss_by_position, needle_map
@@ -98,7 +101,7 @@ def evaluation_config(args: Namespace, trained: Config, longest: int, world: int
     # beside learned positions, block_size is only a bound
     S = trained.block_size if trained.position == "learned" else -(-longest // unit) * unit
     keys = {k: getattr(trained, k) for k in MODEL_KEYS}
-    keys |= {k: getattr(args, k) for k in ("tp", "cp", "context_parallel", "device", "dtype")}
+    keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
     dp = max(1, world // (args.cp * args.tp))
     cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset,
                                gradient_accumulation_steps=dp))

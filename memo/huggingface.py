@@ -161,7 +161,7 @@ def check_window(path: Path, hf: Mapping[str, Any], window: Any, S: int, L: int,
     if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
         raise ConfigError(f"{path}: layer_types={types!r:.100} must be full_attention in every layer; "
                           + reach.format("make it so"))
-    if kind != "mistral":
+    if kind.startswith("qwen"):
         used = hf.get("use_sliding_window") or False
         if used is False or (used is True and hf.get("max_window_layers", 28) in range(L, 2**31)):
             return

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # what bounds the temporary tensors of a layer and of the head
 CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices stay below 2^31 too
 GROUP_ELEMENTS = 2**26  # elements of a (B, T, heads, D) tensor in attention, which goes by groups of heads
+METP_ELEMENTS = 2**24  # of q in a group of heads of METP; with the ring's tensors about 8 times as many
+METP_ROWS = 2**14  # of METP's products; fewer would read and write the matrices' fp32 gradients too often
 HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
 MORE_HEAD_ROWS = 4  # the head's gradient, fp32, is read and written once for so many tokens
 HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens; with softmax and gradient 8 bytes each
@@ -207,7 +209,8 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         *hidden)
     operations = (*(t.made_by for t in skeletal if t.made_by), output)
     if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
-        skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in (INPUT, ATTENTION, "lse", "mid"))
+        kept = INPUT, ATTENTION, "lse", "mid"
+        skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
     absent = tuple(name for name in OPTIONAL if name not in parameters)
     return Layer(parameters, absent, skeletal, operations, H, Hkv, D)
 
@@ -277,13 +280,14 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int
 
 
 def head_groups(cfg: "Config") -> int:
-    """METP's groups of query heads, whose q, k and v exist at once: as many as cfg.head_groups says, or the
-    fewest, a multiple of tp, with GROUP_ELEMENTS or less in q."""
-    H = cfg.n_head
+    """METP's groups of query heads, whose q, k and v exist one after the other: as many as cfg.head_groups
+    says. Or the fewest with METP_ELEMENTS or less in q, and two of each tp rank or more: the first one's
+    matrices come while hardly anything is computed."""
     if cfg.head_groups != "auto":
         return cfg.head_groups
-    possible = [n for n in range(cfg.tp, H + 1, cfg.tp) if H % n == 0 and shares_heads(H // n, H // cfg.kv_heads)]
-    fitting = (n for n in possible if n_rows(cfg) * H // n * cfg.head_width <= GROUP_ELEMENTS)
+    H, sharing = cfg.n_head, cfg.n_head // cfg.kv_heads
+    possible = [n for n in range(cfg.tp, H + 1, cfg.tp) if H % n == 0 and shares_heads(H // n, sharing)]
+    fitting = (n for n in possible if n > cfg.tp and n_rows(cfg) * H // n * cfg.head_width <= METP_ELEMENTS)
     return next(fitting, possible[-1])
 
 

@@ -1,14 +1,14 @@
 """A layer by METP, forward and backward written out by hand: the same mathematics as memo/block.py, where the
 rank has rows of its own alone and the matrices come by (memo/parallel/metp.py).
 
-    s         the skeletal activations: x, attn_out, lse, mid. What lies between them is made again in the backward
+    s         the skeletal activations: x, attn_out, lse, mid. The backward makes what lies between them again
     n, p      the rank's rows, and the ranks that share the parameters, and the tokens
     q, k, v   of one group of heads at a time: (n, Q/groups) and (n, KV/groups)
 
 Source: METP (FITEE 2400602), algorithms 1 to 6.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 
@@ -44,7 +44,8 @@ class MetpBlock(Block):
     def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention, ops: Ops,
                  mesh: Mesh) -> None:
         super().__init__(cfg, w, dw, attention, ops, mesh)
-        layer, self.kind, self.has_mean, self.hops = layer_of(cfg), cfg.mlp, cfg.norm == "layernorm", mesh.hops
+        layer, self.hops = layer_of(cfg), mesh.hops
+        self.kind, self.has_mean = cfg.mlp, cfg.norm == "layernorm"
         self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
         self.projections = [name for name in ("q_w", "q_b", "k_w", "k_b", "v_w", "v_b")
                             if name in layer.parameters]
@@ -55,7 +56,7 @@ class MetpBlock(Block):
 
     def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         visits = self.visits()  # the first matrices of the MLP come while attention computes
-        self.attention_half(s, turn, out, EVERY_ROW)  # `out` is free until the MLP: the norm's output lies there
+        self.attention_half(s, turn, out, EVERY_ROW)  # the norm's output lies in `out`, free until the MLP
         return self.output(s, out, visits)
 
     def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
@@ -87,7 +88,7 @@ class MetpBlock(Block):
         for name in "qkv":
             linear = matrices[f"{name}_w"], matrices.get(f"{name}_b")
             y = normed.new_empty(len(normed), len(linear[0]))
-            for r in row_pieces(*normed.shape):
+            for r in row_pieces(len(normed)):
                 [y[r]] = hidden_of(normed[r], [linear])
             if name != "v":
                 self.rotate(y, turn, back=False)
@@ -98,7 +99,7 @@ class MetpBlock(Block):
         """Rows r of mid: what a group of heads adds to x."""
         before, mid, columns = s.x[r] if heads.q.start == 0 else s.mid[r], s.mid[r], self.columns_of(heads)
         attn_out = s.attn_out[r, columns]
-        for piece in row_pieces(*mid.shape):
+        for piece in row_pieces(len(mid)):
             torch.addmm(before[piece], attn_out[piece], w.t(), out=mid[piece])
         if heads is self.groups[-1] and self.w.proj_b is not None:
             mid += self.w.proj_b
@@ -131,7 +132,8 @@ class MetpBlock(Block):
 
     def attention_backward(self, coming: Broadcasts, dy: torch.Tensor, s: SimpleNamespace,
                            turn: torch.Tensor | None, normed: torch.Tensor, dx: torch.Tensor) -> None:
-        """dy: the gradient of mid; writes that of `normed` (n, C) over dx. Source: METP, algorithms 5 and 6."""
+        """dy: the gradient of mid; writes that of `normed` (n, C) over dx. Source: METP, algorithms 5 and
+        6."""
         home = Reductions(self.tp, self.dw, self.head_dim)
         for heads, matrices in coming:
             places = home.places(heads, matrices)
@@ -139,7 +141,7 @@ class MetpBlock(Block):
             out, lse = self.of_heads(s.attn_out, s.lse, heads)
             dout = torch.empty_like(q)
             columns = s.attn_out[:, self.columns_of(heads)]
-            for r in row_pieces(*dy.shape):
+            for r in row_pieces(len(dy)):
                 accumulate_product(places["proj_w"], dy[r].t(), columns[r])
                 torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
             gradients = attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale)
@@ -149,7 +151,7 @@ class MetpBlock(Block):
                 if name != "v":
                     self.rotate(g, turn, back=True)
                 bias_backward(g, places.get(f"{name}_b"))
-                for r in row_pieces(*dy.shape):
+                for r in row_pieces(len(dy)):
                     accumulate_product(places[f"{name}_w"], g[r].t(), normed[r])
                     add_or_write(dx[r], g[r], matrices[f"{name}_w"], write=heads.q.start == 0 and name == "q")
             del gradients, g
@@ -196,16 +198,16 @@ class MetpBlock(Block):
             return Activation(self.gelu_forward, self.gelu_backward)
         return Activation(self.swiglu_forward, self.swiglu_backward)
 
-    def gelu_forward(self, hidden: list[torch.Tensor]) -> torch.Tensor:
+    def gelu_forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         out = torch.empty_like(hidden[0])
         gelu_forward(hidden[0], self.gelu, out=out)
         return out
 
-    def gelu_backward(self, d: torch.Tensor, hidden: list[torch.Tensor]) -> None:
+    def gelu_backward(self, d: torch.Tensor, hidden: Sequence[torch.Tensor]) -> None:
         gelu_backward(d, hidden[0], self.gelu, out=hidden[0])
 
-    def swiglu_forward(self, hidden: list[torch.Tensor]) -> torch.Tensor:
+    def swiglu_forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.ops.swiglu_forward(*hidden, out=torch.empty_like(hidden[0]))
 
-    def swiglu_backward(self, d: torch.Tensor, hidden: list[torch.Tensor]) -> None:
+    def swiglu_backward(self, d: torch.Tensor, hidden: Sequence[torch.Tensor]) -> None:
         self.ops.swiglu_backward(d, *hidden)

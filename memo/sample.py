@@ -33,10 +33,10 @@ import torch
 
 from memo import checkpoint
 from memo.attention import Attention
-from memo.config import stored_config
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
+from memo.load_config import stored_config
 from memo.tokens import check_vocab_size, load_tokenizer
 from model import GPT
 
@@ -102,7 +102,9 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
 def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> GPT:
     """The model of a checkpoint, for evaluation only."""
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
-        cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto")
+        # one process, which keeps keys and values: those of METP exist for a group of heads only
+        alone = dict(tp=1, cp=1, tensor_parallel="megatron", head_groups="auto")
+        cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", **alone)
         model = GPT(cfg, *pick_device(cfg), grads=False)
         checkpoint.restore(ckpt, model)
         return model

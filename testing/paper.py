@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memo.config import Config, load_config
+from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.budget import Estimate, estimate, fast_arena
+from memo.load_config import load_config
 
 PAPER = json.loads((Path(__file__).parent / "memo_paper.json").read_text())
 GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}

@@ -20,9 +20,10 @@ from memo.attention import (
     resolve_attention,
 )
 from memo.backends import Facts, choose, missing, workspaces
-from memo.config import Config, load_config
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import budget, hardware, search
+from memo.load_config import load_config
 from memo.planner.rehearsal import FakeArena, kernel_requests
 from tests import fakes
 from tests.helpers import error

@@ -13,10 +13,11 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 import model as memo_model
 from memo import checkpoint, convert, weights
 from memo.command import run
-from memo.config import Config, load_config
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.huggingface import model_keys
 from memo.layer import model_parameters
+from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.tokens import load_tokenizer, train_tokenizer
 from memo.weights import hf_tensors

@@ -14,7 +14,7 @@ import torch
 import train
 from memo import command as commands
 from memo import memory, profiler
-from memo.config import Config, load_config
+from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
@@ -23,6 +23,7 @@ from memo.estimate.budget import ArenaBytes, fast_arena, traced_arena
 from memo.estimate.roofline import LayerSeconds, swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
+from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.trace import parse_trace

@@ -18,11 +18,12 @@ from transformers import (
 )
 
 from memo import checkpoint, convert, weights
-from memo.config import Config, load_config
+from memo.config import Config
 from memo.convert import check_folder
 from memo.errors import ConfigError
 from memo.huggingface import FAMILIES, GPT2, LLAMA, hf_config, model_keys
 from memo.layer import model_parameters
+from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.sample import load_model
 from memo.tokens import train_tokenizer

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from memo import memory
-from memo.config import Config, load_config
+from memo.config import Config
 from memo.flat import views
 from memo.layer import layer_of, n_rows, tensors_of
+from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE, Axis, Mesh
 from memo.planner.allocator import Arena
@@ -110,6 +111,8 @@ def make_small(m):
     m.setattr("memo.parallel.tp.CHUNK_ROWS", 256)
     m.setattr("memo.parallel.tp.pieces_at_once", lambda axis, device: 2)
     m.setattr("memo.layer.GROUP_ELEMENTS", 1)
+    m.setattr("memo.layer.METP_ELEMENTS", 1)
+    m.setattr("memo.parallel.metp.METP_ROWS", 256)
 
 
 def gradients_in_pieces(*args):
@@ -158,7 +161,7 @@ def test_every_layout_gives_the_gradients_of_one_process(family, text, kind, alo
 @pytest.mark.ranks
 @pytest.mark.parametrize("text,kind,family", [
     ("tp2", "ring", "rope"), ("tp2 cp2", "ring", "rope"), ("tp2 cp2", "ulysses", "rope"),
-    ("tp2 cp2", "ring", "qwen"), ("tp2 cp2", "ulysses", "llama")])
+    ("tp2 cp2", "ring", "qwen"), ("tp2 cp2", "ulysses", "llama"), ("tp2 cp2", "metp", "llama")])
 def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, family, alone):
     agree(text, kind, family, MODES + ENDS, alone[family], gradients_in_pieces)
 
@@ -222,9 +225,37 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
     mesh.take_sent_bytes()
     model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
     assert mesh.weights.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
-    home = 2 * KV * cp * (cp > 1)  # a ring's gradients of keys and values, fp32
+    home = 2 * KV * (cp - 1)  # a ring's gradients of keys and values, fp32
     exchanged = (4 * BTC // tp + 2 * KV) * (cp - 1) // cp
     assert mesh.tokens.sent_bytes == (KV * (cp - 1) + home if kind == "ring" else exchanged)
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["a group a rank", "two"])
+@pytest.mark.parametrize("tp,cp", [(1, 1), (2, 1), (8, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("family,shared", [("gelu", 1), ("swiglu", 1), ("swiglu", 4)])
+def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, tp, cp, groups):
+    """Every rank: of the MLP's matrices all but a tp-th part, in the backward with gradients; of attention's
+    too; keys and values of a rank's own tokens."""
+    H, C, F = 16, 64, 256
+    cfg = Config(n_layer=1, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp,
+                 cp=cp, n_kv_head=H // shared, tensor_parallel="metp", head_groups=groups * tp)
+    times = max(1, groups * tp // (H // shared))  # keys and values of heads that several groups share
+    KV = C // shared * times
+    mlp, attention = (3 if family == "swiglu" else 2) * F * C, 2 * C * C + 2 * KV * C
+    for rank in {0, tp - 1}:
+        mesh = Mesh(weights=Axis("tp", tp, rank), hops=Axis("hops", tp, rank),
+                    tokens=Axis("cp", tp * cp, rank))
+        model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+        model.reserve(1, S // cp, streams=open_streams(CPU))
+        axes = mesh.hops, mesh.weights, mesh.tokens
+        model.blocks[0].forward(model.swap.layers[0], model.turn, model.swap.x[1])
+        away, block = (tp - 1) / tp, 2 * KV * S // (cp * tp) * (cp * tp - 1)
+        sent = [axis.sent_bytes for axis in axes]
+        assert sent == [2 * mlp * away, 2 * attention * away, 2 * block]
+        model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
+        sent = [axis.sent_bytes - n for axis, n in zip(axes, sent, strict=True)]
+        # bf16 matrices, keys and values; their gradients are fp32
+        assert sent == [(2 + 4) * mlp * away, (2 + 4) * attention * away, (2 + 4) * block]
 
 
 def both_traces(host, cfg):
@@ -246,10 +277,9 @@ def both_traces(host, cfg):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("keys", [dict(tp=2, cp=2), dict(tp=2, cp=2, context_parallel="ulysses")],
-                         ids=["ring", "ulysses"])
-def test_a_rank_can_be_traced_without_the_others(keys):
-    cfg = Config(**KEYS | keys, alpha=0.5)
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "metp"])
+def test_a_rank_can_be_traced_without_the_others(kind):
+    cfg = Config(**KEYS | layout_keys("tp2 cp2", kind), alpha=0.5)
     for (recorded, sent), (traced, would_send) in pool(4).run(both_traces, cfg):
         assert sent == would_send and list(recorded) == list(traced)
         for label, sizes in traced.items():

@@ -19,8 +19,8 @@ import train
 from memo import checkpoint, dcp, sample
 from memo.block import Block
 from memo.command import run
-from memo.config import load_config
 from memo.errors import ConfigError, TrainingError
+from memo.load_config import load_config
 from memo.loggers import read_metrics
 from memo.out_dir import lock
 from memo.swap.slab import HostSlab

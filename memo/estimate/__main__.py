@@ -13,11 +13,12 @@ from math import isfinite
 from typing import Any
 
 from memo.command import answer_early, end_with_reader, progress, run
-from memo.config import Config, load_keys
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.files import load_json
 from memo.keys import check_value, columns, option, shown
+from memo.load_config import load_keys
 
 
 def figure(name: str) -> Field:

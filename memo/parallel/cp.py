@@ -2,11 +2,12 @@
 
 Ring: in a zigzag rank r holds the chunks r and 2cp-1-r of 2cp, so that every rank has the same causal work.
 While a rank attends to one block of keys and values the next one travels; partial results are merged through
-the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block and are home
-after one round. Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its
-logsumexp stays (B, H/cp, S). Of keys and values only their own heads travel, once for each group of query
-heads that reads them (attention.py); where cp does not divide a group's, each goes to several ranks. Shapes
-as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here makes the host wait for a GPU.
+the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block, and its own
+rank is the last to add to them. Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp
+heads, and back; its logsumexp stays (B, H/cp, S). Of keys and values only their own heads travel, once for
+each group of query heads that reads them (attention.py); where cp does not divide a group's, each goes to
+several ranks. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here makes the host
+wait for a GPU.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,9 @@ def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
 
 
 def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[tuple[int, int]]]:
-    """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by columns: they take turns
-    in a rank's (B, T). One column, whose tokens these ranks have in turns; with METP one for each of them, which
-    is its own."""
+    """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by columns: they take
+    turns in a rank's (B, T). One column, whose tokens these ranks have in turns; with METP one for each of
+    them, which is its own."""
     tokens, tp = mesh.tokens, mesh.weights
     ranks = range(tokens.rank - tp.rank, tokens.rank - tp.rank + tp.size) if cfg.metp else [tokens.rank]
     return [local_token_ranges(S, replace(tokens, rank=rank), cfg.context_parallel) for rank in ranks]
@@ -72,26 +73,25 @@ def ring_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Ten
 def ring_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
                   v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
                   scale: float) -> Gradients:
+    # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
     assert causal
-    T = q.shape[1]
-    kv: Any = [k.contiguous(), v.contiguous()]
-    gradients: Any = None  # the Works of dk and dv
-    for step in range(axis.size):
-        hop = axis.shift(*kv) if step < axis.size - 1 else None
+    T, hop = q.shape[1], axis.shift(k.contiguous(), v.contiguous())
+    dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
+    for step in range(1, axis.size + 1):
+        kv = hop.wait() if step < axis.size else (k, v)
+        hop = axis.shift(*kv) if step < axis.size - 1 else hop
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
                                  lse[..., queries].contiguous(), causal, scale)
-        if gradients is None:  # the rank's own block
-            dq, dk, dv = (g.float().contiguous() for g in new)
+        if travelling is None:
+            dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in kv)
         else:
-            dk, dv = gradients.wait()  # of the block that is here now, from the ranks it was at before
-            for g, rows, g_ in zip((dq, dk, dv), (queries, keys, keys), new, strict=True):
-                g[:, rows] += g_
-            del g_
-        del new  # before the next step's
-        gradients = axis.shift(dk, dv)
-        kv = hop and hop.wait()
-    return [g.to(q.dtype) for g in (dq, *gradients.wait())]  # dk and dv are home after one round
+            dk, dv = travelling.wait()  # of the block that is here now, from the ranks it was at before
+        for g, rows, g_ in zip((dq, dk, dv), (queries, keys, keys), new, strict=True):
+            g[:, rows] += g_
+        del g_, new, kv  # before the next step's
+        travelling = axis.shift(dk, dv) if step < axis.size else None
+    return [g.to(q.dtype) for g in (dq, dk, dv)]
 
 
 # --- Ulysses ---

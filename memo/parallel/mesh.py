@@ -199,8 +199,8 @@ class Mesh:
     rank alone.
 
         weights   share a layer's parameters, each has a part: tensor parallelism, the axis tp
-        tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp; with
-                  METP the cp * tp ranks, tp innermost
+        tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp;
+                  with METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
     `hops`: the ranks of `weights` once more, where METP's matrices go round.

@@ -1,5 +1,5 @@
-"""METP: weights travel, activations stay. The ranks that share a layer's parameters share the tokens too: a rank
-does all of a layer for its own n rows, and the parts of the matrices that the other ranks hold come by.
+"""METP: weights travel, activations stay. The ranks that share a layer's parameters share the tokens too: a
+rank does all of a layer for its own n rows, and the parts of the matrices that the other ranks hold come by.
 
     p         the ranks that share the parameters
     MLP       Visits: the parts go round in a ring, a hop for each part that is used; in the backward their
@@ -7,9 +7,9 @@ does all of a layer for its own n rows, and the parts of the matrices that the o
     attention Broadcasts: group of heads by group, for all ranks must attend to the same heads at once; in the
               backward the gradients of a group are summed on the rank that holds its matrices
 
-While one lot is used the next is on its way. Every matrix here is what a rank holds with tensor parallelism (tp.py),
-so flat buffers, optimizer and checkpoints know nothing of METP. Gradients of matrices are summed in fp32 in a fixed
-order. Source: METP (FITEE 2400602), algorithms 1 to 6.
+While one lot is used the next is on its way. Every matrix here is what a rank holds with tensor parallelism
+(tp.py), so flat buffers, optimizer and checkpoints know nothing of METP. Gradients of matrices are summed in
+fp32 in a fixed order. Source: METP (FITEE 2400602), algorithms 1 to 6.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memo import layer
+from memo.layer import METP_ROWS
 from memo.parallel.mesh import Axis, Works
 from memo.parallel.tp import accumulate_product, bias_backward, cut
 
@@ -28,8 +28,8 @@ Tensors = Sequence[torch.Tensor | None]
 # --- the MLP: in a ring ---
 
 class Visits:
-    """Iterating gives the matrices of each rank of `axis` in turn, a rank's own last: of p parts p - 1 have to
-    come. The first hop starts now, so that it hides behind what is done before the first part is used."""
+    """Iterating gives the matrices of each rank of `axis` in turn, a rank's own last: of p parts p - 1 have
+    to come. The first hop starts now, so that it hides behind what is done before the first part is used."""
 
     def __init__(self, axis: Axis, mine: Sequence[torch.Tensor]) -> None:
         self.axis, self.mine = axis, mine
@@ -52,9 +52,9 @@ class Activation(NamedTuple):
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
-def row_pieces(n: int, width: int) -> list[slice]:
-    """Slices of n rows, in each of which a tensor so wide has about GROUP_ELEMENTS elements."""
-    return cut(0, n, most=max(layer.SPLIT_ROWS, layer.GROUP_ELEMENTS // width))
+def row_pieces(n: int) -> list[slice]:
+    """Slices of n rows, METP_ROWS in each or less."""
+    return cut(0, n, most=METP_ROWS)
 
 
 def hidden_of(x: torch.Tensor, ins: Sequence[tuple]) -> list[torch.Tensor]:
@@ -63,8 +63,8 @@ def hidden_of(x: torch.Tensor, ins: Sequence[tuple]) -> list[torch.Tensor]:
 
 
 def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor]:
-    """([(w, b or None) of the linears in front of the activation], the matrix behind it) of the matrices of an
-    MLP: each bias follows its matrix."""
+    """([(w, b or None) of the linears in front of the activation], the matrix behind it) of the matrices of
+    an MLP: each bias follows its matrix."""
     *front, last = matrices
     ins: list[tuple] = []
     for t in front:
@@ -81,7 +81,7 @@ def metp_mlp_forward(visits: Visits, normed: Callable[[slice], torch.Tensor], ac
     Source: METP, algorithm 1."""
     for matrices in visits:
         ins, w = linears(matrices)
-        for r in row_pieces(len(out), w.shape[1]):
+        for r in row_pieces(len(out)):
             product = activation.forward(hidden_of(normed(r), ins))  # (m, F/p): nothing of width F is there
             torch.addmm(residual[r], product, w.t(), out=out[r])
         residual = out
@@ -90,14 +90,14 @@ def metp_mlp_forward(visits: Visits, normed: Callable[[slice], torch.Tensor], ac
 
 def metp_mlp_backward(visits: Visits, normed: Callable[[slice], torch.Tensor], activation: Activation,
                       dy: torch.Tensor, dws: Sequence[torch.Tensor], dx: torch.Tensor) -> None:
-    """Writes the gradient of x over dx (n, C) and adds those of the matrices, which come by with these, to `dws`.
-    What is between the matrices is computed again. Source: METP, algorithm 2."""
+    """Writes the gradient of x over dx (n, C) and adds those of the matrices, which come by with these, to
+    `dws`. What is between the matrices is computed again. Source: METP, algorithm 2."""
     travelling: Works | None = None  # gradients of the part that the next step uses
     for step, matrices in enumerate(visits):
         own = step == visits.axis.size - 1
         gradients = dws if own else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
         (ins, w), (dins, dw) = linears(matrices), linears(gradients)
-        for r in row_pieces(len(dy), w.shape[1]):
+        for r in row_pieces(len(dy)):
             x = normed(r)
             hidden = hidden_of(x, ins)
             product = activation.forward(hidden)
@@ -130,7 +130,8 @@ class Heads(NamedTuple):
     kv: slice
 
     def range_of(self, name: str, D: int) -> tuple[int, int, int]:
-        """(dim, first, end) of the parameter `name` of attention, where the columns of D elements a head lie."""
+        """(dim, first, end) of the parameter `name` of attention, where the columns of D elements a head
+        lie."""
         heads = self.kv if name[0] in "kv" else self.q
         return int(name == "proj_w"), heads.start * D, heads.stop * D
 
@@ -142,8 +143,8 @@ def groups_of_heads(H: int, Hkv: int, groups: int) -> list[Heads]:
 
 
 def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]]:
-    """[(rank, first on it, first in the range, elements)]: where [first, end) lies, of which each rank holds an
-    equal part."""
+    """[(rank, first on it, first in the range, elements)]: where [first, end) lies, of which each rank holds
+    an equal part."""
     pieces = []
     for rank in range(first // part, -(-end // part)):
         a, b = max(first, rank * part), min(end, (rank + 1) * part)
@@ -152,8 +153,8 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
 
 
 class Broadcasts:
-    """Iterating gives (Heads, {name: the group's columns of parameter `name`}) for each group, in the same order on
-    all ranks; the next group's are on their way meanwhile. The first group's start now."""
+    """Iterating gives (Heads, {name: the group's columns of parameter `name`}) for each group, in the same
+    order on all ranks; the next group's are on their way meanwhile. The first group's start now."""
 
     def __init__(self, axis: Axis, w: SimpleNamespace, names: Sequence[str], groups: Sequence[Heads],
                  D: int) -> None:

@@ -1,0 +1,343 @@
+"""METP beside its paper: what travels, what a layer keeps and takes, and how far messages hide.
+
+    python -m bench.metp counts      elements at the collectives beside Tables 1 and 2, for p = 2, 4, 8
+    python -m bench.metp memory      a layer's memory at full size, beside the formulas
+    python -m bench.metp overlap     ranks whose messages take a while per byte, waited for at once or not
+    python -m bench.metp cpu         one process, 8 groups of heads, beside the layer that keeps everything
+
+Several of these at once; without an argument all. Writes bench/results/metp.json, metp_memory.png and
+metp_overlap.png. No GPU takes part: counts and memory are of tensors without memory, `overlap` sleeps.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+from bench.machine import machine
+from memo.config import Config
+from memo.layer import tensors_of
+from memo.optim import Optimizer
+from memo.parallel.mesh import Axis, Mesh
+from memo.planner.rehearsal import FakeArena
+from memo.profiler import layer_rates
+from memo.swap.streams import open_streams
+from model import GPT, initial_weights
+from testing.ranks import pool
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parent / "results"
+MODELS = {"BERT-Large": (1024, 16), "LLaMA-7B": (4096, 32), "LLaMA-70B": (8192, 64), "GPT-175B": (12288, 96)}
+RANKS = (2, 4, 8)
+
+
+def one_layer(h, heads, S, p, kind="metp", dtype=torch.bfloat16):
+    """A GPT of one layer, of which rank 0 of p has shapes alone, ready for a pass over S tokens."""
+    cfg = Config(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, tp=p, tensor_parallel=kind)
+    tokens = Axis("cp", p if kind == "metp" else 1)
+    model = GPT(cfg, "meta", dtype, mesh=Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=tokens))
+    model.reserve(1, S, streams=open_streams(CPU))
+    return cfg, model
+
+
+# --- what travels ---
+
+def counts():
+    """Elements that a rank sends in a layer's forward and backward, in units of h^2 and of bsh."""
+    h, heads, S, rows = 1024, 16, 8192, []
+    bsh, log2 = S * h, {2: 1, 4: 2, 8: 3}
+    print(f"{'elements a rank sends':24}{'FFN, h^2':>20}{'attention, h^2':>22}{'K, V and theirs, bsh':>24}")
+    for p in RANKS:
+        _, model = one_layer(h, heads, S, p, dtype=torch.float32)
+        s, y = model.swap.layers[0], model.swap.x[1]
+        model.blocks[0].forward(s, model.turn, y)
+        model.blocks[0].backward(y, s, model.turn)
+        sent = {name: n // 4 for name, n in model.mesh.take_sent_bytes().items()}
+        ours = sent["hops"] / h**2, sent["tp"] / h**2, sent["cp"] / bsh
+        paper = 24 * (p - 1) / p, 12 * log2[p], 6 * (p - 1) / p
+        rows.append(dict(p=p, ffn_h2=ours[0], attention_h2=ours[1], kv_bsh=ours[2], paper=paper))
+        assert (ours[0], ours[2]) == (paper[0], paper[2]), (ours, paper)
+        for name, values in (("memo", ours), ("paper", paper)):
+            print(f"p = {p}  {name:17}{values[0]:20.3f}{values[1]:22.3f}{values[2]:24.3f}")
+    return rows
+
+
+# --- what a layer keeps and takes ---
+
+MESSAGES = {"shift", "start", "places", "start_gather", "start_scatter_sum", "row_linear_forward"}
+
+
+class Metered(FakeArena):
+    """A FakeArena that knows which requests hold messages: by the function that makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = set()
+
+    def note(self, storage):
+        before = self.ids
+        super().note(storage)
+        frame, depth = sys._getframe(1), 0
+        while self.ids > before and frame and depth < 12:
+            file, function = frame.f_code.co_filename, frame.f_code.co_name
+            if "memo/parallel" in file and function in MESSAGES:
+                self.messages.add(str(self.ids))
+            frame, depth = frame.f_back, depth + 1
+
+    def peaks(self):
+        """(peak bytes without messages, peak bytes of messages) of what is recorded since the last call."""
+        live, peak, sizes = {False: 0, True: 0}, {False: 0, True: 0}, {}
+        for verb, name, n in self.log:
+            message = name in self.messages
+            if verb == "malloc":
+                sizes[name] = n
+                live[message] += n
+            elif verb == "free" and name in sizes:
+                live[message] -= sizes[name]
+            peak[message] = max(peak[message], live[message])
+        self.log.clear()
+        return peak[False], peak[True]
+
+
+def layer_memory(h, heads, S, p, kind="metp"):
+    """Elements on a rank: {half: (kept after its forward, peak in it)} without states, and of messages."""
+    cfg, model = one_layer(h, heads, S, p, kind)
+    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered()
+    kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
+    arena.run("forward", block.forward, s, model.turn, y)
+    whole, messages = arena.peaks()
+    return dict(kept=sum(kept.values()), forward_peak=sum(kept.values()) + whole // 2, messages=messages // 2)
+
+
+def halves_memory(h, heads, S, p):
+    """{half: (kept, peak)} of METP's two halves, elements without states, and of messages."""
+    cfg, model = one_layer(h, heads, S, p)
+    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered()
+    kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
+    arena.run("attention", block.attention_half, s, model.turn, y, slice(None))
+    attention = arena.peaks()
+    arena.run("mlp", lambda: block.output(s, y, block.visits()))
+    mlp = arena.peaks()
+    of_attention = kept["x"] + kept["attn_out"] + kept["lse"]
+    return dict(attention=(of_attention, of_attention + attention[0] // 2),
+                mlp=(kept["mid"], kept["mid"] + mlp[0] // 2), messages=max(attention[1], mlp[1]) // 2)
+
+
+def paper_metp(h, S, p):
+    """{half: (after the forward, peak)} of the paper's Tables 1 and 2, elements without states."""
+    bsh = S * h
+    return dict(attention=(2 * bsh / p, 3 * bsh / p**2 + 2 * bsh / p),
+                mlp=(bsh / p, bsh / p + 4 * bsh / p**2))
+
+
+def paper_tp_layer(h, S, p):
+    """Peak elements of a layer with the paper's TP and SP: attention's activations, then the FFN's peak."""
+    bsh = S * h
+    return 5 * bsh / p + 4 * bsh / p + bsh
+
+
+def memory():
+    rows, curves = [], []
+    print(f"{'':26}{'attention: kept':>18}{'peak':>8}{'paper':>14}{'MLP: kept':>14}{'peak':>8}"
+          f"{'paper':>14}{'messages':>10}   bsh/p; over the paper, with states")
+    for name, (h, heads) in MODELS.items():
+        for p in RANKS:
+            S = 2**19
+            ours, paper, unit = halves_memory(h, heads, S, p), paper_metp(h, S, p), S * h / p
+            states = dict(attention=16 * h * h / p, mlp=32 * h * h / p)
+            over = {half: [(a + n) / (b + n) for a, b in zip(ours[half], paper[half], strict=True)]
+                    for half, n in states.items()}
+            rows.append(dict(model=name, p=p, S=S, ours=ours, paper=paper, over_paper=over))
+            figures = [f"{ours[half][i] / unit:8.3f}" for half in states for i in (0, 1)]
+            theirs = [f"{paper[half][0] / unit:6.2f} {paper[half][1] / unit:6.2f}" for half in states]
+            print(f"{name:14} p={p} S={S} {figures[0]:>15}{figures[1]}{theirs[0]:>14}{figures[2]:>14}"
+                  f"{figures[3]}{theirs[1]:>14}{ours['messages'] / unit:10.3f}   "
+                  + " ".join(f"{v:.3f}" for half in over.values() for v in half))
+    for name, (h, heads) in MODELS.items():
+        for S in (2**i for i in range(12, 21)):
+            p, states = 8, 48 * h * h / 8
+            metp_, tp = (layer_memory(h, heads, S, p, kind) for kind in ("metp", "megatron"))
+            peaks = dict(metp=metp_["forward_peak"], tp=tp["forward_peak"], paper_tp=paper_tp_layer(h, S, p))
+            curves.append(dict(model=name, S=S, p=p, messages=metp_["messages"], states=states, **peaks))
+    at = next(c for c in curves if c["model"] == "GPT-175B" and c["S"] == 2**19)
+    saved = {kind: 1 - (at["metp"] + at["states"]) / (at[kind] + at["states"]) for kind in ("paper_tp", "tp")}
+    print(f"GPT-175B, one layer, 524,288 tokens on 8: {saved['paper_tp']:.1%} less than the paper's TP, "
+          f"{saved['tp']:.1%} less than memo's own")
+    return dict(halves=rows, curves=curves, saved=saved)
+
+
+def plot_memory(curves, path):
+    fig, ax = plt.subplots(figsize=(8, 4.5), dpi=130, layout="constrained")
+    for i, name in enumerate(MODELS):
+        mine = [c for c in curves if c["model"] == name]
+        for kind, style, what in (("paper_tp", "-", "the paper's TP"), ("tp", "--", "memo's TP")):
+            ratio = [(c["metp"] + c["states"]) / (c[kind] + c["states"]) for c in mine]
+            ax.plot([c["S"] for c in mine], ratio, style, color=f"C{i}", label=f"{name}, over {what}")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([2**i for i in range(12, 21)], [f"{2**i // 1024}K" for i in range(12, 21)])
+    ax.set(xlabel="tokens of a sequence, 8 ranks", ylim=(0, None),
+           ylabel="METP's peak of a layer's forward, with states, over")
+    ax.legend(frameon=False, ncols=2, fontsize=8)
+    ax.grid(alpha=0.2)
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.savefig(path)
+
+
+# --- how far messages hide ---
+
+class Slow(Axis):
+    """Every message takes s_per_byte, in which nobody computes for it. `at_once`: whoever posts one waits for
+    it, and nothing hides."""
+
+    s_per_byte, at_once = 0.0, False
+
+    def late(self, works, nbytes):
+        there = time.perf_counter() + nbytes * self.s_per_byte
+        arrive = works.wait
+
+        def wait():
+            received = arrive()
+            time.sleep(max(0.0, there - time.perf_counter()))
+            return received
+        if self.at_once:
+            received = wait()
+            works.wait = lambda: received
+        else:
+            works.wait = wait
+        return works
+
+    def shift(self, *tensors):
+        return self.late(super().shift(*tensors), sum(t.nbytes for t in tensors))
+
+    def start_broadcast(self, x, owner):
+        return self.late(super().start_broadcast(x, owner), x.nbytes)
+
+    def start_reduce(self, x, owner):
+        return self.late(super().start_reduce(x, owner), x.nbytes)
+
+
+def slow_halves(host, keys, rates, rounds):
+    """{(half, seconds a byte, at once): median seconds of the slowest rank} of a layer's halves, forward."""
+    cfg = Config(**keys, tp=host.size, tensor_parallel="metp")
+    axes = {name: Slow(name, host.size, host.rank, host.group) for name in ("tp", "hops", "cp")}
+    model = GPT(cfg, CPU, torch.float32,
+                mesh=Mesh(weights=axes["tp"], hops=axes["hops"], tokens=axes["cp"], host=host))
+    model.load(initial_weights(cfg, 0, CPU))
+    model.reserve(1, cfg.block_size)
+    block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
+    s.x.normal_()
+    halves = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
+              "MLP": lambda: block.output(s, y, block.visits())}
+    seconds = {}
+    for _ in range(rounds):
+        for half, work in halves.items():
+            for rate in rates:
+                for at_once in (False, True):
+                    for axis in axes.values():
+                        axis.s_per_byte, axis.at_once, axis.sent_bytes = rate, at_once, 0
+                    host.max(0)  # together
+                    start = time.perf_counter()
+                    work()
+                    took = host.max(time.perf_counter() - start)[0]
+                    seconds.setdefault((half, rate, at_once), []).append(took)
+                    seconds["bytes", half] = sum(axis.sent_bytes for axis in axes.values())
+    model.close()
+    return {key: value if key[0] == "bytes" else statistics.median(value) for key, value in seconds.items()}
+
+
+SMALL = {"BERT-Large": (256, 4), "LLaMA-7B": (512, 8), "LLaMA-70B": (768, 8), "GPT-175B": (1024, 8)}
+
+
+def overlap(rounds, p=2, S=4096):
+    """Rows of the halves of four models' shapes, scaled down, over the seconds that messages take."""
+    rows = []
+    for name, (h, heads) in SMALL.items():
+        keys = dict(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128)
+        base = pool(p).run(slow_halves, keys, [0.0], rounds)[0]
+        for half in ("attention", "MLP"):
+            compute, nbytes = base[half, 0.0, False], base["bytes", half]
+            rates = [f * compute / nbytes for f in (0, 0.5, 1, 2)]
+            found = pool(p).run(slow_halves, keys, rates, rounds)[0]
+            for rate in rates:
+                messages = rate * nbytes
+                took, at_once = found[half, rate, False], found[half, rate, True]
+                longer = max(found[half, 0.0, False], messages)
+                rows.append(dict(model=name, h=h, half=half, p=p, S=S, compute_s=found[half, 0.0, False],
+                                 messages_s=messages, seconds=took, at_once_s=at_once,
+                                 over_longer=took / longer))
+                print(f"{name:12} {half:10} messages {messages:6.3f} s: {took:6.3f} s, {took / longer:.2f} "
+                      f"of the longer; waited for at once {at_once:6.3f} s", flush=True)
+    return rows
+
+
+def plot_overlap(rows, path):
+    fig, axes = plt.subplots(2, len(SMALL), figsize=(12, 6), dpi=130, layout="constrained", sharey="row")
+    for i, half in enumerate(("attention", "MLP")):
+        for ax, name in zip(axes[i], SMALL, strict=True):
+            mine = [r for r in rows if r["model"] == name and r["half"] == half]
+            one = mine[0]["compute_s"]
+            x = [r["messages_s"] / one for r in mine]
+            ax.plot(x, [r["at_once_s"] / one for r in mine], "o--", color="0.6", label="waited for at once")
+            ax.plot(x, [max(1, v) for v in x], color="0.3", label="the longer of the two")
+            ax.plot(x, [r["seconds"] / one for r in mine], "o", color="C0", label="beside the computing")
+            ax.set(title=f"{name}, {half}", ylim=(0, None))
+            ax.grid(alpha=0.2)
+            ax.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    fig.supxlabel("seconds of messages, over those of computing")
+    fig.supylabel("seconds, over those of computing")
+    fig.savefig(path)
+
+
+# --- what one process pays ---
+
+def cpu(rounds):
+    """Seconds of a layer's forward and backward that keeps everything, beside METP's with 8 groups of heads
+    and without ranks; and of what METP makes again."""
+    h, heads, S, models = 512, 8, 4096, {}
+    for name, keys in (("today", {}), ("metp", dict(tensor_parallel="metp", head_groups=8))):
+        cfg = Config(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, **keys)
+        models[name] = model = GPT(cfg, CPU, torch.float32)
+        Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
+        model.reserve(1, S)
+    host, took, again = Axis("host"), {"today": [], "metp": []}, []
+    for _ in range(rounds):
+        for name, model in models.items():
+            rates = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
+            took[name].append(rates[0] + rates[1])
+            if name == "today":
+                again.append(sum(s for group, s in rates[2].items() if group != "mid"))
+    today, metp_s, again_s = (statistics.median(x) for x in (took["today"], took["metp"], again))
+    print(f"one process, h={h}, S={S}: a layer's forward and backward {today:.3f} s; METP with 8 groups of "
+          f"heads {metp_s:.3f} s, of which {again_s:.3f} s make q, k, v and the inside of the MLP again: the "
+          f"rest is {(metp_s - again_s) / today:.3f} of today's")
+    return dict(h=h, S=S, today_s=today, metp_s=metp_s, again_s=again_s,
+                rest_over_today=(metp_s - again_s) / today)
+
+
+def main():
+    parts = dict(counts=counts, memory=memory, overlap=overlap, cpu=cpu)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    path = RESULTS / "metp.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    for name in args.parts or parts:
+        timed = name in ("overlap", "cpu")
+        result[name] = dict(machine=machine(), found=parts[name](args.rounds) if timed else parts[name]())
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    if "memory" in result:
+        plot_memory(result["memory"]["found"]["curves"], RESULTS / "metp_memory.png")
+    if "overlap" in result:
+        plot_overlap(result["overlap"]["found"], RESULTS / "metp_overlap.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Where a configuration comes from: command line, config file, checkpoint, model of Hugging Face."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import Field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
+from memo.errors import ConfigError
+from memo.huggingface import model_keys
+from memo.keys import check_value, columns, typed
+from memo.literals import assignments
+from memo.manifest import newest
+from memo.rope import parse_scaling
+
+
+def known_key(name: str, where: str) -> Field:
+    if name not in KEYS:
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
+        remedy = f"did you mean {near[0]!r}?" if near else "see --help"
+        raise ConfigError(f"{where}: unknown key {name!r}; {remedy}")
+    return KEYS[name]
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """{key: value} of a config file, which is evaluated, not run. Errors: ConfigError: it holds anything but
+    assignments to known keys."""
+    given = {}
+    for line, name, value in assignments(path):
+        where = f"{path}:{line}"
+        given[name] = typed(known_key(name, where), value, where)
+    return given
+
+
+def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """(config file or None, {key: value}) of a command line."""
+    path, values = None, {}
+    for arg in argv:
+        if not arg.startswith("-"):
+            if path is not None:
+                raise ConfigError(f"{arg!r}: there is a config file already, {path!r}; keys are given as "
+                                  "--key=value")
+            path = arg
+            continue
+        name, equals, value = arg[2:].partition("=")
+        if not arg.startswith("--") or not equals:
+            raise ConfigError(f"{arg!r} must have the form --key=value; see --help")
+        values[name] = typed(known_key(name, arg), value, arg)
+    return path, values
+
+
+def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
+    """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
+    left out. Errors: ConfigError."""
+    return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
+
+
+def meaning(keys: Mapping[str, Any], name: str) -> Any:
+    """What a key of a model says beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
+    model = SimpleNamespace(**{k: f.default for k, f in KEYS.items()} | dict(keys))
+    if name == "rope_scaling":
+        return parse_scaling(model.rope_scaling)
+    widths: dict[str, Any] = dict(n_kv_head=Config.kv_heads, head_dim=Config.head_width,
+                                  n_inner=Config.inner_width)
+    return widths[name].fget(model) if name in widths else getattr(model, name)
+
+
+def starting_keys(given: dict[str, Any], typed_in: Collection[str],
+                  passed_over: Mapping[Path, str]) -> dict[str, Any]:
+    """The keys that the run starts from: the saved config of `resume`, the model of `hf:`. `typed_in`: the
+    given keys that stand on the command line."""
+    init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
+    if init_from == "resume":
+        folder, stored = newest(out_dir, passed_over)
+        base = stored["config"]  # out_dir's config.json is for people
+        if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
+            base = {k: v for k, v in base.items() if k in MODEL_KEYS}
+        fixed = {k: base.get(k, KEYS[k].default) for k in MODEL_KEYS}  # of before a key: its default
+    elif init_from.startswith("hf:"):
+        base = fixed = model_keys(init_from.removeprefix("hf:"))
+        if given.get("block_size", 0) < base["block_size"]:  # a shorter context only crops the positions
+            fixed = {k: v for k, v in fixed.items() if k != "block_size"}
+    else:
+        return {}
+    if base.get("position") == "rope":  # no weight depends on the positions: the context may grow
+        # and they may turn otherwise, but not because a config file was written for other weights
+        free = {"block_size", *(name for name in POSITION_KEYS if name in typed_in)}
+        fixed = {k: v for k, v in fixed.items() if k not in free}
+    for name, value in fixed.items():
+        if name in given and meaning({**base, **given}, name) != meaning(base, name):
+            remedy = "leave it out, or start a new run in another --out_dir"
+            if name in POSITION_KEYS and name not in typed_in:
+                remedy = f"--{name}={given[name]} on the command line changes it, --{name}={value} keeps it"
+            raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that "
+                              f"init_from={init_from} loads; {remedy}")
+    return {k: v for k, v in base.items() if k in KEYS}
+
+
+def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str, Any]:
+    """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
+    counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
+    warmup is cut to the length of the decay."""
+    path, values = read_keys(argv)
+    given = {**(read_file(path) if path else {}), **values}
+    for name, value in given.items():
+        check_value(KEYS[name], value)
+    if given.get("vocab_size") == 0:
+        del given["vocab_size"]
+    base = starting_keys(given, values, passed_over)
+    for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
+        for name in its if mode in given else ():
+            base.pop(name, None)  # the value of another mode
+    for name, value in base.items():
+        check_value(KEYS[name], value)
+    keys = {**base, **given}
+    if "warmup_iters" not in (values if {"max_iters", "lr_decay_iters"} & set(values) else keys):
+        length = keys.get("lr_decay_iters") or keys.get("max_iters", KEYS["max_iters"].default)
+        keys["warmup_iters"] = min(keys.get("warmup_iters", KEYS["warmup_iters"].default), length)
+    return keys
+
+
+def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
+    """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as
+    newest() in memo/manifest.py has them."""
+    return Config(**load_keys(argv, passed_over))
+
+
+def keys_help() -> str:
+    """The part of --help that lists all keys."""
+    rows: list[tuple[str, str | None]] = []
+    for f in KEYS.values():
+        m = f.metadata
+        if m["section"]:
+            rows.append((m["section"], None))
+        choices = f" ({' | '.join(m['choices'])})" if m["choices"] else ""
+        rows.append((f"--{f.name}={f.default!s}", m["help"] + choices))
+    return f"The keys, with their defaults\n\n{columns(rows)}"
