@@ -316,8 +316,8 @@ def test_a_single_rank_over_nccl_inside_a_planned_segment(tmp_path):
         def segment():
             for call in (ALL_GATHER, REDUCE_SCATTER, dist.all_to_all_single):
                 out = torch.zeros_like(x)
-                assert torch.equal(axis.start(0, call, out, x).wait(), x)
-                assert torch.equal(axis.start(0, call, x, x).wait(), x)  # in place
+                assert torch.equal(axis.start("", 0, call, out, x).wait(), x)
+                assert torch.equal(axis.start("", 0, call, x, x).wait(), x)  # in place
             k, v = axis.shift(x, x + 1).wait()
             assert torch.equal(k, x) and torch.equal(v, x + 1)
         for _ in range(3):

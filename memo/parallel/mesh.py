@@ -21,6 +21,7 @@ import torch.distributed as dist
 from memo.config import communicators
 from memo.device import synchronize
 from memo.launch import FOREVER, Launch, connection_errors, process_group
+from memo.parallel.rendezvous import Communicator, Notes, Program
 
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 FIRST_BYTES = 2**25
@@ -68,24 +69,35 @@ def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
 @dataclass
 class Axis:
     """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received tensors
-    are uninitialised: shapes, memory requests and bytes are as with a group. Tensors are contiguous."""
+    are uninitialised: shapes, memory requests and bytes are as with a group. `notes`: where such an Axis
+    writes down what it is asked for. Tensors are contiguous."""
 
     name: str
     size: int = 1
     rank: int = 0
     group: Any = None
     sent_bytes: int = field(default=0, compare=False)
+    notes: Notes | None = field(default=None, compare=False)
 
-    def start(self, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor) -> Works:
+    def start(self, kind: str, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor,
+              **ends: int) -> Works:
+        """Works of call(received, sent). `kind`, `ends`: see Notes.post()."""
         self.sent_bytes += sent_bytes
-        sends = self.group is not None and sent.nbytes
-        return Works([start_collective(call, received, sent, self.group)] if sends else (), sent, received)
+        if self.group is None:
+            works = self.noted(kind, sent.nbytes, **ends)
+        else:
+            works = [start_collective(call, received, sent, self.group)] if sent.nbytes else ()
+        return Works(works, sent, received)
+
+    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence:
+        """What stands for the works of a message that nobody sends."""
+        return () if self.notes is None or nbytes == 0 else [self.notes.post(kind, nbytes, **ends)]
 
     def start_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works:
         """Works of `out`, (size, *x.shape) or flat: every rank's x. x may be this rank's part of `out`."""
         if out is None:
             out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
-        return self.start(x.nbytes * (self.size - 1), ALL_GATHER, out, x)
+        return self.start("gather", x.nbytes * (self.size - 1), ALL_GATHER, out, x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """(size, *x.shape): every rank's x."""
@@ -96,7 +108,8 @@ class Axis:
         be that part."""
         if out is None:
             out = x[0] if self.size == 1 else torch.empty_like(x[0])
-        return self.start(x.nbytes // self.size * (self.size - 1), REDUCE_SCATTER, out, x)
+        sent_bytes = x.nbytes // self.size * (self.size - 1)
+        return self.start("scatter_sum", sent_bytes, REDUCE_SCATTER, out, x)
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """(size, ...) -> (...): the sum over all ranks of x[this rank]."""
@@ -106,7 +119,10 @@ class Axis:
         """x, in place: the sum over all ranks."""
         if self.size > 1:
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
-            if self.group is not None and x.nbytes:
+            if self.group is None:
+                for work in self.noted("sum", x.nbytes):
+                    work.wait()
+            elif x.nbytes:
                 dist.all_reduce(borrowed(x), op, group=self.group)
         return x
 
@@ -121,27 +137,32 @@ class Axis:
         if self.size == 1:
             return x
         sent_bytes = x.nbytes // self.size * (self.size - 1)
-        return self.start(sent_bytes, dist.all_to_all_single, torch.empty_like(x), x).wait()
+        return self.start("exchange", sent_bytes, dist.all_to_all_single, torch.empty_like(x), x).wait()
 
     def start_broadcast(self, x: torch.Tensor, owner: int) -> Works:
         """Works of x, which rank `owner` sends, and which is written over on the others."""
         # as a ring, which ends before it comes back to the owner
         nbytes = 0 if (self.rank + 1) % self.size == owner else x.nbytes
-        return self.start(nbytes, lambda here, _, **how: dist.broadcast(here, group_src=owner, **how), x, x)
+        return self.start("broadcast", nbytes,
+                          lambda here, _, **how: dist.broadcast(here, group_src=owner, **how),
+                          x, x, source=owner)
 
     def start_reduce(self, x: torch.Tensor, owner: int) -> Works:
         """Works of x, which on rank `owner` becomes the sum over all ranks, and is used up on the others."""
         nbytes = 0 if self.rank == owner else x.nbytes
-        return self.start(nbytes, lambda here, _, **how: dist.reduce(here, group_dst=owner, **how), x, x)
+        return self.start("reduce", nbytes,
+                          lambda here, _, **how: dist.reduce(here, group_dst=owner, **how),
+                          x, x, to=owner)
 
     def shift(self, *tensors: torch.Tensor) -> Works:
         """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends."""
-        self.sent_bytes += sum(t.nbytes for t in tensors)
+        nbytes = sum(t.nbytes for t in tensors)
+        self.sent_bytes += nbytes
         here = [torch.empty_like(t) for t in tensors]
-        if self.group is None:
-            return Works((), tensors, here)  # which live as long as if they were sent
-        to, source = (dist.get_global_rank(self.group, (self.rank + d) % self.size) for d in (1, -1))
-        ops = [dist.P2POp(call, borrowed(t), peer, self.group) for call, ts, peer in
+        to, source = ((self.rank + d) % self.size for d in (1, -1))
+        if self.group is None:  # the tensors live as long as if they were sent
+            return Works(self.noted("shift", nbytes, to=to, source=source), tensors, here)
+        ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=peer) for call, ts, peer in
                ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
         return Works(dist.batch_isend_irecv(ops), tensors, here)
 
@@ -241,21 +262,45 @@ def connected(launch: Launch) -> Iterator[Axis]:
         yield Axis("host", launch.world, launch.rank, group)
 
 
+def lines_of(tp: int, cp: int, dp: int, metp: bool) -> dict[str, list[list[int]]]:
+    """{axis: the lines of ranks that it has}: which of all ranks send each other its messages."""
+    ranks = torch.arange(dp * cp * tp).view(dp, cp, tp)
+    tokens = ranks.view(dp, -1) if metp else ranks.transpose(1, 2).reshape(-1, cp)
+    return dict(tp=ranks.view(-1, tp).tolist(), hops=ranks.view(-1, tp).tolist(), cp=tokens.tolist(),
+                data=ranks.permute(2, 0, 1).reshape(tp, -1).tolist(), world=ranks.view(1, -1).tolist())
+
+
+def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis) -> Mesh:
+    """The Mesh of a rank, by the names of its axes. An axis that is not among them has this rank alone."""
+    roles = dict(weights="tp", hops="hops", tokens="cp", replicas="data", world="world")
+    return Mesh(**{role: axes[name] for role, name in roles.items() if name in axes},
+                dp=Axis("dp", host.size // (cp * tp), host.rank // (cp * tp)), host=host)
+
+
+def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
+    """The Mesh of one of dp * cp * tp ranks, with nobody at the other ends, and the Program that grows with
+    what its axes are asked for."""
+    lines, program = lines_of(tp, cp, dp, metp), Program()
+    axes: dict[str, Axis] = {}
+    for name, carrier in communicators(tp, cp, dp, metp).items():
+        [mine] = [line for line in lines[name] if rank in line]
+        notes = Notes(program, Communicator(carrier, tuple(mine)))
+        axes[name] = Axis(name, len(mine), mine.index(rank), notes=notes)
+    return mesh_of_axes(axes, tp, cp, Axis("host", dp * cp * tp, rank)), program
+
+
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
               metp: bool = False) -> Mesh:
     """The Mesh of the ranks on the Axis `host`; all of them must call it. Sends the first messages of
     each axis: so communicators take their memory of the device now, and a network that carries no
     messages is found."""
     dp = host.size // (cp * tp)
-    ranks = torch.arange(host.size).view(dp, cp, tp)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    tokens = ranks.view(dp, -1) if metp else ranks.transpose(1, 2).reshape(-1, cp)
-    lines = dict(tp=ranks.view(-1, tp).tolist(), hops=ranks.view(-1, tp).tolist(), cp=tokens.tolist(),
-                 data=ranks.permute(2, 0, 1).reshape(tp, -1).tolist(), world=ranks.view(1, -1).tolist())
+    lines = lines_of(tp, cp, dp, metp)
+    axes: dict[str, Axis] = {}
     shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
     rooted = ["start_broadcast", "start_reduce"] if metp else []
     kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, world=["sum"])
-    axes = {name: Axis(name) for name in lines}
     for name, carrier in communicators(tp, cp, dp, metp).items():
         [mine] = [line for line in lines[name] if host.rank in line]
         what = f"axis {name} ({len(mine)} ranks, {mine[0]} to {mine[-1]}) over {backend}"
@@ -269,6 +314,4 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
             axes[name].warm(kinds[name], device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
-    return Mesh(weights=axes["tp"], hops=axes["hops"], tokens=axes["cp"],
-                dp=Axis("dp", dp, host.rank // (cp * tp)), replicas=axes["data"], world=axes["world"],
-                host=host)
+    return mesh_of_axes(axes, tp, cp, host)
