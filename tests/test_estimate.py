@@ -19,7 +19,7 @@ from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
-from memo.estimate.budget import ArenaBytes, fast_arena, traced_arena
+from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
 from memo.estimate.roofline import LayerSeconds, swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
