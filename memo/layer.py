@@ -288,15 +288,15 @@ def head_groups(cfg: "Config") -> int:
 
 
 def travelling(cfg: "Config") -> tuple[int, int]:
-    """(elements of a rank's part of the MLP, elements of a group of heads), in the matrices and biases that METP
-    sends between the ranks of tp; 0 where it sends none."""
+    """(elements of a rank's part of the MLP, elements of a group of heads), in the matrices and biases that
+    METP sends between the ranks of tp; 0 where it sends none."""
     if not cfg.metp or cfg.tp == 1:
         return 0, 0
     layer, groups = layer_of(cfg), head_groups(cfg)
     elements = dict.fromkeys(("q", "kv", "mlp"), 0)
     for name, p in layer.parameters.items():
         if p.split_dim is not None:
-            what = "q" if name[:2] == "q_" or name == "proj_w" else "kv" if name[:2] in ("k_", "v_") else "mlp"
+            what = {"q": "q", "p": "q", "k": "kv", "v": "kv"}.get(name[0], "mlp")
             elements[what] += prod(p.shape)
     return elements["mlp"] // cfg.tp, elements["q"] // groups + elements["kv"] // min(groups, layer.kv_heads)
 

@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[2]
 # config keys on which the memory requests of a step depend
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
-                "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver", "deterministic",
-                "ops")
+                "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
+                "deterministic", "ops")
 
 # The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
 # as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).
@@ -157,9 +157,9 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
 
 
 def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
-    """The same of a layer by METP, whose backward takes most: beside the matrices on their way a gradient (n, C),
-    and q, k, v and the gradient of attention's output, of a group of heads, or a piece of rows of a norm's output
-    and of what is hidden. Embedding and head are as in tensor parallelism."""
+    """The same of a layer by METP, whose backward takes most: beside the matrices on their way a gradient
+    (n, C), and q, k, v and the gradient of attention's output, of a group of heads, or a piece of rows of a
+    norm's output and of what is hidden. Embedding and head are as in tensor parallelism."""
     e, tp, C, D, n = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, n_rows(cfg)
     f, heads, sharing = 4 / e, group_heads(cfg), cfg.n_head // cfg.kv_heads
     together = cfg.n_head // head_groups(cfg)  # the query heads of a group, which attention may take in turns
@@ -182,8 +182,8 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
 
 
 def message_bytes(cfg: Config, itemsize: int) -> int:
-    """METP: the most bytes of matrices and their gradients, fp32, that are on their way at a time, or come and
-    used: in the backward, of two parts of the MLP, or of two groups of heads."""
+    """METP: the most bytes of matrices and their gradients, fp32, that are on their way at a time, or come
+    and used: in the backward, of two parts of the MLP, or of two groups of heads."""
     part, group = travelling(cfg)
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize

@@ -134,7 +134,8 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     grads, staged = 4 * gradient_places(buckets, gradient_slots(cfg, micros))[1], 0
     if on_host:  # see memo/staging.py
         grads, staged = grads + 4 * shared_numel(layout, cfg.tp), 4 * (numel // data + 1)
-    turned = 0 if cfg.position != "rope" else n_rows(cfg) if cfg.metp else cfg.batch_size * T  # rows of rotations
+    # rows of rotations: with METP of own rows alone
+    turned = 0 if cfg.position != "rope" else n_rows(cfg) if cfg.metp else cfg.batch_size * T
     lines = [Line("params", "parameters", itemsize * numel), Line("grads", "gradients", grads, staged),
              Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
              Line("positions", "positions", 8 * cfg.batch_size * T + 8 * D // 2 * turned)]
@@ -214,7 +215,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     lines += activation_lines(placement, tensors_of(cfg, itemsize))
     travelling = min(transient, message_bytes(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient - travelling)]
-    lines += [Line("transient", "more of it for matrices on their way", travelling)] * bool(travelling)
+    lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
     lines += [Line("head", "more of it for the head", head)] * bool(head)
     seconds = step_s(cfg, machine, world, itemsize, layer, placement, numel, data) if layer else {}
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size

@@ -1,5 +1,6 @@
-"""Seconds of a layer by METP (memo/metp_block.py): a rank has rows of its own alone, and the matrices travel. What
-is made from these is made again in the backward.
+"""Seconds of a layer by METP (memo/metp_block.py): a rank has rows of its own alone, and the matrices travel.
+What is made from these is made again in the backward. Messages that are under way together do not slow each
+other here.
 
     part      what a rank has of the MLP's matrices; a step of the MLP uses one of them, tp in all
     group     of heads, whose q, k and v exist at once
@@ -23,8 +24,8 @@ class MetpSeconds(LayerSeconds):
         part, group = travelling(cfg)
         self.hop_bytes, self.group_bytes = part * self.itemsize, group * self.itemsize
         D, columns = self.layer.head_dim, [op for op in ops if op.kind == "column"]
-        # widths of a group of heads' q, k, v and of a part's hidden tensors. Groups that share a head of keys make
-        # keys and values each for itself
+        # widths of a group of heads' q, k, v and of a part's hidden tensors. Groups that share a head of keys
+        # make keys and values each for itself
         self.q_width = self.Q // self.groups
         self.widths = [max(D, op.gives // self.groups) for op in columns if op.reads == "ln1_out"]
         self.turned = sum(max(D * self.groups, op.gives) for op in columns if op.rotary)
@@ -62,20 +63,20 @@ class MetpSeconds(LayerSeconds):
     # --- messages between the ranks of tp ---
 
     def travel_s(self, op: str, nbytes: float) -> float:
-        """op: shift of a hop. A broadcast is a gather and a reduction a scattered sum: as a ring each link carries
-        all bytes once, and so these are counted in a library's collective."""
+        """op: shift of a hop. A broadcast counts as a gather, a reduction as a scattered sum: collectives of
+        a library too, and as a ring each link of theirs carries all bytes once."""
         return self.machine.message_s(op, nbytes, self.tp) if nbytes else 0.0
 
     def exposed_beside(self, message_s: float, compute_s: float) -> float:
-        """Exposed seconds of messages beside operations. At best those by which the messages take longer; the
-        machine's "hidden" is the part of the rest that hides."""
+        """Exposed seconds of messages beside operations: see LayerSeconds.exposed_s."""
         hidden = self.speeds.rate("hidden") if "hidden" in self.speeds.table else 0.0
         return message_s - hidden * min(message_s, compute_s)
 
-    def steps_s(self, op: str, home: str, nbytes: float, fp32_bytes: float, steps: int, compute_s: float) -> float:
-        """Exposed seconds of messages `op` of nbytes beside steps of compute_s each. In a step the matrices of the
-        next one travel, and home go the gradients of the step before (fp32_bytes; 0 in a forward). The message
-        before the first step is not counted."""
+    def steps_s(self, op: str, home: str, nbytes: float, fp32_bytes: float, steps: int,
+                compute_s: float) -> float:
+        """Exposed seconds of messages beside steps of compute_s each. In a step the matrices of the next one
+        come (`op`, nbytes), and gradients of the step before go (`home`, fp32_bytes; 0 in a forward). The
+        messages before the first step and behind the last are not counted."""
         if steps == 1:
             return 0.0
         coming, going = self.travel_s(op, nbytes), self.travel_s(home, fp32_bytes)
@@ -85,7 +86,8 @@ class MetpSeconds(LayerSeconds):
     # --- forward ---
 
     def attention_half_s(self, mid: float) -> tuple[float, float]:
-        """(seconds, exposed seconds of broadcasts among them) of attn_out and of a part of mid's rows, from x."""
+        """(seconds, exposed seconds of broadcasts among them) to make attn_out and a part of mid's rows from
+        x."""
         work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
         broadcast = self.travel_s("gather", self.group_bytes)
         exposed = self.exposed_beside(broadcast, self.norm_s)
@@ -121,7 +123,8 @@ class MetpSeconds(LayerSeconds):
         return attention + mlp + exposed_hops, exposed + exposed_hops
 
     def hops_s(self, nbytes: float, fp32_bytes: float, step_s: float) -> float:
-        """Exposed seconds of hops beside steps of the MLP. A rank's own part is the last, and does not travel."""
+        """Exposed seconds of hops beside steps of the MLP. A rank's own part is the last, and does not
+        travel."""
         steps = max(1, self.tp - 1)
         last = self.exposed_beside(self.travel_s("shift", fp32_bytes * (self.tp > 1)), step_s)
         return self.steps_s("shift", "shift", nbytes, fp32_bytes, steps, step_s) + last

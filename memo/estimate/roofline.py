@@ -52,7 +52,8 @@ def norm_of(cfg: Config) -> str:
 
 
 class LayerSeconds:
-    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of the layer, all
+    """Seconds of one layer's operations on one rank, with tensor_parallel=megatron (metp_seconds.py has the
+    other). `groups_s`: to rebuild each group of the layer, all
     rows; `kernel`: of attention, see memo/backends.py; `ring`: ranks that its keys and values go round."""
 
     def __init__(self, cfg: Config, machine: Machine, itemsize: int) -> None:

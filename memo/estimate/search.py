@@ -52,8 +52,8 @@ def layouts(cfg: Config, machine: Machine, world: int) -> Iterator[Config]:
              dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor")]
     for tp, mode, where in product(widths, modes, ("auto", "cpu")):
         for cp in degrees_of(world // tp):
-            uses = [("megatron", kind) for kind in (("ring", "ulysses") if cp > 1 else (cfg.context_parallel,))]
-            for use, kind in [*uses, ("metp", "ring")]:
+            kinds = ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,)
+            for use, kind in [*(("megatron", kind) for kind in kinds), ("metp", "ring")]:
                 keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
                             optimizer_device=where, alpha="auto") | mode
                 if one := config_with(cfg, **keys):
