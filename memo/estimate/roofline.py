@@ -52,9 +52,9 @@ def norm_of(cfg: Config) -> str:
 
 
 class LayerSeconds:
-    """Seconds of one layer's operations on one rank, with tensor_parallel=megatron (metp_seconds.py has the
-    other). `groups_s`: to rebuild each group of the layer, all
-    rows; `kernel`: of attention, see memo/backends.py; `ring`: ranks that its keys and values go round."""
+    """Seconds of one layer's operations on one rank, with tensor_parallel=megatron; with metp see
+    metp_seconds.py. `groups_s`: to rebuild each group of the layer, all rows; `kernel`: of attention, see
+    memo/backends.py; `ring`: ranks that its keys and values go round."""
 
     def __init__(self, cfg: Config, machine: Machine, itemsize: int) -> None:
         assert machine.speeds is not None  # seconds are asked for only where they are known
