@@ -63,8 +63,7 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
     cfg = replace(cfg, n_layer=1, **keep)
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
-    mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp),
-                tokens=Axis("cp", cfg.cp * cfg.tp if cfg.metp else cfg.cp))
+    mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
     return traced_requests(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
                            cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", requests)
 

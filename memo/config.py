@@ -256,6 +256,11 @@ class Config:
         return self.tensor_parallel == "metp"
 
     @property
+    def token_ranks(self) -> int:
+        """Ranks that share a sequence in attention."""
+        return self.cp * self.tp if self.metp else self.cp
+
+    @property
     def kv_heads(self) -> int:
         """Hkv, heads of keys and values."""
         return self.n_kv_head or self.n_head

@@ -291,6 +291,20 @@ def head_groups(cfg: "Config") -> int:
     return next(fitting, possible[-1])
 
 
+def travelling(cfg: "Config") -> tuple[int, int]:
+    """(elements of a rank's part of the MLP, elements of a group of heads), in the matrices and biases that
+    METP sends between the ranks of tp; 0 where it sends none."""
+    if not cfg.metp or cfg.tp == 1:
+        return 0, 0
+    layer, groups = layer_of(cfg), head_groups(cfg)
+    elements = dict.fromkeys(("q", "kv", "mlp"), 0)
+    for name, p in layer.parameters.items():
+        if p.split_dim is not None:
+            what = {"q": "q", "p": "q", "k": "kv", "v": "kv"}.get(name[0], "mlp")
+            elements[what] += prod(p.shape)
+    return elements["mlp"] // cfg.tp, elements["q"] // groups + elements["kv"] // min(groups, layer.kv_heads)
+
+
 def shares_heads(heads: int, sharing: int) -> bool:
     """Whether a group of so many query heads, of which `sharing` read one head of keys, has all that read
     some, or an equal part of those that read one."""

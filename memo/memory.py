@@ -23,6 +23,7 @@ from memo.decide import (
 )
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
+from memo.estimate.arena import head_bytes
 from memo.estimate.budget import (
     HOST_STATES_BYTES,
     STATES_BYTES,
@@ -30,7 +31,6 @@ from memo.estimate.budget import (
     Line,
     activation_lines,
     cpu_spare,
-    head_bytes,
     states,
 )
 from memo.estimate.hardware import NODES, Machine

@@ -19,7 +19,8 @@ from memo.convert import check_folder
 from memo.decide import Decision
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
-from memo.estimate.budget import ArenaBytes, Line, traced_arena
+from memo.estimate.arena import ArenaBytes, traced_arena
+from memo.estimate.budget import Line
 from memo.estimate.expected import expect
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text

@@ -7,7 +7,8 @@ from typing import Any
 
 from memo.config import Config
 from memo.estimate import hardware
-from memo.estimate.budget import Estimate, estimate, fast_arena
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import Estimate, estimate
 from memo.load_config import load_config
 
 PAPER = json.loads((Path(__file__).parent / "memo_paper.json").read_text())

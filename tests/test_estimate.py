@@ -19,7 +19,8 @@ from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
-from memo.estimate.budget import ArenaBytes, fast_arena, traced_arena
+from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
+from memo.estimate.metp_seconds import layer_seconds
 from memo.estimate.roofline import LayerSeconds, swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
@@ -28,6 +29,7 @@ from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.trace import parse_trace
 from memo.swap.placement import Placement
+from memo.swap.streams import open_streams
 from model import GPT
 from testing.paper import PAPER, of_that_width, paper_config, rows_of_table3
 from tests.helpers import ROOT
@@ -36,6 +38,7 @@ from tests.helpers import argv as arguments
 A800, H100 = hardware.machine("a800-80gb"), hardware.machine("h100-80gb")
 LLAMA = dict(n_head=4, n_kv_head=2, head_dim=24, n_inner=192, norm="rmsnorm", mlp="swiglu", qk_norm=True,
              tie_embeddings=False)  # every key of the family, each width unlike GPT's
+METP = dict(tensor_parallel="metp")
 SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
 
 
@@ -48,12 +51,13 @@ def paper(S, gpus=8, model="7B", **keys):
     return budget.estimate(paper_config(model, S, **keys), A800, gpus, fast_arena)
 
 
-@pytest.mark.parametrize("tp,cp,dp,made",
-                         [(1, 1, 1, 0), (8, 1, 1, 1), (1, 8, 1, 2), (1, 1, 8, 1), (4, 2, 1, 4),
-                          (2, 1, 4, 3), (1, 2, 4, 2), (2, 2, 2, 4)])
-def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, made):
+@pytest.mark.parametrize("tp,cp,dp,metp,made",
+                         [(1, 1, 1, 0, 0), (8, 1, 1, 0, 1), (1, 8, 1, 0, 2), (1, 1, 8, 0, 1), (4, 2, 1, 0, 4),
+                          (2, 1, 4, 0, 3), (1, 2, 4, 0, 2), (2, 2, 2, 0, 4), (1, 1, 1, 1, 0), (8, 1, 1, 1, 3),
+                          (1, 8, 1, 1, 2), (4, 2, 1, 1, 5)])
+def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, metp, made):
     """As tests/test_mesh.py counts them: `world` has its own only where no other axis has all ranks."""
-    cfg = paper_config("7B", 65536, tp=tp, cp=cp, gradient_accumulation_steps=dp)
+    cfg = paper_config("7B", 65536, tp=tp, cp=cp, gradient_accumulation_steps=dp, **METP if metp else {})
     *_, lines = budget.states(cfg, A800, tp * cp * dp, 2)
     [line] = ([line for line in lines if line.region == "communication"]
               or [budget.Line("", "0 NCCL communicators", 0)])
@@ -141,7 +145,8 @@ def test_every_byte_is_in_a_line_and_a_region():
                           dict(optimizer_device="cpu", tp=2, gradient_accumulation_steps=4, bias=True),
                           dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
                           dict(activation="recompute"), LLAMA, dict(LLAMA, tp=2, cp=2),
-                          dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True)])
+                          dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True),
+                          dict(METP, tp=2, cp=2), dict(LLAMA, tp=4, **METP)])
 def test_lines_are_the_bytes_of_a_real_model(keys):
     shape = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
     cfg = Config(**shape | dict(gradient_accumulation_steps=2) | keys)
@@ -149,7 +154,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40),
                             None, None, None)
     got = budget.estimate(cfg, here, world, fast_arena)
-    mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp), dp=Axis("dp", 2),
+    mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.token_ranks), dp=Axis("dp", 2),
                 replicas=Axis("data", 2 * cfg.cp))
     model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
     optimizer = Optimizer(model, cfg)
@@ -196,8 +201,20 @@ def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preset, text", [
+    ("7b_1m", "--tp=1 --cp=1 --block_size=65536"), ("7b_1m", "--tp=2 --cp=1 --block_size=65536"),
+    ("7b_1m", "--tp=4 --cp=2"), ("llama3_8b_1m", "--tp=8 --cp=1"),
+    ("llama3_8b_1m", "--tp=8 --cp=1 --head_groups=32 --ops=torch --block_size=524288")])
+def test_the_fast_bound_is_one_and_is_near_for_metp(preset, text):
+    keys = ["--tensor_parallel=metp", *text.split()]
+    exact, bound = (sum(arena) for arena in traced_arenas(*keys, preset=preset))
+    assert exact <= bound <= 1.6 * exact
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False,
-                                                        qkv_bias=True)])
+                                                        qkv_bias=True),
+                                    dict(LLAMA, head_groups=4, **METP)])
 def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
     train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1,
                          warmup_iters=0, **family))
@@ -290,8 +307,72 @@ def test_seconds_follow_the_widths_of_the_layer():
     ulysses, dealt = (layer(tp=1, cp=8, context_parallel="ulysses", n_kv_head=n) for n in (8, 2))
     assert ulysses.exchanges_s() == dealt.exchanges_s()  # each of two heads goes to four ranks
     gated = 3 * 14336 * rows // 2 * 2 / H100.speeds.rate("memory")
-    output = got.layer.output
+    output = got.layer.operations[-1]
     assert gated < got.operation_s(output) - got.product_s(output) - got.message_s([output]) < 1.5 * gated
+
+
+# --- METP ---
+
+def metp_seconds(cfg, machine=H100, **keys):
+    return layer_seconds(replace(cfg, **METP | keys), machine, 2)
+
+
+@pytest.mark.parametrize("groups", ["auto", 8])
+@pytest.mark.parametrize("keys", [dict(tp=1), dict(tp=2), dict(tp=4, cp=2), dict(LLAMA, tp=2, qk_norm=False,
+                                                                                 qkv_bias=True)])
+def test_the_messages_of_metp_are_those_of_a_layer(keys, groups):
+    """Of the rank tp - 1, as a layer sends them with nobody at the other ends."""
+    shape = dict(n_layer=1, n_head=8, n_embd=64, block_size=2048, vocab_size=300)
+    cfg = Config(**shape | METP | keys | dict(n_head=8, head_groups=groups))
+    mesh = Mesh(weights=Axis("tp", cfg.tp, cfg.tp - 1), hops=Axis("hops", cfg.tp),
+                tokens=Axis("cp", cfg.token_ranks))
+    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+    model.reserve(1, 2048 // cfg.cp, streams=open_streams(torch.device("cpu")))
+    got, sent = metp_seconds(cfg), []
+    model.blocks[0].forward(model.swap.layers[0], model.turn, model.swap.x[1])
+    sent.append(mesh.take_sent_bytes())
+    model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
+    sent.append(mesh.take_sent_bytes())
+    others, R = cfg.tp - 1, cfg.token_ranks
+    broadcast = got.groups * got.group_bytes * others // cfg.tp  # the last of a ring sends nothing
+    kv, home = got.kv_bytes * (R - 1), 2 * got.kv_bytes * R  # gradients, fp32
+    wanted = [dict(tp=broadcast, hops=others * got.hop_bytes, cp=kv),
+              dict(tp=3 * broadcast, hops=3 * others * got.hop_bytes, cp=kv + home)]
+    assert sent == [{name: n for name, n in one.items() if n} if R > 1 else {} for one in wanted]
+
+
+def test_seconds_of_metp_follow_ranks_context_and_links():
+    cfg = load_config(["config/llama2_7b_1m.py", "--tp=8", "--cp=1"])
+    got, half = metp_seconds(cfg), metp_seconds(cfg, block_size=2**19)
+    assert 3.5 < got.forward_s / half.forward_s < 4 and half.messages_s < got.messages_s < 2 * half.messages_s
+    assert metp_seconds(cfg, tp=4).forward_s == pytest.approx(2 * got.forward_s, rel=0.05)
+    slow = replace(H100, node=replace(H100.node, nvlink_bytes_per_s=H100.node.nvlink_bytes_per_s / 100))
+    for S in (2**14, 2**20):  # the matrices take the same time whatever the context is
+        fast, late = (metp_seconds(cfg, machine, block_size=S) for machine in (H100, slow))
+        assert late.forward_s > fast.forward_s and late.messages_s > fast.messages_s
+        assert late.messages_s - fast.messages_s == pytest.approx(
+            late.forward_s + late.backward_s - fast.forward_s - fast.backward_s)
+    # groups of four heads that share one of keys make keys and values alone; thinner ones, once each
+    grouped = load_config(["config/llama3_8b_1m.py", "--tp=8", "--cp=1"])
+    few, many = (metp_seconds(grouped, head_groups=n) for n in (8, 32))
+    assert many.kv_bytes == 4 * few.kv_bytes and sum(many.widths) * 32 > sum(few.widths) * 8
+    # what the backward makes again: q, k, v and the hidden tensors, but not attention
+    alone, whole = metp_seconds(cfg, tp=1, head_groups=8), layer_seconds(replace(cfg, tp=1), H100, 2)
+    products = 2 * 2**20 * cfg.n_embd * (3 * cfg.n_embd + 2 * cfg.n_inner) / H100.speeds.rate("matmul")
+    assert products < alone.backward_s - whole.backward_s < 1.2 * products
+    assert alone.messages_s == 0 and alone.forward_s < 1.02 * whole.forward_s
+
+
+def test_metp_recomputes_mid_alone_or_attention_with_all_that_it_takes():
+    cfg = load_config(["config/llama2_7b_1m.py", "--tp=8", "--cp=1"])
+    got, N = metp_seconds(cfg), 2**20 // 8
+    mid, half, attention = (got.recompute_s({name: slice(0, rows)}) for name, rows in
+                            (("mid", N), ("mid", N // 2), ("attn_out", N)))
+    assert got.recompute_s({}) == 0 and mid == got.groups_s["mid"] and attention == got.attention_s
+    broadcast = got.travel_s("gather", got.group_bytes)
+    assert mid / 2 < half < mid / 2 + got.groups * broadcast
+    both = got.recompute_s({"attn_out": slice(0, N), "mid": slice(0, N)})
+    assert attention < both <= attention + mid and both < got.forward_s
 
 
 # --- search ---
@@ -315,6 +396,24 @@ def test_the_longest_fits_and_a_longer_one_does_not():
     assert most.fits and most.cfg.block_size % unit == 0
     assert not budget.estimate(replace(cfg, block_size=most.cfg.block_size + unit), A800, 8, fast_arena).fits
     assert search.longest(cfg, replace(A800, memory_bytes=10**9), 8, fast_arena) is None
+
+
+def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
+    """A layer of 175B at 2M tokens."""
+    cfg = load_config(["config/gpt_175b.py", "--n_layer=1", "--tp=8", "--cp=1", "--block_size=2097152",
+                       "--optimizer_device=auto"])
+    got = budget.estimate(cfg, A800, 8, fast_arena)
+    others = dict(search.remedies(got, most=99))
+    assert got.reason == "oom" and others["--tensor_parallel=metp"].cfg == replace(cfg, **METP)
+    every = [search.estimate_or_none(one, A800, 8, fast_arena) for one in search.layouts(cfg, A800, 8)]
+    assert {one.cfg.tensor_parallel for one in every if one and one.fits} == {"metp"}
+    best = search.search(cfg, A800, 8, fast_arena)[0]
+    out = report.as_dict(best)["layout"]
+    assert best.fits and out["tensor_parallel"] == "metp" and out["head_groups"] % out["tp"] == 0
+    text = "\n".join(report.table(best))
+    assert " metp cp=" in report.summary(best) and f"{out['head_groups']} groups of heads" in text
+    most = search.longest(best.cfg, A800, 8, fast_arena)
+    assert most.cfg.block_size > cfg.block_size
 
 
 def test_remedies_fit():
@@ -341,7 +440,7 @@ def test_json_is_the_contracts(capsys):
                            "--pcie_bytes_per_s=10.5e9", "--device_memory_bytes=80e9", capsys=capsys)
     got = json.loads(out)
     assert code == 0 and got["fits"] is True and got["reason"] is None
-    assert got["layout"] == dict(tp=4, cp=2, pp=1, dp=1)
+    assert got["layout"] == dict(tp=4, cp=2, pp=1, dp=1, tensor_parallel="megatron")
     assert {"overlap", "host"} <= set(got["alpha_limits"])
     regions = {"params", "grads", "optimizer", "rounding_buffers", "transient", "head", "total", "capacity"}
     assert regions <= set(got["device_bytes"])

@@ -11,7 +11,8 @@ from memo import memory
 from memo.config import Config
 from memo.decide import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError
-from memo.estimate.budget import estimate, fast_arena, head_bytes
+from memo.estimate.arena import fast_arena, head_bytes
+from memo.estimate.budget import estimate
 from memo.estimate.expected import machine_of
 from memo.formulas import parameters
 from memo.launch import Launch

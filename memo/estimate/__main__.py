@@ -93,7 +93,8 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
 import json
 from pathlib import Path
 
-from memo.estimate.budget import ROOT, STATES_BYTES, estimate, fast_arena, granting, itemsize_of, traced_arena
+from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
+from memo.estimate.budget import STATES_BYTES, estimate, granting
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.report import (
     HEADING,

@@ -12,7 +12,8 @@ from memo.config import Config
 from memo.device import device_name, gpu_facts, own_bytes
 from memo.errors import ConfigError, RunFailed
 from memo.estimate import hardware
-from memo.estimate.budget import ArenaOf, Estimate, estimate
+from memo.estimate.arena import ArenaOf
+from memo.estimate.budget import Estimate, estimate
 from memo.estimate.search import explain, remedies
 from memo.launch import Launch
 from memo.swap.slab import available

@@ -3,10 +3,12 @@
 from memo.backends import kernel_of
 from memo.command import progress
 from memo.errors import ConfigError
-from memo.estimate.budget import Estimate, Line, fast_arena
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import Estimate, Line
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
+from memo.layer import head_groups
 from memo.plots import dry_run
 from memo.swap.alpha import what_set_it
 
@@ -21,8 +23,8 @@ def billions(n: float) -> str:
 
 def layout_of(got: Estimate) -> str:
     cfg = got.cfg
-    kind = f" {cfg.context_parallel}" if cfg.cp > 1 else ""
-    return f"tp={cfg.tp} cp={cfg.cp}{kind} dp={got.dp}"
+    kind = f" {cfg.context_parallel}" if cfg.cp > 1 and not cfg.metp else ""  # METP's is a ring
+    return f"tp={cfg.tp}{' metp' * cfg.metp} cp={cfg.cp}{kind} dp={got.dp}"
 
 
 def mode_of(got: Estimate) -> str:
@@ -36,12 +38,13 @@ def table(got: Estimate) -> list[str]:
     cfg = got.cfg
     nodes = -(-got.world // got.machine.node.gpus_per_node)
     shared = f" Hkv={cfg.kv_heads}" if cfg.kv_heads < cfg.n_head else ""
+    groups = f", {head_groups(cfg)} groups of heads one after the other" if cfg.metp else ""
     lines = [f"model       {billions(parameters(cfg))} parameters, L={cfg.n_layer} C={cfg.n_embd} "
              f"H={cfg.n_head}{shared} V={cfg.vocab_size} S={cfg.block_size:,}",
              f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, "
              f"{layout_of(got)}",
              f"activation  {mode_of(got)}",
-             f"attention   {kernel_of(cfg, got.machine)}",
+             f"attention   {kernel_of(cfg, got.machine)}{groups}",
              f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
     rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
@@ -93,8 +96,11 @@ def as_dict(got: Estimate) -> dict:
             regions[line.region] = regions.get(line.region, 0) + line.device_bytes
     limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
     cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
-    return dict(layout=dict(tp=cfg.tp, cp=cfg.cp, pp=1, dp=got.dp), alpha=got.alpha, alpha_limits=limits,
-                binds=got.binds, device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
+    layout = dict(tp=cfg.tp, cp=cfg.cp, pp=1, dp=got.dp, tensor_parallel=cfg.tensor_parallel)
+    if cfg.metp:
+        layout["head_groups"] = head_groups(cfg)
+    return dict(layout=layout, alpha=got.alpha, alpha_limits=limits, binds=got.binds,
+                device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
                 host_bytes=dict(total=got.host_bytes, capacity=got.host_capacity),
                 seconds=dict(layer_forward=layer and layer.forward_s, layer_offload=got.layer_offload_s,
                              step=got.seconds.get("step"), parts=parts),

@@ -52,18 +52,18 @@ def norm_of(cfg: Config) -> str:
 
 
 class LayerSeconds:
-    """Seconds of one layer's operations on one rank. `groups_s`: to rebuild each group of the layer, all
-    rows; `kernel`: of attention, see memo/backends.py."""
+    """Seconds of one layer's operations on one rank, with tensor_parallel=megatron; with metp see
+    metp_seconds.py. `groups_s`: to rebuild each group of the layer, all rows; `kernel`: of attention, see
+    memo/backends.py; `ring`: ranks that its keys and values go round."""
 
     def __init__(self, cfg: Config, machine: Machine, itemsize: int) -> None:
         assert machine.speeds is not None  # seconds are asked for only where they are known
         self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
         self.kernel = kernel_of(cfg, machine)
         self.layer = layer_of(cfg)
-        self.operations = [*self.layer.groups.values(), self.layer.output]
-        self.halves = self.products_by_half()
         B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
+        self.ring = cfg.token_ranks
         self.Q, self.KV = (heads * self.layer.head_dim for heads in (self.layer.heads, self.layer.kv_heads))
         self.row_bytes, self.itemsize = B * T // cfg.tp * itemsize, itemsize
         # keys and values that several groups of heads read travel once for each of these
@@ -71,16 +71,20 @@ class LayerSeconds:
         self.kv_bytes = 2 * self.KV * self.row_bytes * self.groups_a_key
         scores = B * cfg.block_size**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
-        self.passes, self.pieces = units_of_passes(cfg, self.speeds), self.pieces_of_rows()
-        attention = self.attention_forward_s()
-        self.groups_s = {group: self.operation_s(op) for group, op in self.layer.groups.items()}
-        self.attention_s = attention + self.copy_s(2 * self.Q)  # into attn_out
-        if self.layer.head_norms:
-            self.attention_s += self.head_norms_s("forward")
-        self.forward_s = sum(self.groups_s.values()) + self.attention_s + self.operation_s(self.layer.output)
-        self.backward_s = self.backward()
+        self.passes = units_of_passes(cfg, self.speeds)
         self.attention_kernels_s = sum(self.kernels_s())
-        in_attention = attention + self.attention_backward_s() - self.attention_kernels_s
+        self.set_seconds()
+
+    def set_seconds(self) -> None:
+        """attention_s (to rebuild attn_out), groups_s, forward_s, backward_s; messages_s, the exposed seconds
+        of both."""
+        self.halves, self.pieces = self.products_by_half(), self.pieces_of_rows()
+        self.groups_s = {group: self.operation_s(op) for group, op in self.layer.groups.items()}
+        self.attention_s = self.attention_out_s()
+        output = self.operation_s(self.layer.operations[-1])
+        self.forward_s = sum(self.groups_s.values()) + self.attention_s + output
+        self.backward_s = self.backward()
+        in_attention = self.attention_forward_s() + self.attention_backward_s() - self.attention_kernels_s
         before, after = (sum(map(self.message_s, half)) for half in self.halves)
         self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
 
@@ -89,7 +93,7 @@ class LayerSeconds:
         operations."""
         halves: tuple[list[list[Operation]], list[list[Operation]]] = [], []
         attention = False
-        for op in self.operations:
+        for op in self.layer.operations:
             attention = attention or op.reads == ATTENTION
             if op.kind not in ("column", "row"):
                 continue
@@ -128,7 +132,7 @@ class LayerSeconds:
 
     def kernels_s(self) -> list[float]:
         """Seconds of attention's kernels (forward, backward) on this rank's share of the scores."""
-        size = self.cfg.block_size // (1 if self.cfg.context_parallel == "ulysses" else self.cp)
+        size = self.cfg.block_size // (1 if self.cfg.context_parallel == "ulysses" else self.ring)
         name = self.kernel if f"{self.kernel} forward" in self.speeds.table else "attention"
         return [self.speeds.seconds(f"{name} {way}", part * self.attention_flops, size)
                 for way, part in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))]
@@ -155,6 +159,11 @@ class LayerSeconds:
         width = self.Q + self.KV * self.groups_a_key
         rotary = self.pass_s("rotary", width) if self.cfg.position == "rope" else 0.0
         return self.pass_s(f"rms norm {way}", width) + rotary
+
+    def attention_out_s(self) -> float:
+        """Seconds to make attn_out from q, k and v."""
+        seconds = self.attention_forward_s() + self.copy_s(2 * self.Q)  # into attn_out
+        return seconds + self.head_norms_s("forward") if self.layer.head_norms else seconds
 
     def pieces_of_rows(self) -> int:
         """Pieces of a rank's own rows, as tp.in_turns cuts them on a GPU."""
@@ -187,7 +196,7 @@ class LayerSeconds:
         return seconds
 
     def backward(self) -> float:
-        ops = self.operations
+        ops = self.layer.operations
         products = fsum(self.product_s(op) for op in ops if op.kind in ("column", "row"))
         norms = sum(op.kind == "norm" for op in ops)
         passes = norms * self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
@@ -204,10 +213,10 @@ class LayerSeconds:
         # dx and dw of each product
         return 2 * products + passes + self.exposed_in_backward_s() + self.attention_backward_s()
 
-    # --- attention, over the ranks of cp ---
+    # --- attention, over the ranks that share the tokens ---
 
     def hop_s(self, nbytes: float) -> float:
-        return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.tp)
+        return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.cp * self.tp // self.ring)
 
     def late_s(self, nbytes: float, block_s: float) -> float:
         """Exposed seconds of a hop, beside `block_s` seconds of attention over the block at hand; on a CPU,
@@ -229,25 +238,26 @@ class LayerSeconds:
 
     def attention_forward_s(self) -> float:
         kernels = self.kernels_s()[0]
-        if self.cp == 1:
+        if self.ring == 1:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + self.exchanges_s()
         # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a
         # later rank's
-        merge = self.copy_s((6 + 0.75 * (self.cp - 1) * self.passes["merge"]) * self.Q)
-        return kernels + merge + (self.cp - 1) * self.late_s(self.kv_bytes, kernels / self.cp)
+        merge = self.copy_s((6 + 0.75 * (self.ring - 1) * self.passes["merge"]) * self.Q)
+        return kernels + merge + (self.ring - 1) * self.late_s(self.kv_bytes, kernels / self.ring)
 
     def attention_backward_s(self) -> float:
         kernels = self.kernels_s()[1]
-        if self.cp == 1:
+        if self.ring == 1:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + 2 * self.exchanges_s()
         gradients = self.kv_bytes * 4 // self.itemsize  # dk and dv, in fp32
-        late = self.late_s(self.kv_bytes + gradients, kernels / self.cp)
-        merge = self.copy_s((2 + self.cp * (1 + 8 // self.itemsize)) * (self.Q + 2 * self.KV))
-        return kernels + merge + (self.cp - 1) * late + self.hop_s(gradients)
+        late = self.late_s(self.kv_bytes + gradients, kernels / self.ring)
+        merge = self.copy_s((2 + self.ring * (1 + 8 // self.itemsize)) * (self.Q + 2 * self.KV))
+        # nothing is before the first hop
+        return kernels + merge + (self.ring - 1) * late + self.hop_s(self.kv_bytes)
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
         """Seconds to recompute rows {tensor: slice}, as in Placement.missing."""

@@ -9,7 +9,8 @@ from typing import Any
 from memo.command import progress
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.estimate.budget import ArenaOf, Estimate, estimate, fast_arena, traced_arena
+from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
+from memo.estimate.budget import Estimate, estimate
 from memo.estimate.hardware import Machine
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
@@ -51,8 +52,10 @@ def layouts(cfg: Config, machine: Machine, world: int) -> Iterator[Config]:
              dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor")]
     for tp, mode, where in product(widths, modes, ("auto", "cpu")):
         for cp in degrees_of(world // tp):
-            for kind in ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,):
-                keys = dict(tp=tp, cp=cp, context_parallel=kind, optimizer_device=where, alpha="auto") | mode
+            kinds = ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,)
+            for use, kind in [*(("megatron", kind) for kind in kinds), ("metp", "ring")]:
+                keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
+                            optimizer_device=where, alpha="auto") | mode
                 if one := config_with(cfg, **keys):
                     yield one
 
@@ -77,7 +80,8 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                               "gradient_accumulation_steps")
         chosen = []
         for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
-            likeness = got.cfg.tp, got.cfg.cp, got.cfg.context_parallel, got.lines, got.tgs
+            one = got.cfg
+            likeness = one.tp, one.cp, one.tensor_parallel, one.context_parallel, got.lines, got.tgs
             if likeness in seen:  # modes that come to the same
                 continue
             seen.add(likeness)
@@ -135,11 +139,14 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
         dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
         dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
         dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
+    metp = dict(tensor_parallel="metp", context_parallel="ring")
+    changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
     if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
         changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
     options += [(n * world, {name: n * getattr(cfg, name)})
                 for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
+    options.append((2 * world, metp | dict(tp=2 * cfg.tp)))
     fits = {}
     for gpus, keys in options:
         keys = {name: value for name, value in keys.items() if getattr(cfg, name) != value}

@@ -1,0 +1,234 @@
+"""The arena of temporary tensors of a step: of a trace, which takes the model itself (trace_step.py), or a
+bound.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from math import gcd
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memo import backends
+from memo.config import Config
+from memo.errors import ConfigError
+from memo.estimate.hardware import Machine
+from memo.files import cache_folder, keep_json, parse_json, read_text
+from memo.layer import (
+    CHUNK_ROWS,
+    GROUP_ELEMENTS,
+    SPLIT_ROWS,
+    group_heads,
+    head_groups,
+    head_rows,
+    n_rows,
+    travelling,
+)
+from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
+from memo.planner.trace import Trace, parse_trace
+
+ROOT = Path(__file__).parents[2]
+
+# config keys on which the memory requests of a step depend
+REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
+                "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
+                "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
+                "deterministic", "ops")
+
+# The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
+# as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).
+# Of attention, in units of one tensor (B, T, heads, D) of a group of heads:
+ATTENTION_GROUPS = 4.2  # one rank of cp
+ULYSSES_GROUPS = 8.6  # with the tensors that all-to-alls send and receive
+RING_GROUPS = {"two ranks": 4.6, "more": 6.6}  # blocks of keys and values on their way, in the run's dtype
+RING_FP32_GROUPS = 5  # partial results and gradients, in fp32
+MATH_SCORE_BYTES = 13  # of attention=math, a score: scores, mask, their gradients
+CPU_QUERIES, CPU_KEYS = 256, 512  # of a thread, the largest block: FlashAttentionKernel.cpp of torch
+# Of the rest of a layer:
+NORM_CHUNKS = 2.3  # a norm's backward, in units of a chunk of own rows in fp32
+RMS_NORM_CHUNKS = 4.3  # the same of RMSNorm with ops=torch on a GPU
+AFTER_CHUNK = 1.6  # more of it by METP, where a rank's own rows are several chunks
+STATISTICS = 1.01  # with statistics and token ids: all of a layer, times so much
+# Of the head:
+LOGIT_BYTES = 8.2  # a logit, its softmax in fp32 and its gradient, where the dtype is fp32; in bf16 2 more
+HEAD_ROW_TENSORS = 4  # tensors (rows, C) in the run's dtype
+
+
+class ArenaBytes(NamedTuple):
+    """Bytes of the arena of temporary tensors: of layers and embedding, and the bytes that the head takes
+    beyond these."""
+
+    transient: int
+    head: int
+
+
+ArenaOf = Callable[[Config, Machine], ArenaBytes]
+TraceOf = Callable[[dict[str, Any]], Trace]
+
+
+# --- the arena of temporary tensors ---
+
+def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
+    """The ArenaBytes of a step's Trace, planned as the run plans it."""
+    def peak(trace: Trace) -> int:
+        return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
+    layers = [event for label, events in trace.segments.items() if not label.endswith("head")
+              for event in events]
+    return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
+
+
+def trace_elsewhere(keys: dict[str, Any]) -> Trace:
+    """The Trace of the keys of traced_arena, by another process, which needs torch: some seconds. Errors:
+    ConfigError."""
+    argv = [f"--{k}={v}" for k, v in keys.items() if k != "threads"]
+    done = subprocess.run([sys.executable, ROOT / "trace_step.py", *argv], capture_output=True, text=True,
+                          env=os.environ | dict(OMP_NUM_THREADS=str(keys["threads"])))
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"the trace of a step failed ({why}); try --fast")
+    return parse_trace(done.stdout, "trace_step.py")
+
+
+def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
+    """The ArenaBytes of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
+    value}). Errors: those of `trace`, ConfigError where there is no torch."""
+    device = "cpu" if machine.cpu else "cuda"
+    keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
+    keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
+                 multiprocessors=machine.multiprocessors)
+    try:
+        key = hashlib.sha256(repr((keys, version("torch"))).encode())
+    except PackageNotFoundError:
+        raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("memo/**/*.py")]):
+        key.update(path.read_bytes())
+    folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
+    if folder is not None:
+        with suppress(Exception):  # not there, or not what was written
+            return checked_arena_bytes(parse_json(read_text(folder / name)), keys)
+    arena = planned_arena_bytes(trace(keys), cfg.solver, device)
+    keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
+    return arena
+
+
+def checked_arena_bytes(stored: dict[str, Any], keys: dict[str, Any]) -> ArenaBytes:
+    """The ArenaBytes that a file holds for `keys`. Raises any exception where the file is damaged or of other
+    keys."""
+    arena = ArenaBytes(**stored["arena"])
+    if stored["keys"] != keys or not all(type(n) is int and 0 <= n < 2**63 for n in arena):
+        raise ValueError("it is not the arena that was asked for")
+    return arena
+
+
+def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
+    """A bound of the ArenaBytes, without a trace: the largest of attention over a group of heads, a chunk
+    of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces. `scale` multiplies
+    it."""
+    layer = STATISTICS * (metp_layer_bytes if cfg.metp else megatron_layer_bytes)(cfg, machine)
+    head = head_bytes(cfg, itemsize_of(cfg, machine), machine.cpu)
+    return ArenaBytes(int(scale * layer), int(scale * max(0, head - layer)))
+
+
+def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
+    """Of fast_arena, what a layer takes."""
+    e, tp, cp, C, D = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd, cfg.head_width
+    rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
+    own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
+    heads, sharing = group_heads(cfg), cfg.n_head // cfg.kv_heads
+    group, kv = (rows * n * D * e for n in (heads, -(-heads // sharing)))
+    several = heads < cfg.n_head // tp
+    # several groups write dq, dk, dv over q, k, v, and sum those of a shared head of keys and values in fp32
+    gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
+    Q, F = cfg.n_head * D, cfg.inner_width
+    dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
+    gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
+    product, norm_chunks = chunk * F // C / tp if cfg.mlp == "swiglu" else 0, NORM_CHUNKS
+    if cfg.ops == "torch" and not machine.cpu:  # a CPU goes by smaller chunks
+        product *= 2  # with the gradient of `up`
+        norm_chunks = RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS
+    layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + norm_chunks * f * own,
+                gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product)
+    return layer + dout
+
+
+def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
+    """The same of a layer by METP, whose backward takes most: beside the matrices on their way a gradient
+    (n, C), and q, k, v and the gradient of attention's output, of a group of heads, or a piece of rows of a
+    norm's output and of what is hidden. Embedding and head are as in tensor parallelism."""
+    e, tp, C, D, n = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, n_rows(cfg)
+    f, heads, sharing = 4 / e, group_heads(cfg), cfg.n_head // cfg.kv_heads
+    together = cfg.n_head // head_groups(cfg)  # the query heads of a group, which attention may take in turns
+    q, kv, group, group_kv = (n * D * e * k for k in (together, -(-together // sharing), heads,
+                                                      -(-heads // sharing)))
+    attention = attention_bytes(cfg, machine, heads, group, group_kv)
+    if heads < min(together, sharing):
+        attention += 2 * f * group_kv  # sums of a shared head of keys and values
+    width = cfg.inner_width // tp
+    piece = min(n, -(-GROUP_ELEMENTS // width // SPLIT_ROWS) * SPLIT_ROWS + SPLIT_ROWS)
+    hidden = width * (2 if cfg.mlp == "gelu" else 3 if cfg.ops != "torch" else 4)
+    own, chunk = (min(rows, CHUNK_ROWS) * C * e for rows in (n, tp * n))
+    gathered = 0 if tp == 1 else chunk if tp * n <= CHUNK_ROWS else 2 * chunk
+    norm = 0.0  # a fused kernel takes little
+    if cfg.ops == "torch" or machine.cpu:
+        several = n > CHUNK_ROWS  # the next chunk begins before all of the one before is gone
+        norm = (several * AFTER_CHUNK + RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS) * f * own
+    halves = max(2 * q + 2 * kv + attention, piece * (C + hidden) * e, norm)
+    return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
+
+
+def message_bytes(cfg: Config, itemsize: int) -> int:
+    """METP: the most bytes of matrices and their gradients, fp32, that are on their way at a time, or come
+    and used: in the backward, of two parts of the MLP, or of two groups of heads."""
+    part, group = travelling(cfg)
+    weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
+    mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
+    return max(mlp, 2 * group * (itemsize + 4))
+
+
+def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: int) -> float:
+    """A bound of the bytes of attention over a group of so many heads, with those of its kernel. `group`,
+    `kv`: bytes of the group's queries, and of its keys."""
+    e, D, ulysses = itemsize_of(cfg, machine), cfg.head_width, cfg.context_parallel == "ulysses"
+    cp, own_heads = cfg.token_ranks, cfg.n_head // (1 if cfg.metp else cfg.tp)
+    f, B, T, H, several = 4 / e, cfg.batch_size, cfg.block_size // cp, heads, heads < own_heads
+    kv_heads = dealt = kv // (group // heads)
+    if ulysses:  # what the kernel of attention sees
+        dealt *= cp // gcd(kv_heads, cp)
+        T, H, kv_heads = cfg.block_size, heads // cp, dealt // cp
+    name = backends.kernel_of(cfg, machine)
+    kernel = sum(backends.workspaces(name, (B, T, H, D), (B, T, kv_heads, D), cfg.deterministic,
+                                     machine.multiprocessors))
+    if name == "flash" and several:
+        kernel += 2 * group  # it makes dout and out contiguous
+    if name == "cpu":
+        kernel = machine.threads * CPU_QUERIES * CPU_KEYS * 2 * (4 + e % 4)
+    if name == "math":
+        kernel = MATH_SCORE_BYTES * B * H * T * T
+    if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
+        kernel += (1 + several) * (group + kv)
+    fewer = group - kv  # bytes by which a tensor like k is shorter than one like q
+    if cp > 1 and ulysses:
+        fewer, wide = group - group // heads * dealt, group // heads * dealt
+        summed = f * (wide + kv) if wide > kv else 0  # over the ranks that had the same head
+        return ULYSSES_GROUPS * group - 4 * fewer + summed + kernel
+    if cp > 1:
+        blocks, wide = RING_GROUPS["two ranks" if cp == 2 else "more"], 3 if cp == 2 else 5
+        return (blocks + RING_FP32_GROUPS * f) * group - (wide + 4 * f) * fewer + kernel
+    return ATTENTION_GROUPS * group - 2 * fewer + kernel
+
+
+def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
+    """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
+    V = cfg.padded_vocab_size / cfg.tp
+    row = V * (LOGIT_BYTES + itemsize % 4) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize
+    return int(head_rows(V, cpu) * row)
+
+
+def itemsize_of(cfg: Config, machine: Machine) -> int:
+    """Bytes of an element in the dtype of the run."""
+    return {"auto": 4 if machine.cpu else 2, "float32": 4, "bfloat16": 2}[cfg.dtype]

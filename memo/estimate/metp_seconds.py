@@ -1,0 +1,174 @@
+"""Seconds of a layer by METP (memo/metp_block.py): a rank has rows of its own alone, and the matrices travel.
+What is made from these is made again in the backward. Messages that are under way together do not slow each
+other here.
+
+    part      what a rank has of the MLP's matrices; a step of the MLP uses one of them, tp in all
+    group     of heads, whose q, k and v exist at once
+    hop       of a part to the next rank, in the backward of its fp32 gradients too
+"""
+
+from math import sqrt
+
+from memo.config import Config
+from memo.estimate.hardware import Machine
+from memo.estimate.roofline import LayerSeconds, norm_of
+from memo.layer import ATTENTION, group_heads, head_groups, travelling
+
+
+class MetpSeconds(LayerSeconds):
+    """See LayerSeconds. Products are of parts and of groups: their sizes are these."""
+
+    def set_seconds(self) -> None:
+        cfg, ops = self.cfg, self.layer.operations
+        self.groups, self.own = head_groups(cfg), self.rows // self.tp
+        part, group = travelling(cfg)
+        self.hop_bytes, self.group_bytes = part * self.itemsize, group * self.itemsize
+        D, columns = self.layer.head_dim, [op for op in ops if op.kind == "column"]
+        # widths of a group of heads' q, k, v and of a part's hidden tensors. Groups that share a head of keys
+        # make keys and values each for itself
+        self.q_width = self.Q // self.groups
+        self.widths = [max(D, op.gives // self.groups) for op in columns if op.reads == "ln1_out"]
+        self.turned = sum(max(D * self.groups, op.gives) for op in columns if op.rotary)
+        self.hidden = [op.gives // self.tp for op in columns if op.reads == "ln2_out"]
+        self.output, self.part_width = ops[-1], ops[-1].takes // self.tp
+        self.norm_s = self.pass_s(f"{norm_of(cfg)} forward", self.C)
+        self.groups_s = {"mid": self.projection_again_s(1.0)}
+        self.attention_s, _ = self.attention_half_s(0.0)
+        self.forward_s, messages = self.forward()
+        self.backward_s, more = self.backward_and_messages()
+        in_attention = self.attention_forward_s() + self.attention_backward_s() - self.attention_kernels_s
+        self.messages_s = messages + more + in_attention
+
+    # --- one operation ---
+
+    def parts_s(self, n: int, gives: int, takes: int) -> float:
+        """Seconds of own rows times n matrices of (gives, takes), whose results are added up. Where these are
+        narrow, memory is slower than the products."""
+        flops_s = self.speeds.seconds("matmul", 2 * self.own * gives * takes, sqrt(gives * takes))
+        return n * max(flops_s, self.copy_s(takes + 2 * gives))
+
+    def backward_s_of(self, n: int, gives: int, takes: int) -> float:
+        """Seconds of the gradients of n such matrices, and of what they multiply."""
+        return self.parts_s(n, gives, takes) + self.parts_s(n, takes, gives)
+
+    def activation_s(self, way: str) -> float:
+        if self.output.gated:
+            return self.pass_s(f"swiglu {way}", self.output.takes)
+        return self.bytes_s(f"gelu {way}", (2 if way == "forward" else 3) * self.output.takes)
+
+    def sums_s(self, elements: float) -> float:
+        """Seconds to set fp32 gradients of travelling matrices to zero and to add them to others."""
+        return self.speeds.seconds("copy", 16 * elements, 16 * elements) if elements else 0.0
+
+    # --- messages between the ranks of tp ---
+
+    def travel_s(self, op: str, nbytes: float) -> float:
+        """op: shift of a hop. A broadcast counts as a gather, a reduction as a scattered sum: collectives of
+        a library too, and as a ring each link of theirs carries all bytes once."""
+        return self.machine.message_s(op, nbytes, self.tp) if nbytes else 0.0
+
+    def exposed_beside(self, message_s: float, compute_s: float) -> float:
+        """Exposed seconds of messages beside operations: see LayerSeconds.exposed_s."""
+        hidden = self.speeds.rate("hidden") if "hidden" in self.speeds.table else 0.0
+        return message_s - hidden * min(message_s, compute_s)
+
+    def steps_s(self, op: str, home: str, nbytes: float, fp32_bytes: float, steps: int,
+                compute_s: float) -> float:
+        """Exposed seconds of messages beside steps of compute_s each. In a step the matrices of the next one
+        come (`op`, nbytes), and gradients of the step before go (`home`, fp32_bytes; 0 in a forward). The
+        messages before the first step and behind the last are not counted."""
+        if steps == 1:
+            return 0.0
+        coming, going = self.travel_s(op, nbytes), self.travel_s(home, fp32_bytes)
+        return sum(n * self.exposed_beside(message, compute_s)
+                   for n, message in ((1, coming), (steps - 2, coming + going), (1, going)))
+
+    # --- forward ---
+
+    def attention_half_s(self, mid: float) -> tuple[float, float]:
+        """(seconds, exposed seconds of broadcasts among them) to make attn_out and a part of mid's rows from
+        x."""
+        work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
+        broadcast = self.travel_s("gather", self.group_bytes)
+        exposed = self.exposed_beside(broadcast, self.norm_s)
+        exposed += self.steps_s("gather", "", self.group_bytes, 0, self.groups, work / self.groups)
+        return self.norm_s + work + exposed, exposed
+
+    def queries_keys_values_s(self) -> float:
+        rotary = self.pass_s("rotary", self.turned) if self.turned else 0.0
+        return sum(self.parts_s(self.groups, width, self.C) for width in self.widths) + rotary
+
+    def projection_s(self) -> float:
+        return self.parts_s(self.groups, self.C, self.q_width)
+
+    def projection_again_s(self, mid: float) -> float:
+        """Seconds of a part of mid's rows from attn_out: its matrices travel alone, and whole."""
+        nbytes = self.C * self.q_width * self.itemsize * (self.tp > 1)
+        work = mid * self.projection_s()
+        exposed = self.travel_s("gather", nbytes)
+        return work + exposed + self.steps_s("gather", "", nbytes, 0, self.groups, work / self.groups)
+
+    def mlp_s(self) -> float:
+        """Seconds of the MLP's products and passes. Each part begins with the norm."""
+        products = sum(self.parts_s(self.tp, width, self.C) for width in self.hidden)
+        products += self.parts_s(self.tp, self.C, self.part_width)
+        return self.tp * self.norm_s + products + self.activation_s("forward")
+
+    def forward(self) -> tuple[float, float]:
+        """(seconds, exposed seconds of matrices among them)."""
+        attention, exposed = self.attention_half_s(1.0)
+        mlp, hop = self.mlp_s(), self.travel_s("shift", self.hop_bytes)
+        exposed_hops = self.exposed_beside(hop, attention)  # the first
+        exposed_hops += self.hops_s(self.hop_bytes, 0, mlp / self.tp)
+        return attention + mlp + exposed_hops, exposed + exposed_hops
+
+    def hops_s(self, nbytes: float, fp32_bytes: float, step_s: float) -> float:
+        """Exposed seconds of hops beside steps of the MLP. A rank's own part is the last, and does not
+        travel."""
+        steps = max(1, self.tp - 1)
+        last = self.exposed_beside(self.travel_s("shift", fp32_bytes * (self.tp > 1)), step_s)
+        return self.steps_s("shift", "shift", nbytes, fp32_bytes, steps, step_s) + last
+
+    # --- backward ---
+
+    def backward_and_messages(self) -> tuple[float, float]:
+        """(seconds, exposed seconds of matrices and gradients among them)."""
+        fp32, norm_backward = 4 // self.itemsize, self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
+        mlp, attention = self.mlp_backward_s(), self.attention_half_backward_s()
+        exposed = self.travel_s("shift", self.hop_bytes)  # nothing is before the first
+        exposed += self.hops_s(self.hop_bytes, fp32 * self.hop_bytes, mlp / self.tp)
+        exposed += self.exposed_beside(self.travel_s("gather", self.group_bytes), mlp)
+        exposed += self.steps_s("gather", "scatter", self.group_bytes, fp32 * self.group_bytes, self.groups,
+                                attention / self.groups)
+        exposed += self.travel_s("scatter", fp32 * self.group_bytes)  # nor behind the last
+        sums = self.sums_s((self.hop_bytes * (self.tp - 1) + self.group_bytes * self.groups) / self.itemsize)
+        return mlp + attention + self.norm_s + 2 * norm_backward + sums + exposed, exposed
+
+    def mlp_backward_s(self) -> float:
+        """Seconds of the MLP's gradients: norm, hidden tensors and activation are made again."""
+        again = self.mlp_s() - self.parts_s(self.tp, self.C, self.part_width)
+        products = self.backward_s_of(self.tp, self.C, self.part_width)
+        products += sum(self.backward_s_of(self.tp, width, self.C) for width in self.hidden)
+        return again + products + self.activation_s("backward")
+
+    def attention_half_backward_s(self) -> float:
+        """Seconds of the gradients of projection, attention, q, k and v: these three are made again."""
+        products = self.backward_s_of(self.groups, self.C, self.q_width)
+        products += sum(self.backward_s_of(self.groups, width, self.C) for width in self.widths)
+        passes = self.pass_s("rotary", self.turned) if self.turned else 0.0
+        if self.layer.head_norms:  # once more, then of their gradients
+            passes += sum(map(self.head_norms_s, ("forward", "backward")))
+        if group_heads(self.cfg) < self.cfg.n_head // self.groups:
+            passes += self.copy_s(2 * (self.Q + 2 * self.KV))  # a group's dq, dk, dv go where q, k, v were
+        return self.queries_keys_values_s() + products + passes + self.attention_backward_s()
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        part = {name: (r.stop - r.start) / self.own for name, r in missing.items()}
+        if part.get(ATTENTION):
+            return self.attention_half_s(part.get("mid", 0.0))[0]
+        return self.projection_again_s(part["mid"]) if part.get("mid") else 0.0
+
+
+def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds:
+    """The LayerSeconds of a config."""
+    return (MetpSeconds if cfg.metp else LayerSeconds)(cfg, machine, itemsize)
