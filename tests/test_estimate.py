@@ -335,7 +335,7 @@ def test_the_messages_of_metp_are_those_of_a_layer(keys, groups):
     sent.append(mesh.take_sent_bytes())
     others, R = cfg.tp - 1, cfg.token_ranks
     broadcast = got.groups * got.group_bytes * others // cfg.tp  # the last of a ring sends nothing
-    kv, home = got.kv_bytes * (R - 1), 2 * got.kv_bytes * R  # gradients, fp32
+    kv, home = got.kv_bytes * (R - 1), 2 * got.kv_bytes * (R - 1)  # gradients, fp32
     wanted = [dict(tp=broadcast, hops=others * got.hop_bytes, cp=kv),
               dict(tp=3 * broadcast, hops=3 * others * got.hop_bytes, cp=kv + home)]
     assert sent == [{name: n for name, n in one.items() if n} if R > 1 else {} for one in wanted]
