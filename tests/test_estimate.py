@@ -456,8 +456,8 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     code, out, _ = command(*SEVEN, f"--plot={tmp_path / 'e.png'}", capsys=capsys)
     assert code == 0 and "in all" in out and "MFU 5" in out and "fits" in out
     assert (tmp_path / "e.png").stat().st_size > 20_000
-    code, out, _ = command(*SEVEN, "--block_size=4194304", "--search", "--max_context", capsys=capsys)
-    assert code == 0 and out.startswith("none fits; the nearest:\nlayout") and "\nmax_context 3," in out
+    code, out, _ = command(*SEVEN, "--block_size=8388608", "--search", "--max_context", capsys=capsys)
+    assert code == 0 and out.startswith("none fits; the nearest:\nlayout") and "\nmax_context 6," in out
     assert out.count("it would with --") == 3
 
 
