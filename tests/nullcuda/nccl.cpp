@@ -146,6 +146,11 @@ ncclResult_t ncclBroadcast(const void *x, void *out, size_t n, ncclDataType_t t,
     size_t bytes = n * itemsize(t);
     return message("broadcast", root == c->rank ? x : nullptr, bytes, out, bytes, bytes, bytes, s);
 }
+ncclResult_t ncclReduce(const void *x, void *out, size_t n, ncclDataType_t t, ncclRedOp_t, int root,
+                        ncclComm_t c, cudaStream_t s) {
+    size_t bytes = n * itemsize(t);
+    return message("reduce", x, bytes, root == c->rank ? out : nullptr, bytes, bytes, bytes, s);
+}
 ncclResult_t ncclSend(const void *x, size_t n, ncclDataType_t t, int, ncclComm_t, cudaStream_t s) {
     size_t bytes = n * itemsize(t);
     return message("send and receive", x, bytes, nullptr, 0, bytes, 0, s);

@@ -2,12 +2,15 @@
 and null CUDA says so; with all of them nothing is said. One process stands for rank 0 of several: NCCL's
 other ends are never there."""
 
+from functools import cache
+
 import pytest
 
 from tests.nullcuda.runs import in_process
 
 LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
-           "ulysses": dict(cp=2, context_parallel="ulysses"), "host": dict(optimizer_device="cpu")}
+           "ulysses": dict(cp=2, context_parallel="ulysses"), "host": dict(optimizer_device="cpu"),
+           "metp": dict(tp=4, tensor_parallel="metp", block_size=2048)}
 SWAP_WAITS = ("computed", "offloaded", "done", "prefetched")
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
 STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
@@ -15,50 +18,53 @@ STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
                  "offload weights used": ("offload", "compute")}
 # (layout, axis, message): memo waits for each of these before the bytes that come are used
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
-            ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"))
+            ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
+            ("metp", "hops", "shift"), ("metp", "tp", "broadcast"), ("metp", "tp", "reduce"),
+            ("metp", "cp", "shift"))
 
 
-def step_races(layouts):
-    """{layout: {what is left out: races}} of two steps of a small model; every wait is left out once."""
+def step_races(layout):
+    """{what is left out: races} of two steps of a small model; every wait is left out once."""
     import torch
     import torch.distributed as dist
 
     from memo.estimate import hardware
+    from memo.parallel.mesh import Axis
     from tests.nullcuda.watch import NULL, watching
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2)
-    group, found = dist.group.WORLD, {}
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=4)
+    found, messages = {}, [m for m in MESSAGES if m[0] == layout]
+
+    @cache
+    def axis_of(name, size):  # with a communicator of its own, as in a run: its stream is its own too
+        return Axis(name, size, 0, dist.new_group(range(size)) if size > 1 else None)
     with watching(hardware.machine("h100-80gb").speeds):
-        for layout in layouts:
-            messages = [m for m in MESSAGES if m[0] == layout]
-            whats = [None, *dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout, messages)]
-            found[layout] = {}
-            for what in whats:
-                torch.cuda.synchronize()
-                NULL.races(clear=True)
-                with without(what):
-                    two_steps(layout, group)
-                torch.cuda.synchronize()
-                found[layout][str(what)] = NULL.races(clear=True)
+        for what in [None, *dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout, messages)]:
+            torch.cuda.synchronize()
+            NULL.races(clear=True)
+            with without(what):
+                two_steps(layout, axis_of)
+            torch.cuda.synchronize()
+            found[str(what)] = NULL.races(clear=True)
     return found
 
 
-def two_steps(layout, group):
+def two_steps(layout, axis_of):
     import torch
 
     from memo.config import Config
     from memo.layer import layer_of
     from memo.optim import Optimizer
-    from memo.parallel.mesh import Axis, Mesh
+    from memo.parallel.mesh import Mesh
     from memo.swap.placement import Placement
     from model import GPT
-    keys = LAYOUTS[layout]
-    cfg = Config(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
-                 attention="flash", alpha=0.5, **keys)
-    mine = {"tp": cfg.tp == 2, "cp": cfg.cp == 2, "data": layout in ("dp2", "ring", "ulysses")}
-    axes = {name: Axis(name, 2, 0, group) if several else Axis(name) for name, several in mine.items()}
+    cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
+                        attention="flash", alpha=0.5) | LAYOUTS[layout])
+    visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
+    mesh = Mesh(weights=axis_of("tp", cfg.tp), hops=axis_of("hops", visiting),
+                tokens=axis_of("cp", cfg.cp * visiting),
+                replicas=axis_of("data", 2 if layout in ("dp2", "metp") else cfg.cp))
     device = torch.device("cuda:0")
-    model = GPT(cfg, device, torch.bfloat16,
-                mesh=Mesh(weights=axes["tp"], tokens=axes["cp"], replicas=axes["data"]))
+    model = GPT(cfg, device, torch.bfloat16, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     B, T = 1, cfg.block_size // cfg.cp
     rows = T // cfg.tp
@@ -98,7 +104,7 @@ def without(what):
             self.works = ()
         return real(self)
     stack = ExitStack()
-    name = dict(gather="start_gather", scatter_sum="start_scatter_sum", shift="shift", exchange="start")[call]
+    name = call if call == "shift" else "start" if call == "exchange" else f"start_{call}"
     real_begin = getattr(Axis, name)
 
     def begin(self, *args):
@@ -112,7 +118,8 @@ def without(what):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return in_process(tmp_path_factory.mktemp("races"), step_races, list(LAYOUTS))
+    folder = tmp_path_factory.mktemp("races")  # a process each: after 32 streams torch gives the first again
+    return {layout: in_process(folder, step_races, layout) for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -137,6 +144,15 @@ def test_every_wait_of_an_optimizer_on_the_host_is_needed(found, wait):
 def test_every_wait_for_a_message_is_needed(found, message):
     lines = found[message[0]][str(message)]
     assert any("nccl: " in line and "compute: " in line for line in lines), lines
+
+
+@pytest.mark.parametrize("axis,message,way,use", [
+    ("hops", "shift", "forward", "product"), ("hops", "shift", "backward", "product"),
+    ("hops", "shift", "backward", "add_"), ("tp", "broadcast", "forward", "product"),
+    ("tp", "broadcast", "backward", "product"), ("tp", "reduce", "backward", "add_")])
+def test_metp_waits_for_matrices_and_for_their_gradients(found, axis, message, way, use):
+    lines, here = found["metp"][str(("metp", axis, message))], ("nccl: ", f"compute: {way} ", f"({use})")
+    assert any(all(word in line for word in here) for line in lines), lines
 
 
 def test_arrive_is_needed(found):

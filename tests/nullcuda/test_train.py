@@ -10,9 +10,12 @@ from tests.nullcuda.runs import in_process, trained
 MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"],
          "swap": ["--activation=swap"], "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"],
          "host": ["--alpha=0.5", "--optimizer_device=cpu"]}
+LLAMA = ("--position=rope", "--norm=rmsnorm", "--mlp=swiglu", "--n_kv_head=2", "--head_groups=4",
+         "--bias=false")
 LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", "--context_parallel=ulysses"),
            "dp2 host": (2, "--gradient_accumulation_steps=2", "--optimizer_device=cpu"),
-           "tp2 cp2": (4, "--tp=2", "--cp=2")}
+           "tp2 cp2": (4, "--tp=2", "--cp=2"), "metp4": (4, "--tensor_parallel=metp", "--tp=4"),
+           "metp2 cp2 llama": (4, "--tensor_parallel=metp", "--tp=2", "--cp=2", *LLAMA)}
 
 
 @pytest.fixture(scope="session")

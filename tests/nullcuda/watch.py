@@ -140,7 +140,7 @@ def touched(func, name, args, kwargs, result):
             reads += tensors(value)
     mine = {id(t) for t in (*reads, *writes)}
     writes += [t for t in tensors(result) if id(t) not in mine]
-    if name in PRODUCTS:
+    if name in PRODUCTS or name.endswith("_like"):  # which takes a shape only
         reads = reads[:1] if name in ("addmm", "baddbmm") else []
     return reads, writes
 
