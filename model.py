@@ -21,14 +21,13 @@ from typing import Any
 import torch
 
 from memo.attention import resolve_attention
-from memo.batch import interleaved
 from memo.block import BLOCKS
 from memo.config import Config
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
-from memo.parallel.cp import attention_over_ranks, token_columns
+from memo.parallel.cp import attention_over_ranks, interleaved, token_columns
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.tp import (
     accumulate_product,

@@ -12,6 +12,7 @@ import torch
 
 from memo.errors import ConfigError, reason
 from memo.files import load_json, open_file
+from memo.parallel.cp import interleaved
 from memo.tokens import DATA, DTYPES, load_tokenizer
 
 SPLITS = ("train", "val")
@@ -57,12 +58,6 @@ class Data:
             for start in range(0, len(ids), max(FINGERPRINT_IDS, len(ids) // 256)):
                 value = zlib.crc32(ids[start:start + FINGERPRINT_IDS].data, value)
         return value
-
-
-def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """(..., T), so many equally long columns one after the other -> (..., T): the first of each, the second
-    of each, ..."""
-    return x.unflatten(-1, (columns, -1)).transpose(-1, -2).flatten(-2)
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Config:
                                "the matrices of a layer, while tokens stay",
                                choices=("megatron", "metp"))
     head_groups: int = key("auto", "for tensor_parallel=metp, groups of heads whose q, k and v exist one "
-                           "after the other", **LAYER_WIDTH)
+                           "after the other", least=1, most=2**20, why="no model has as many heads")
     cp: int = key(1, "ranks that share each sequence: context parallelism", least=1, most=2**20,
                   why="no cluster has as many GPUs")
     context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
@@ -206,8 +206,8 @@ class Config:
                               "out")
         elif self.kv_heads % tp:
             raise ConfigError(f"n_kv_head={self.kv_heads} % tp={tp} != 0 (the heads of keys and values are "
-                              f"shared out); try tp={math.gcd(H, self.kv_heads, tp)} with more cp, or "
-                              "tensor_parallel=metp")
+                              f"shared out); try tp={math.gcd(H, self.kv_heads, tp)} with more cp"
+                              + ", or tensor_parallel=metp" * self.may_be_metp)
         if self.inner_width % tp:
             raise ConfigError(f"n_inner={self.inner_width} % tp={tp} != 0 (the MLP's columns are shared "
                               f"out); try tp={math.gcd(H, self.inner_width, tp)}")
@@ -249,6 +249,12 @@ class Config:
             raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and "
                               f"divide n_kv_head={Hkv} or be a multiple of it (each group has equally many "
                               f"heads of one rank); try head_groups={nearest}, or auto")
+
+    @property
+    def may_be_metp(self) -> bool:
+        """Whether tensor_parallel=metp would do with more tp ranks than heads of keys."""
+        return (self.tp % self.kv_heads == 0 and self.kv_heads * self.head_width % self.tp == 0
+                and self.context_parallel == "ring")
 
     @property
     def metp(self) -> bool:

@@ -281,13 +281,14 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int
 
 def head_groups(cfg: "Config") -> int:
     """METP's groups of query heads, whose q, k and v exist one after the other: as many as cfg.head_groups
-    says. Or the fewest with METP_ELEMENTS or less in q, and two of each tp rank or more: the first one's
-    matrices come while hardly anything is computed."""
+    says. Or the fewest with METP_ELEMENTS or less in q, two of each tp rank where that is no more than there
+    are heads of keys: the first one's matrices come while hardly anything is computed."""
     if cfg.head_groups != "auto":
         return cfg.head_groups
     H, sharing = cfg.n_head, cfg.n_head // cfg.kv_heads
     possible = [n for n in range(cfg.tp, H + 1, cfg.tp) if H % n == 0 and shares_heads(H // n, sharing)]
-    fitting = (n for n in possible if n > cfg.tp and n_rows(cfg) * H // n * cfg.head_width <= METP_ELEMENTS)
+    least = max(cfg.tp, min(2 * cfg.tp, cfg.kv_heads))
+    fitting = (n for n in possible if n >= least and n_rows(cfg) * H // n * cfg.head_width <= METP_ELEMENTS)
     return next(fitting, possible[-1])
 
 

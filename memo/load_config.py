@@ -109,7 +109,8 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
     base = starting_keys(given, values, passed_over)
-    for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver"))):
+    for mode, its in (("activation", ("alpha",)), ("memory_plan", ("memory_plan_check", "solver")),
+                      ("tensor_parallel", ("head_groups",)), ("tp", ("head_groups",))):
         for name in its if mode in given else ():
             base.pop(name, None)  # the value of another mode
     for name, value in base.items():

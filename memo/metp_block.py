@@ -19,7 +19,7 @@ from memo.block import EVERY_ROW, Block
 from memo.config import Config
 from memo.layer import head_groups, layer_of
 from memo.ops import Ops, gelu_backward, gelu_forward
-from memo.parallel.mesh import Mesh
+from memo.parallel.mesh import Mesh, Works
 from memo.parallel.metp import (
     Activation,
     Broadcasts,
@@ -64,21 +64,22 @@ class MetpBlock(Block):
         if len(s.attn_out[rows["attn_out"]]):
             self.attention_half(s, turn, torch.empty_like(s.x), rows["mid"])
         elif len(s.mid[rows["mid"]]):
-            for heads, matrices in self.broadcasts("proj_w"):
-                self.projection_of(s, heads, matrices["proj_w"], rows["mid"])
+            self.projection(s, self.tp.start_gather(self.w.proj_w), rows["mid"])
 
     def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, normed: torch.Tensor,
                        r: slice) -> None:
         """attn_out and lse from x, and rows r of mid. `normed` (n, C): memory for the norm's output. Source:
         METP, algorithms 3 and 4."""
-        coming = self.broadcasts(*self.projections, "proj_w")
+        coming = self.broadcasts(*self.projections)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
         for heads, matrices in coming:
+            if heads is self.groups[-1]:
+                whole = self.tp.start_gather(self.w.proj_w)  # comes while the last group computes
             q, k, v = self.queries_keys_values_of(normed, matrices, turn, s.lse)
             out, lse = self.of_heads(s.attn_out, s.lse, heads)
             attend(self.attention_at(turn), q, k, v, True, self.scale, out, lse)  # over all ranks' tokens
-            del q, k, v
-            self.projection_of(s, heads, matrices["proj_w"], r)
+            del q, k, v, matrices  # before the next group's take memory
+        self.projection(s, whole, r)
 
     def queries_keys_values_of(self, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
                                turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
@@ -95,13 +96,15 @@ class MetpBlock(Block):
             made.append(y.view(B, T, -1, self.head_dim))
         return made
 
-    def projection_of(self, s: SimpleNamespace, heads: Heads, w: torch.Tensor, r: slice) -> None:
-        """Rows r of mid: what a group of heads adds to x."""
-        before, mid, columns = s.x[r] if heads.q.start == 0 else s.mid[r], s.mid[r], self.columns_of(heads)
-        attn_out = s.attn_out[r, columns]
-        for piece in row_pieces(len(mid)):
-            torch.addmm(before[piece], attn_out[piece], w.t(), out=mid[piece])
-        if heads is self.groups[-1] and self.w.proj_b is not None:
+    def projection(self, s: SimpleNamespace, whole: Works, r: slice) -> None:  # type: ignore[override]
+        """Rows r of mid, from x and attn_out. `whole`: Works of the ranks' parts of the matrix (p, C, Q/p).
+        Part by part, not group by group as in the paper: each sum rounds x in the run's dtype."""
+        before, mid, attn_out = s.x[r], s.mid[r], s.attn_out[r]
+        for w, columns in zip(whole.wait(), attn_out.chunk(self.tp.size, 1), strict=True):
+            for piece in row_pieces(len(mid)):
+                torch.addmm(before[piece], columns[piece], w.t(), out=mid[piece])
+            before = mid
+        if self.w.proj_b is not None:
             mid += self.w.proj_b
 
     def mlp_half(self, s: SimpleNamespace, out: torch.Tensor, visits: Visits) -> torch.Tensor:
@@ -145,16 +148,21 @@ class MetpBlock(Block):
                 torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
             gradients = attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale)
             del dout, q, k, v
-            for name, g in zip("qkv", gradients, strict=True):
-                g = g.reshape(len(dy), -1)
+            parts = [g.reshape(len(dy), -1) for g in gradients]
+            for name, g in zip("qkv", parts, strict=True):
                 if name != "v":
                     self.rotate(g, turn, back=True)
                 bias_backward(g, places.get(f"{name}_b"))
                 for r in row_pieces(len(dy)):
                     accumulate_product(places[f"{name}_w"], g[r].t(), normed[r])
-                    add_or_write(dx[r], g[r], matrices[f"{name}_w"], write=heads.q.start == 0 and name == "q")
-            del gradients, g
+            # q, k and v at once: each sum rounds dx in the run's dtype
+            dqkv, w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in "qkv"])
+            del gradients, parts, g
+            for r in row_pieces(len(dy)):
+                add_or_write(dx[r], dqkv[r], w, write=heads.q.start == 0)
+            del dqkv, w, matrices
             home.start(heads, places)
+            del places  # before the next group's take memory
         home.finish()
 
     # --- what both need ---

@@ -6,8 +6,10 @@ import torch
 
 from memo.config import Config
 from memo.layer import head_groups, tensors_of
-from memo.parallel.mesh import ALONE
+from memo.parallel.mesh import ALONE, Axis, Mesh
 from memo.parallel.metp import groups_of_heads, pieces_of
+from memo.planner.rehearsal import FakeArena
+from memo.swap.streams import open_streams
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, mesh_of, perturbed_weights
@@ -95,6 +97,7 @@ def test_the_groups_are_two_a_rank_or_as_many_as_it_takes():
     assert groups(2**20, tp=8) == 32  # one head each: 2^17 rows of 128 elements
     assert groups(2**19, tp=8) == 16 and groups(2**19, tp=8, head_groups=8) == 8
     assert groups(4096, tp=8, n_head=8, n_kv_head=2) == 8  # no rank has two heads
+    assert groups(4096, tp=8, n_kv_head=8) == 8  # more would make each key twice
 
 
 def test_a_layer_keeps_three_units():
@@ -106,3 +109,39 @@ def test_a_layer_keeps_three_units():
         assert {n: t.nbytes for n, t in tensors.items()} == dict(
             x=unit, attn_out=unit, lse=4096 // 2 * 8 * 4, mid=unit)
         assert [n for n, t in tensors.items() if t.group] == ["mid"]
+
+
+def most_at_once(arena, nbytes):
+    """Of the requests for so many bytes, the most that lived at a time."""
+    live = peak = 0
+    sizes = {name: n for verb, name, n in arena.log if verb == "malloc"}
+    for verb, name, _ in arena.log:
+        live += (sizes.get(name) == nbytes) * ((verb == "malloc") - (verb == "free"))
+        peak = max(peak, live)
+    arena.log.clear()
+    return peak
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_no_more_matrices_are_there_than_travel(p):
+    cfg = Config(n_layer=1, n_head=8, n_embd=64, n_inner=320, vocab_size=128, block_size=768 * p, tp=p,
+                 tensor_parallel="metp", head_groups=8)
+    mesh = Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=Axis("cp", p))
+    model, arena = GPT(cfg, "meta", torch.bfloat16, mesh=mesh), FakeArena()
+    model.reserve(1, cfg.block_size, streams=open_streams(CPU))
+    block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
+    part, group = 320 // p * 64, 64 // 8 * 64  # elements: two matrices a part, four a group
+    sets = 1 if p == 2 else 2
+    arena.run("forward", block.forward, s, model.turn, y)
+    assert most_at_once(arena, 2 * part) == 2 * sets
+    arena.run("forward", block.forward, s, model.turn, y)
+    assert most_at_once(arena, 2 * group) == 2 * 3  # of q, k and v; the projection's come whole
+    arena.run("backward", block.backward, y, s, model.turn)
+    assert most_at_once(arena, 2 * part) == 2 * sets
+    s.x.normal_()
+    arena.run("forward", block.forward, s, model.turn, y)
+    arena.log.clear()
+    arena.run("backward", block.backward, y, s, model.turn)
+    assert most_at_once(arena, 4 * part) == 2 * (2 if p == 2 else 3)
+    arena.run("backward", block.backward, y, s, model.turn)
+    assert most_at_once(arena, 4 * group) == 2 * 4

@@ -21,7 +21,7 @@ from memo.estimate.hardware import Machine
 from memo.files import cache_folder, keep_json, parse_json, read_text
 from memo.layer import (
     CHUNK_ROWS,
-    GROUP_ELEMENTS,
+    METP_ROWS,
     SPLIT_ROWS,
     group_heads,
     head_groups,
@@ -157,9 +157,9 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
 
 
 def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
-    """The same of a layer by METP, whose backward takes most: beside the matrices on their way a gradient
-    (n, C), and q, k, v and the gradient of attention's output, of a group of heads, or a piece of rows of a
-    norm's output and of what is hidden. Embedding and head are as in tensor parallelism."""
+    """A bound of the bytes of a layer by METP. Its backward takes most: beside the matrices on their way a
+    gradient (n, C), and q, k, v and the gradient of attention's output, of a group of heads, or a piece of
+    rows of a norm's output and of the MLP's inside. Embedding and head are as in tensor parallelism."""
     e, tp, C, D, n = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, n_rows(cfg)
     f, heads, sharing = 4 / e, group_heads(cfg), cfg.n_head // cfg.kv_heads
     together = cfg.n_head // head_groups(cfg)  # the query heads of a group, which attention may take in turns
@@ -169,7 +169,7 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     if heads < min(together, sharing):
         attention += 2 * f * group_kv  # sums of a shared head of keys and values
     width = cfg.inner_width // tp
-    piece = min(n, -(-GROUP_ELEMENTS // width // SPLIT_ROWS) * SPLIT_ROWS + SPLIT_ROWS)
+    piece = min(n, METP_ROWS + SPLIT_ROWS)
     hidden = width * (2 if cfg.mlp == "gelu" else 3 if cfg.ops != "torch" else 4)
     own, chunk = (min(rows, CHUNK_ROWS) * C * e for rows in (n, tp * n))
     gathered = 0 if tp == 1 else chunk if tp * n <= CHUNK_ROWS else 2 * chunk
@@ -182,12 +182,12 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
 
 
 def message_bytes(cfg: Config, itemsize: int) -> int:
-    """METP: the most bytes of matrices and their gradients, fp32, that are on their way at a time, or come
-    and used: in the backward, of two parts of the MLP, or of two groups of heads."""
+    """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
+    backward those of two parts of the MLP, or of two groups of heads."""
     part, group = travelling(cfg)
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
-    return max(mlp, 2 * group * (itemsize + 4))
+    return max(mlp, 2 * group * (itemsize + 4) + group * itemsize)
 
 
 def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: int) -> float:

@@ -89,9 +89,10 @@ class MetpSeconds(LayerSeconds):
         """(seconds, exposed seconds of broadcasts among them) to make attn_out and a part of mid's rows from
         x."""
         work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
-        broadcast = self.travel_s("gather", self.group_bytes)
-        exposed = self.exposed_beside(broadcast, self.norm_s)
-        exposed += self.steps_s("gather", "", self.group_bytes, 0, self.groups, work / self.groups)
+        nbytes = self.group_bytes * (1 - self.q_width / (2 * self.q_width + sum(self.widths[1:])))
+        exposed = self.exposed_beside(self.travel_s("gather", nbytes), self.norm_s)
+        exposed += self.steps_s("gather", "", nbytes, 0, self.groups, work / self.groups)
+        exposed += self.exposed_beside(self.projection_comes_s(), work / self.groups)  # behind the last group
         return self.norm_s + work + exposed, exposed
 
     def queries_keys_values_s(self) -> float:
@@ -99,14 +100,15 @@ class MetpSeconds(LayerSeconds):
         return sum(self.parts_s(self.groups, width, self.C) for width in self.widths) + rotary
 
     def projection_s(self) -> float:
-        return self.parts_s(self.groups, self.C, self.q_width)
+        return self.parts_s(self.tp, self.C, self.Q // self.tp)
+
+    def projection_comes_s(self) -> float:
+        """Seconds of the gather of its matrix, whole."""
+        return self.travel_s("gather", self.C * self.Q * self.itemsize * (self.tp - 1) / self.tp)
 
     def projection_again_s(self, mid: float) -> float:
-        """Seconds of a part of mid's rows from attn_out: its matrices travel alone, and whole."""
-        nbytes = self.C * self.q_width * self.itemsize * (self.tp > 1)
-        work = mid * self.projection_s()
-        exposed = self.travel_s("gather", nbytes)
-        return work + exposed + self.steps_s("gather", "", nbytes, 0, self.groups, work / self.groups)
+        """Seconds of a part of mid's rows from attn_out."""
+        return mid * self.projection_s() + self.projection_comes_s()
 
     def mlp_s(self) -> float:
         """Seconds of the MLP's products and passes. Each part begins with the norm."""

@@ -149,6 +149,8 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     options.append((2 * world, metp | dict(tp=2 * cfg.tp)))
     fits = {}
     for gpus, keys in options:
+        if {"tp", "tensor_parallel"} & set(keys):  # a number of groups is a multiple of tp
+            keys = keys | dict(head_groups="auto")
         keys = {name: value for name, value in keys.items() if getattr(cfg, name) != value}
         if not keys or keys.get("tp", 1) > machine.node.gpus_per_node:
             continue

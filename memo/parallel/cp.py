@@ -41,6 +41,12 @@ def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[tuple[int, int]]
     return [local_token_ranges(S, replace(tokens, rank=rank), cfg.context_parallel) for rank in ranks]
 
 
+def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """(..., T), so many equally long columns one after the other -> (..., T): the first of each, the second
+    of each, ..."""
+    return x.unflatten(-1, (columns, -1)).transpose(-1, -2).flatten(-2)
+
+
 # --- ring ---
 
 def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:

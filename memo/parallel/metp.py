@@ -85,40 +85,64 @@ def metp_mlp_forward(visits: Visits, normed: Callable[[slice], torch.Tensor], ac
     """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
     Source: METP, algorithm 1."""
     for matrices in visits:
-        ins, w = linears(matrices)
-        for r in row_pieces(len(out)):
-            product = activation.forward(hidden_of(normed(r), ins))  # (m, F/p): nothing of width F is there
-            torch.addmm(residual[r], product, w.t(), out=out[r])
+        part_forward(matrices, normed, activation, residual, out)
         residual = out
+        del matrices  # before the next hop takes memory
     return out
+
+
+def part_forward(matrices: Sequence[torch.Tensor], normed: Callable[[slice], torch.Tensor],
+                 activation: Activation, residual: torch.Tensor, out: torch.Tensor) -> None:
+    """out = residual + what one part of the MLP gives. Nothing is as wide as F; of width F/p is a piece of
+    rows."""
+    ins, w = linears(matrices)
+    for r in row_pieces(len(out)):
+        product = activation.forward(hidden_of(normed(r), ins))  # (m, F/p)
+        torch.addmm(residual[r], product, w.t(), out=out[r])
 
 
 def metp_mlp_backward(visits: Visits, normed: Callable[[slice], torch.Tensor], activation: Activation,
                       dy: torch.Tensor, dws: Sequence[torch.Tensor], dx: torch.Tensor) -> None:
     """Writes the gradient of x over dx (n, C) and adds those of the matrices, which come by with these, to
-    `dws`. What is between the matrices is computed again. Source: METP, algorithm 2."""
-    travelling: Works | None = None  # gradients of the part that the next step uses
-    for step, matrices in enumerate(visits):
-        own = step == visits.axis.size - 1
+    `dws`. Source: METP, algorithm 2."""
+    travelling: Works | None = None  # gradients of the part that comes next
+    first = True
+    for matrices in visits:
+        own = matrices is visits.mine
         gradients = dws if own else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
-        (ins, w), (dins, dw) = linears(matrices), linears(gradients)
-        for r in row_pieces(len(dy)):
-            x = normed(r)
-            hidden = hidden_of(x, ins)
-            product = activation.forward(hidden)
-            accumulate_product(dw, dy[r].t(), product)
-            activation.backward(torch.mm(dy[r], w, out=product), hidden)
-            del product
-            for i, (d, (w_in, _), (dw_in, db_in)) in enumerate(zip(hidden, ins, dins, strict=True)):
-                bias_backward(d, db_in)
-                accumulate_product(dw_in, d.t(), x)
-                add_or_write(dx[r], d, w_in, write=step == i == 0)
-            del x, hidden, d
+        part_backward(matrices, gradients, normed, activation, dy, dx, write=first)
         if travelling is not None:
-            for mine, before in zip(gradients, travelling.wait(), strict=True):
-                mine += before  # of the ranks where the part was before
+            add_all(gradients, travelling.wait())  # of the ranks where the part was before
         if not own:
             travelling = visits.axis.shift(*gradients)
+        first = False
+        del matrices, gradients  # before the next hop takes memory
+
+
+def part_backward(matrices: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor],
+                  normed: Callable[[slice], torch.Tensor], activation: Activation, dy: torch.Tensor,
+                  dx: torch.Tensor, write: bool) -> None:
+    """Adds to the gradients of one part of the MLP, and to dx, or with `write` writes it. What is between the
+    matrices is computed again."""
+    (ins, w), (dins, dw) = linears(matrices), linears(gradients)
+    for r in row_pieces(len(dy)):
+        x = normed(r)
+        hidden = hidden_of(x, ins)
+        product = activation.forward(hidden)
+        accumulate_product(dw, dy[r].t(), product)
+        activation.backward(torch.mm(dy[r], w, out=product), hidden)
+        del product
+        for i, d in enumerate(hidden):
+            (w_in, _), (dw_in, db_in) = ins[i], dins[i]
+            bias_backward(d, db_in)
+            accumulate_product(dw_in, d.t(), x)
+            add_or_write(dx[r], d, w_in, write=write and i == 0)
+        del x, hidden, d  # before the next piece's
+
+
+def add_all(sums: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
+    for a, b in zip(sums, more, strict=True):
+        a += b
 
 
 def add_or_write(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, write: bool) -> None:
@@ -171,8 +195,7 @@ class Broadcasts:
             here, works = self.coming
             for work in works:
                 work.wait()
-            if i + 1 < len(self.groups):
-                self.coming = self.start(self.groups[i + 1])
+            self.coming = self.start(self.groups[i + 1]) if i + 1 < len(self.groups) else ({}, [])
             yield group, here
 
     def start(self, group: Heads) -> tuple[dict[str, torch.Tensor], list[Works]]:
