@@ -191,13 +191,15 @@ def plot_memory(curves, path):
 # --- how far messages hide ---
 
 class Slow(Axis):
-    """Every message takes s_per_byte, in which nobody computes for it. `at_once`: whoever posts one waits for
-    it, and nothing hides."""
+    """Every message takes s_per_byte, in which nobody computes for it, one after the other. `at_once`:
+    whoever posts one waits for it, and nothing hides."""
 
-    s_per_byte, at_once = 0.0, False
+    s_per_byte, at_once, free_at, busy_s = 0.0, False, 0.0, 0.0
 
     def late(self, works, nbytes):
-        there = time.perf_counter() + nbytes * self.s_per_byte
+        takes = nbytes * self.s_per_byte
+        self.free_at = there = max(time.perf_counter(), self.free_at) + takes
+        self.busy_s += takes
         arrive = works.wait
 
         def wait():
@@ -214,6 +216,9 @@ class Slow(Axis):
     def shift(self, *tensors):
         return self.late(super().shift(*tensors), sum(t.nbytes for t in tensors))
 
+    def start_gather(self, x, out=None):
+        return self.late(super().start_gather(x, out), x.nbytes * (self.size - 1))
+
     def start_broadcast(self, x, owner):
         return self.late(super().start_broadcast(x, owner), x.nbytes)
 
@@ -222,7 +227,8 @@ class Slow(Axis):
 
 
 def slow_halves(host, keys, rates, rounds):
-    """{(half, seconds a byte, at once): median seconds of the slowest rank} of a layer's halves, forward."""
+    """{(what, seconds a byte, at once): (median seconds of the slowest rank, seconds of messages on the
+    busiest axis)}, of a layer's halves, forward, and of its backward."""
     cfg = Config(**keys, tp=host.size, tensor_parallel="metp")
     axes = {name: Slow(name, host.size, host.rank, host.group) for name in ("tp", "hops", "cp")}
     model = GPT(cfg, CPU, torch.float32,
@@ -230,26 +236,29 @@ def slow_halves(host, keys, rates, rounds):
     model.load(initial_weights(cfg, 0, CPU))
     model.reserve(1, cfg.block_size)
     block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
-    s.x.normal_()
-    halves = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
-              "MLP": lambda: block.mlp_half(s, y, block.visits())}
+    x = torch.randn(s.x.shape)
+    works = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
+             "MLP": lambda: block.mlp_half(s, y, block.visits()),
+             "backward": lambda: block.backward(y, s, model.turn)}
     seconds = {}
     for _ in range(rounds):
-        for half, work in halves.items():
-            for rate in rates:
-                for at_once in (False, True):
+        for rate in rates:
+            for at_once in (False, True):
+                s.x.copy_(x)
+                for what, work in works.items():
                     for axis in axes.values():
-                        axis.s_per_byte, axis.at_once, axis.sent_bytes = rate, at_once, 0
+                        axis.s_per_byte, axis.at_once, axis.busy_s, axis.free_at = rate, at_once, 0.0, 0.0
                     host.max(0)  # together
                     start = time.perf_counter()
                     work()
                     took = host.max(time.perf_counter() - start)[0]
-                    seconds.setdefault((half, rate, at_once), []).append(took)
-                    seconds["bytes", half] = sum(axis.sent_bytes for axis in axes.values())
+                    messages = max(axis.busy_s for axis in axes.values())
+                    seconds.setdefault((what, rate, at_once), []).append((took, messages))
     model.close()
-    return {key: value if key[0] == "bytes" else statistics.median(value) for key, value in seconds.items()}
+    return {key: [statistics.median(x) for x in zip(*found, strict=True)] for key, found in seconds.items()}
 
 
+WHAT = "attention", "MLP", "backward"
 SMALL = {"BERT-Large": (256, 4), "LLaMA-7B": (512, 8), "LLaMA-70B": (768, 8), "GPT-175B": (1024, 8)}
 
 
@@ -258,34 +267,35 @@ def overlap(rounds, p=2, S=4096):
     rows = []
     for name, (h, heads) in SMALL.items():
         keys = dict(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128)
-        base = pool(p).run(slow_halves, keys, [0.0], rounds)[0]
-        for half in ("attention", "MLP"):
-            compute, nbytes = base[half, 0.0, False], base["bytes", half]
-            rates = [f * compute / nbytes for f in (0, 0.5, 1, 2)]
+        base = pool(p).run(slow_halves, keys, [1e-9], rounds)[0]
+        for what in WHAT:  # a rate at which its messages take as long as its products
+            compute, messages = base[what, 1e-9, False]
+            rates = [f * 1e-9 * compute / messages for f in (0, 0.5, 1, 2)]
             found = pool(p).run(slow_halves, keys, rates, rounds)[0]
+            alone = found[what, 0.0, False][0]
             for rate in rates:
-                messages = rate * nbytes
-                took, at_once = found[half, rate, False], found[half, rate, True]
-                longer = max(found[half, 0.0, False], messages)
-                rows.append(dict(model=name, h=h, half=half, p=p, S=S, compute_s=found[half, 0.0, False],
-                                 messages_s=messages, seconds=took, at_once_s=at_once,
-                                 over_longer=took / longer))
-                print(f"{name:12} {half:10} messages {messages:6.3f} s: {took:6.3f} s, {took / longer:.2f} "
-                      f"of the longer; waited for at once {at_once:6.3f} s", flush=True)
+                took, messages = found[what, rate, False]
+                at_once, _ = found[what, rate, True]
+                over = took / max(alone, messages)
+                rows.append(dict(model=name, h=h, what=what, p=p, S=S, compute_s=alone, messages_s=messages,
+                                 seconds=took, at_once_s=at_once, over_longer=over))
+                print(f"{name:12} {what:10} messages {messages:6.3f} s: {took:6.3f} s, {over:.2f} of the "
+                      f"longer; waited for at once {at_once:6.3f} s", flush=True)
     return rows
 
 
 def plot_overlap(rows, path):
-    fig, axes = plt.subplots(2, len(SMALL), figsize=(12, 6), dpi=130, layout="constrained", sharey="row")
-    for i, half in enumerate(("attention", "MLP")):
+    fig, axes = plt.subplots(len(WHAT), len(SMALL), figsize=(12, 8), dpi=130, layout="constrained",
+                             sharey="row")
+    for i, what in enumerate(WHAT):
         for ax, name in zip(axes[i], SMALL, strict=True):
-            mine = [r for r in rows if r["model"] == name and r["half"] == half]
+            mine = [r for r in rows if r["model"] == name and r["what"] == what]
             one = mine[0]["compute_s"]
             x = [r["messages_s"] / one for r in mine]
             ax.plot(x, [r["at_once_s"] / one for r in mine], "o--", color="0.6", label="waited for at once")
             ax.plot(x, [max(1, v) for v in x], color="0.3", label="the longer of the two")
             ax.plot(x, [r["seconds"] / one for r in mine], "o", color="C0", label="beside the computing")
-            ax.set(title=f"{name}, {half}", ylim=(0, None))
+            ax.set(title=f"{name}, {what}", ylim=(0, None))
             ax.grid(alpha=0.2)
             ax.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(frameon=False, fontsize=8)
