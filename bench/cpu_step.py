@@ -4,7 +4,7 @@ twin, transformers' GPT-2 and Llama, and the floor.
     python -m bench.cpu_step [--threads=2] [--rounds=7] [--models gpt2 default llama]
 
 Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process, there and back; figures
-are medians over the rounds. Writes bench/results/cpu_step.json.
+are medians over the rounds. Writes what it finds of these models into bench/results/cpu_step.json.
 """
 
 import argparse
@@ -104,11 +104,13 @@ def main():
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = []
+    out = Path(__file__).parent / "results" / "cpu_step.json"
+    found = json.loads(out.read_text()) if out.exists() else {}
     shown = ("memo", "unplanned", "twin", "transformers")
     print(f"{'model':8} {'S':>6} {'B':>2}  " + "".join(f"{n + ' tok/s':>20}" for n in shown)
           + f"{'memo/twin':>11}{'memo/tf':>9}{'memo over floor':>17}{'twin over floor':>17}")
     for name, keys in ((name, MODELS[name]) for name in args.models):
+        found[name] = dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=(rows := []))
         for S, B in SHAPES:
             cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B,
                          vocab_size=VOCAB, **keys)
@@ -130,9 +132,7 @@ def main():
             print(f"{name:8} {S:6} {B:2}  " + "".join(f"{B * S / s.get(n, tf):20.0f}" for n in shown)
                   + f"{s['twin'] / s['memo']:11.2f}{tf / s['memo']:9.2f}{s['memo'] / s['floor']:17.2f}"
                     f"{s['twin'] / s['floor']:17.2f}", flush=True)
-    out = Path(__file__).parent / "results" / "cpu_step.json"
-    out.write_text(json.dumps(dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=rows),
-                              indent=1) + "\n")
+    out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
