@@ -5,7 +5,7 @@
 The way of docs/extend.md with 10M parameters on the stdlib data (python data/stdlib/prepare.py makes it):
 train.py, memo.evaluate, memo.convert to-hf, train.py from that folder with a rope_scaling, memo.evaluate,
 to-hf again. Then transformers loads the last folder, and its losses of 16,384 tokens stand beside memo's. A
-second start goes on behind the commands that are done. Two hours on two CPU cores. Writes
+second start goes on behind the commands that are done. An hour on two CPU cores. Writes
 bench/results/long_llama.json and .png.
 """
 
@@ -27,8 +27,8 @@ from memo.parallel.mesh import connected
 
 ROOT = Path(__file__).parents[1]
 SHORT, LONG = 4096, 16384
-MODEL = dict(n_layer=3, n_embd=512, n_head=8, n_kv_head=2, n_inner=1536, norm="rmsnorm", mlp="swiglu",
-             norm_eps=1e-5, tie_embeddings=False)
+MODEL = dict(n_layer=2, n_embd=512, n_head=4, n_kv_head=2, head_dim=64, n_inner=2816, norm="rmsnorm",
+             mlp="swiglu", norm_eps=1e-5, tie_embeddings=False)
 RUN = dict(dataset="stdlib", device="cpu", batch_size=1, eval_interval=50, eval_iters=4, save_interval=50,
            warmup_iters=20)
 YARN = dict(rope_type="yarn", factor=LONG / SHORT, original_max_position_embeddings=SHORT)
@@ -41,11 +41,11 @@ def keys(values):
 def commands(out, iters, more_iters):
     """[(the file that says that the command is done, its arguments)]."""
     short, long = out / "short", out / "long"
-    lengths = [f"--lengths={SHORT},{LONG}", "--batches=4"]
-    start = MODEL | RUN | dict(out_dir=short, block_size=SHORT, max_iters=iters, learning_rate=2e-3,
-                               min_lr=1e-4)
+    lengths = [f"--lengths={SHORT},{LONG}", "--batches=4", "--needle_depths=0,0.5,1"]
+    start = MODEL | RUN | dict(out_dir=short, block_size=SHORT, max_iters=iters, learning_rate=6e-4,
+                               min_lr=6e-5)
     more = RUN | dict(out_dir=long, init_from=f"hf:{short / 'hf'}", rope_scaling=YARN, block_size=LONG,
-                      max_iters=more_iters, learning_rate=5e-4, min_lr=5e-5)
+                      max_iters=more_iters, learning_rate=3e-4, min_lr=3e-5)
     return [
         (short / "ckpt" / str(iters), ["train.py", *keys(start)]),
         (short / "evaluate.json", ["-m", "memo.evaluate", short, *lengths]),
