@@ -2,10 +2,11 @@
 
     python -m bench.metp counts      elements at the collectives beside Tables 1 and 2, for p = 2, 4, 8
     python -m bench.metp memory      a layer's memory at full size, beside the formulas
+    python -m bench.metp contexts    the longest sequences by the dry run, with simple bounds of the arena
     python -m bench.metp overlap     ranks whose messages take a while per byte, waited for at once or not
     python -m bench.metp cpu         one process, 8 groups of heads, beside the layer that keeps everything
 
-Several of these at once; without an argument all. Writes bench/results/metp.json, metp_memory.png and
+Several of these at once; without an argument all five. Writes bench/results/metp.json, metp_memory.png and
 metp_overlap.png. No GPU takes part: counts and memory are of tensors without memory, `overlap` sleeps.
 """
 
@@ -21,7 +22,12 @@ import torch
 
 from bench.machine import machine
 from memo.config import Config
+from memo.decide import GAPS
+from memo.estimate import hardware
+from memo.estimate.arena import fast_arena
+from memo.estimate.search import config_with, longest
 from memo.layer import tensors_of
+from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.rehearsal import FakeArena
@@ -188,6 +194,55 @@ def plot_memory(curves, path):
     fig.savefig(path)
 
 
+# --- the longest sequences, by the dry run ---
+
+PRESETS = {
+    "BERT-Large": "config/gpt2_124m.py --n_layer=24 --n_head=16 --n_embd=1024 --vocab_size=30522 "
+                  "--position=rope --batch_size=1 --gradient_accumulation_steps=1 --bias=false",
+    "LLaMA-7B, optimizer on the host": "config/llama2_7b_1m.py --optimizer_device=cpu",
+    "LLaMA-70B, 5 layers": "config/llama2_70b_1m.py --n_layer=5",
+    "GPT-175B, 1 layer": "config/gpt_175b.py --n_layer=1 --optimizer_device=auto"}
+
+
+def tokens_of_ten_units(got, gpu, ulysses):
+    """The longest sequence of a TP, or of Ulysses with sharded parameters, that keeps 10 units of b s h / 8 a
+    layer, as the paper's do (Tables 1 and 2), where all else but activations and temporary tensors is as in
+    `got`, memo's METP on 8."""
+    own = ("rounding_buffers", "transient", "head", "positions", "batch", "margin")
+    fixed = sum(line.device_bytes for line in got.lines if line.region not in own) + gpu.memory_bytes // GAPS
+    L, C = got.cfg.n_layer, got.cfg.n_embd
+    whole = 4 * C * C * 2 if ulysses else 0  # one layer's matrices at their full width
+    units = 10 * L / 8 + (0 if ulysses else 1 - 1 / 8)  # TP gathers the tokens of all ranks
+    return (gpu.memory_bytes - fixed - whole) / (2 * C * units + 24)  # 24: a token's ids and rotations
+
+
+def contexts(gpu="a100-80gb"):
+    """Longest sequences on 1, 2, 4 and 8, with a group of heads for each rank, over those of others on 8."""
+    machine_, rows = hardware.machine(gpu), []
+
+    def tokens(cfg, world, **keys):
+        got = longest(config_with(cfg, block_size=2**14, **keys), machine_, world, fast_arena)
+        return got and got.cfg.block_size, got
+    for name, argv in PRESETS.items():
+        cfg = load_config([*argv.split(), "--tp=1", "--cp=1"])
+        for mode in ("keep", "memo"):
+            how = dict(activation=mode, alpha="auto")
+            ours = {p: tokens(cfg, p, tp=p, tensor_parallel="metp", head_groups=p, **how)[0]
+                    for p in (1, *RANKS)}
+            eight, got = tokens(cfg, 8, tp=8, tensor_parallel="metp", head_groups=8, **how)
+            others = {"memo's TP": tokens(cfg, 8, tp=8, **how)[0],
+                      "memo's Ulysses": tokens(cfg, 8, cp=8, context_parallel="ulysses", **how)[0]}
+            if mode == "keep":
+                others["a TP of 10 units"] = tokens_of_ten_units(got, machine_, ulysses=False)
+                others["a Ulysses of 10 units"] = tokens_of_ten_units(got, machine_, ulysses=True)
+            first = next(n for n in ours.values() if n)
+            over = {what: eight / n for what, n in others.items() if n}
+            rows.append(dict(model=name, gpu=gpu, activation=mode, tokens=ours, others=others, over=over))
+            grown = "".join(f"{n / first:7.2f}" if n else f"{'none':>7}" for n in ours.values())
+            print(f"{name:32} {mode:5}{grown}   over " + ", ".join(f"{what} {n:.2f}" for what, n in over.items()), flush=True)
+    return rows
+
+
 # --- how far messages hide ---
 
 class Slow(Axis):
@@ -226,9 +281,9 @@ class Slow(Axis):
         return self.late(super().start_reduce(x, owner), x.nbytes)
 
 
-def slow_halves(host, keys, rates, rounds):
-    """{(what, seconds a byte, at once): (median seconds of the slowest rank, seconds of messages on the
-    busiest axis)}, of a layer's halves, forward, and of its backward."""
+def slow_layer(host, keys, what, rates, rounds):
+    """{(seconds a byte, at once): (median seconds of the slowest rank, seconds of messages on the busiest
+    axis)} of a layer's attention or MLP, forward, or of its backward."""
     cfg = Config(**keys, tp=host.size, tensor_parallel="metp")
     axes = {name: Slow(name, host.size, host.rank, host.group) for name in ("tp", "hops", "cp")}
     model = GPT(cfg, CPU, torch.float32,
@@ -236,24 +291,27 @@ def slow_halves(host, keys, rates, rounds):
     model.load(initial_weights(cfg, 0, CPU))
     model.reserve(1, cfg.block_size)
     block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
-    x = torch.randn(s.x.shape)
-    works = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
-             "MLP": lambda: block.mlp_half(s, y, block.visits()),
-             "backward": lambda: block.backward(y, s, model.turn)}
-    seconds = {}
+    x, seconds = torch.randn(s.x.shape), {}
+    work = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
+            "MLP": lambda: block.mlp_half(s, y, block.visits()),
+            "backward": lambda: block.backward(y, s, model.turn)}[what]
+
+    def slowed(rate, at_once):
+        for axis in axes.values():
+            axis.s_per_byte, axis.at_once, axis.busy_s, axis.free_at = rate, at_once, 0.0, 0.0
     for _ in range(rounds):
         for rate in rates:
             for at_once in (False, True):
+                slowed(0.0, False)
                 s.x.copy_(x)
-                for what, work in works.items():
-                    for axis in axes.values():
-                        axis.s_per_byte, axis.at_once, axis.busy_s, axis.free_at = rate, at_once, 0.0, 0.0
-                    host.max(0)  # together
-                    start = time.perf_counter()
-                    work()
-                    took = host.max(time.perf_counter() - start)[0]
-                    messages = max(axis.busy_s for axis in axes.values())
-                    seconds.setdefault((what, rate, at_once), []).append((took, messages))
+                block.forward(s, model.turn, y)  # what a backward uses up
+                slowed(rate, at_once)
+                host.max(0)  # together
+                start = time.perf_counter()
+                work()
+                took = host.max(time.perf_counter() - start)[0]
+                messages = max(axis.busy_s for axis in axes.values())
+                seconds.setdefault((rate, at_once), []).append((took, messages))
     model.close()
     return {key: [statistics.median(x) for x in zip(*found, strict=True)] for key, found in seconds.items()}
 
@@ -263,19 +321,18 @@ SMALL = {"BERT-Large": (256, 4), "LLaMA-7B": (512, 8), "LLaMA-70B": (768, 8), "G
 
 
 def overlap(rounds, p=2, S=4096):
-    """Rows of the halves of four models' shapes, scaled down, over the seconds that messages take."""
+    """Rows of the halves and the backward of four models' shapes, scaled down, over the seconds that messages
+    take."""
     rows = []
     for name, (h, heads) in SMALL.items():
         keys = dict(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128)
-        base = pool(p).run(slow_halves, keys, [1e-9], rounds)[0]
-        for what in WHAT:  # a rate at which its messages take as long as its products
-            compute, messages = base[what, 1e-9, False]
+        for what in WHAT:  # at rates at which its messages take up to twice as long as its products
+            compute, messages = pool(p).run(slow_layer, keys, what, [1e-9], 2)[0][1e-9, False]
             rates = [f * 1e-9 * compute / messages for f in (0, 0.5, 1, 2)]
-            found = pool(p).run(slow_halves, keys, rates, rounds)[0]
-            alone = found[what, 0.0, False][0]
+            found = pool(p).run(slow_layer, keys, what, rates, rounds)[0]
+            alone = found[0.0, False][0]
             for rate in rates:
-                took, messages = found[what, rate, False]
-                at_once, _ = found[what, rate, True]
+                (took, messages), (at_once, _) = (found[rate, mode] for mode in (False, True))
                 over = took / max(alone, messages)
                 rows.append(dict(model=name, h=h, what=what, p=p, S=S, compute_s=alone, messages_s=messages,
                                  seconds=took, at_once_s=at_once, over_longer=over))
@@ -331,7 +388,7 @@ def cpu(rounds):
 
 
 def main():
-    parts = dict(counts=counts, memory=memory, overlap=overlap, cpu=cpu)
+    parts = dict(counts=counts, memory=memory, contexts=contexts, overlap=overlap, cpu=cpu)
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
