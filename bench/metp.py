@@ -239,7 +239,8 @@ def contexts(gpu="a100-80gb"):
             over = {what: eight / n for what, n in others.items() if n}
             rows.append(dict(model=name, gpu=gpu, activation=mode, tokens=ours, others=others, over=over))
             grown = "".join(f"{n / first:7.2f}" if n else f"{'none':>7}" for n in ours.values())
-            print(f"{name:32} {mode:5}{grown}   over " + ", ".join(f"{what} {n:.2f}" for what, n in over.items()), flush=True)
+            beside = ", ".join(f"{what} {n:.2f}" for what, n in over.items())
+            print(f"{name:32} {mode:5}{grown}   over {beside}", flush=True)
     return rows
 
 
