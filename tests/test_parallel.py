@@ -35,9 +35,8 @@ LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp
            "learned": ["tp2", "cp2", "dp2", "tp2 cp2 dp2"],
            "llama": ["tp2", "tp4", "cp2", "tp2 cp2", "dp2", "tp2 cp2 dp2"], "qwen": ["tp4", "tp2 cp2", "dp2"]}
 FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=2)  # fewer heads of keys than ranks
-METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp4", "tp8", "tp2 cp2", "tp2 dp2", "tp2 cp2 dp2"],
-                "learned": ["tp4", "tp2 cp2"], "llama": ["tp2", "tp8"], "qwen": ["tp2 cp2"],
-                "grouped": ["tp1", "tp4", "tp8", "tp4 cp2"]}
+METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp4", "tp8", "tp2 cp2 dp2"], "learned": ["tp2 cp2"],
+                "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp8", "tp4 cp2"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts
          for kind in ("ring", "ulysses") if kind == "ring" or "cp" in text]
 KINDS += [(family, text, "metp") for family, layouts in METP_LAYOUTS.items() for text in layouts]
@@ -153,7 +152,9 @@ def relative_error(mine, reference, name):
 @pytest.mark.ranks
 @pytest.mark.parametrize("family,text,kind", KINDS)
 def test_every_layout_gives_the_gradients_of_one_process(family, text, kind, alone):
-    modes = MODES + ENDS * (kind == "metp") if family == "rope" else MODES[1:3]
+    modes = MODES if family == "rope" and kind != "metp" else MODES[1:3]
+    if (kind, text) == ("metp", "tp2"):
+        modes = MODES + ENDS
     agree(text, kind, family, modes, alone[family], gradients)
 
 
