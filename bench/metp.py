@@ -367,7 +367,7 @@ def plot_overlap(rows, path):
 def cpu(rounds):
     """Seconds of a layer's forward and backward that keeps everything, beside METP's with 8 groups of heads
     and without ranks; and of what METP makes again."""
-    h, heads, S, models = 512, 8, 4096, {}
+    h, heads, S, models = 1024, 16, 4096, {}  # two heads a group: the kernel gives each thread a head
     for name, keys in (("today", {}), ("metp", dict(tensor_parallel="metp", head_groups=8))):
         cfg = Config(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, **keys)
         models[name] = model = GPT(cfg, CPU, torch.float32)
