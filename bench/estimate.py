@@ -29,6 +29,7 @@ from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json
 from memo.load_config import load_config
+from memo.plots import plain
 from testing.paper import GPUS, HOST_BYTES, PAPER, of_that_width, paper_config, rows_of_table3
 
 RESULTS = Path(__file__).parent / "results"
@@ -124,8 +125,7 @@ def draw(out):
                title=f"{model}, {GPUS[model]} A800" + ", fitted" * (model == "7B"), ylim=(0, 60),
                xticks=[64, 128, 256, 512, 1024], xticklabels=["64", "128", "256", "512", "1024"])
         ax.minorticks_off()
-        ax.grid(alpha=0.2)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
     axes[0].set_ylabel("MFU, %")
     axes[0].legend(frameon=False, loc="lower left", fontsize=9)
     fig.savefig(RESULTS / "estimate_paper.png")

@@ -24,6 +24,7 @@ from memo.launch import read_launch
 from memo.loggers import read_metrics
 from memo.long_context import token_losses
 from memo.parallel.mesh import connected
+from memo.plots import plain
 
 ROOT = Path(__file__).parents[1]
 SHORT, LONG = 4096, 16384
@@ -84,8 +85,7 @@ def plot(before, after, path):
     ax.set(xlabel="position in the sequence, tokens", ylabel="loss (nats per token)",
            title="A Llama of 10M parameters, text of the validation split")
     ax.legend(frameon=False)
-    ax.grid(alpha=0.2)
-    ax.spines[["top", "right"]].set_visible(False)
+    plain(ax)
     fig.savefig(path)
 
 

@@ -1,20 +1,16 @@
-"""METP beside its paper: what travels, what a layer keeps and takes, and how far messages hide.
+"""METP beside its paper: what travels, what a layer keeps and takes, how long a sequence may be.
 
     python -m bench.metp counts      elements at the collectives beside Tables 1 and 2, for p = 2, 4, 8
     python -m bench.metp memory      a layer's memory at full size, beside the formulas
     python -m bench.metp contexts    the longest sequences by the dry run, with simple bounds of the arena
-    python -m bench.metp overlap     ranks whose messages take a while per byte, waited for at once or not
-    python -m bench.metp cpu         one process, 8 groups of heads, beside the layer that keeps everything
 
-Several of these at once; without an argument all five. Writes bench/results/metp.json, metp_memory.png and
-metp_overlap.png. No GPU takes part: counts and memory are of tensors without memory, `overlap` sleeps.
+Several of these at once; without an argument all. Writes bench/results/metp.json and metp_memory.png. Nothing
+is run: counts and memory are of tensors without memory. What is timed is in metp_time.py.
 """
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -28,13 +24,11 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.search import config_with, longest
 from memo.layer import tensors_of
 from memo.load_config import load_config
-from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.rehearsal import FakeArena
-from memo.profiler import layer_rates
+from memo.plots import plain
 from memo.swap.streams import open_streams
-from model import GPT, initial_weights
-from testing.ranks import pool
+from model import GPT
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parent / "results"
@@ -189,8 +183,7 @@ def plot_memory(curves, path):
     ax.set(xlabel="tokens of a sequence, 8 ranks", ylim=(0, None),
            ylabel="METP's peak of a layer's forward, with states, over")
     ax.legend(frameon=False, ncols=2, fontsize=8)
-    ax.grid(alpha=0.2)
-    ax.spines[["top", "right"]].set_visible(False)
+    plain(ax)
     fig.savefig(path)
 
 
@@ -220,23 +213,25 @@ def contexts(gpu="a100-80gb"):
     """Longest sequences on 1, 2, 4 and 8, with a group of heads for each rank, over those of others on 8."""
     machine_, rows = hardware.machine(gpu), []
 
-    def tokens(cfg, world, **keys):
-        got = longest(config_with(cfg, block_size=2**14, **keys), machine_, world, fast_arena)
-        return got and got.cfg.block_size, got
+    def estimate_of(cfg, world, **keys):
+        return longest(config_with(cfg, block_size=2**14, **keys), machine_, world, fast_arena)
+
+    def tokens(got):
+        return got and got.cfg.block_size
     for name, argv in PRESETS.items():
         cfg = load_config([*argv.split(), "--tp=1", "--cp=1"])
         for mode in ("keep", "memo"):
             how = dict(activation=mode, alpha="auto")
-            ours = {p: tokens(cfg, p, tp=p, tensor_parallel="metp", head_groups=p, **how)[0]
-                    for p in (1, *RANKS)}
-            eight, got = tokens(cfg, 8, tp=8, tensor_parallel="metp", head_groups=8, **how)
-            others = {"memo's TP": tokens(cfg, 8, tp=8, **how)[0],
-                      "memo's Ulysses": tokens(cfg, 8, cp=8, context_parallel="ulysses", **how)[0]}
+            found = {p: estimate_of(cfg, p, tp=p, tensor_parallel="metp", head_groups=p, **how)
+                     for p in (1, *RANKS)}
+            ours = {p: tokens(got) for p, got in found.items()}
+            others = {"memo's TP": tokens(estimate_of(cfg, 8, tp=8, **how)),
+                      "memo's Ulysses": tokens(estimate_of(cfg, 8, cp=8, context_parallel="ulysses", **how))}
             if mode == "keep":
-                others["a TP of 10 units"] = tokens_of_ten_units(got, machine_, ulysses=False)
-                others["a Ulysses of 10 units"] = tokens_of_ten_units(got, machine_, ulysses=True)
+                others["a TP of 10 units"] = tokens_of_ten_units(found[8], machine_, ulysses=False)
+                others["a Ulysses of 10 units"] = tokens_of_ten_units(found[8], machine_, ulysses=True)
             first = next(n for n in ours.values() if n)
-            over = {what: eight / n for what, n in others.items() if n}
+            over = {what: ours[8] / n for what, n in others.items() if n}
             rows.append(dict(model=name, gpu=gpu, activation=mode, tokens=ours, others=others, over=over))
             grown = "".join(f"{n / first:7.2f}" if n else f"{'none':>7}" for n in ours.values())
             beside = ", ".join(f"{what} {n:.2f}" for what, n in over.items())
@@ -244,167 +239,25 @@ def contexts(gpu="a100-80gb"):
     return rows
 
 
-# --- how far messages hide ---
-
-class Slow(Axis):
-    """Every message takes s_per_byte, in which nobody computes for it, one after the other. `at_once`:
-    whoever posts one waits for it, and nothing hides."""
-
-    s_per_byte, at_once, free_at, busy_s = 0.0, False, 0.0, 0.0
-
-    def late(self, works, nbytes):
-        takes = nbytes * self.s_per_byte
-        self.free_at = there = max(time.perf_counter(), self.free_at) + takes
-        self.busy_s += takes
-        arrive = works.wait
-
-        def wait():
-            received = arrive()
-            time.sleep(max(0.0, there - time.perf_counter()))
-            return received
-        if self.at_once:
-            received = wait()
-            works.wait = lambda: received
-        else:
-            works.wait = wait
-        return works
-
-    def shift(self, *tensors):
-        return self.late(super().shift(*tensors), sum(t.nbytes for t in tensors))
-
-    def start_gather(self, x, out=None):
-        return self.late(super().start_gather(x, out), x.nbytes * (self.size - 1))
-
-    def start_broadcast(self, x, owner):
-        return self.late(super().start_broadcast(x, owner), x.nbytes)
-
-    def start_reduce(self, x, owner):
-        return self.late(super().start_reduce(x, owner), x.nbytes)
-
-
-def slow_layer(host, keys, what, rates, rounds):
-    """{(seconds a byte, at once): (median seconds of the slowest rank, seconds of messages on the busiest
-    axis)} of a layer's attention or MLP, forward, or of its backward."""
-    cfg = Config(**keys, tp=host.size, tensor_parallel="metp")
-    axes = {name: Slow(name, host.size, host.rank, host.group) for name in ("tp", "hops", "cp")}
-    model = GPT(cfg, CPU, torch.float32,
-                mesh=Mesh(weights=axes["tp"], hops=axes["hops"], tokens=axes["cp"], host=host))
-    model.load(initial_weights(cfg, 0, CPU))
-    model.reserve(1, cfg.block_size)
-    block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
-    x, seconds = torch.randn(s.x.shape), {}
-    work = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
-            "MLP": lambda: block.mlp_half(s, y, block.visits()),
-            "backward": lambda: block.backward(y, s, model.turn)}[what]
-
-    def slowed(rate, at_once):
-        for axis in axes.values():
-            axis.s_per_byte, axis.at_once, axis.busy_s, axis.free_at = rate, at_once, 0.0, 0.0
-    for _ in range(rounds):
-        for rate in rates:
-            for at_once in (False, True):
-                slowed(0.0, False)
-                s.x.copy_(x)
-                block.forward(s, model.turn, y)  # what a backward uses up
-                slowed(rate, at_once)
-                host.max(0)  # together
-                start = time.perf_counter()
-                work()
-                took = host.max(time.perf_counter() - start)[0]
-                messages = max(axis.busy_s for axis in axes.values())
-                seconds.setdefault((rate, at_once), []).append((took, messages))
-    model.close()
-    return {key: [statistics.median(x) for x in zip(*found, strict=True)] for key, found in seconds.items()}
-
-
-WHAT = "attention", "MLP", "backward"
-SMALL = {"BERT-Large": (256, 4), "LLaMA-7B": (512, 8), "LLaMA-70B": (768, 8), "GPT-175B": (1024, 8)}
-
-
-def overlap(rounds, p=2, S=4096):
-    """Rows of the halves and the backward of four models' shapes, scaled down, over the seconds that messages
-    take."""
-    rows = []
-    for name, (h, heads) in SMALL.items():
-        keys = dict(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128)
-        for what in WHAT:  # at rates at which its messages take up to twice as long as its products
-            compute, messages = pool(p).run(slow_layer, keys, what, [1e-9], 2)[0][1e-9, False]
-            rates = [f * 1e-9 * compute / messages for f in (0, 0.5, 1, 2)]
-            found = pool(p).run(slow_layer, keys, what, rates, rounds)[0]
-            alone = found[0.0, False][0]
-            for rate in rates:
-                (took, messages), (at_once, _) = (found[rate, mode] for mode in (False, True))
-                over = took / max(alone, messages)
-                rows.append(dict(model=name, h=h, what=what, p=p, S=S, compute_s=alone, messages_s=messages,
-                                 seconds=took, at_once_s=at_once, over_longer=over))
-                print(f"{name:12} {what:10} messages {messages:6.3f} s: {took:6.3f} s, {over:.2f} of the "
-                      f"longer; waited for at once {at_once:6.3f} s", flush=True)
-    return rows
-
-
-def plot_overlap(rows, path):
-    fig, axes = plt.subplots(len(WHAT), len(SMALL), figsize=(12, 8), dpi=130, layout="constrained",
-                             sharey="row")
-    for i, what in enumerate(WHAT):
-        for ax, name in zip(axes[i], SMALL, strict=True):
-            mine = [r for r in rows if r["model"] == name and r["what"] == what]
-            one = mine[0]["compute_s"]
-            x = [r["messages_s"] / one for r in mine]
-            ax.plot(x, [r["at_once_s"] / one for r in mine], "o--", color="0.6", label="waited for at once")
-            ax.plot(x, [max(1, v) for v in x], color="0.3", label="the longer of the two")
-            ax.plot(x, [r["seconds"] / one for r in mine], "o", color="C0", label="beside the computing")
-            ax.set(title=f"{name}, {what}", ylim=(0, None))
-            ax.grid(alpha=0.2)
-            ax.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    fig.supxlabel("seconds of messages, over those of computing")
-    fig.supylabel("seconds, over those of computing")
-    fig.savefig(path)
-
-
-# --- what one process pays ---
-
-def cpu(rounds):
-    """Seconds of a layer's forward and backward that keeps everything, beside METP's with 8 groups of heads
-    and without ranks; and of what METP makes again."""
-    h, heads, S, models = 1024, 16, 4096, {}  # two heads a group: the kernel gives each thread a head
-    for name, keys in (("today", {}), ("metp", dict(tensor_parallel="metp", head_groups=8))):
-        cfg = Config(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, **keys)
-        models[name] = model = GPT(cfg, CPU, torch.float32)
-        Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
-        model.reserve(1, S)
-    host, took, again = Axis("host"), {"today": [], "metp": []}, []
-    for _ in range(rounds):
-        for name, model in models.items():
-            rates = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
-            took[name].append(rates[0] + rates[1])
-            if name == "today":
-                again.append(sum(s for group, s in rates[2].items() if group != "mid"))
-    today, metp_s, again_s = (statistics.median(x) for x in (took["today"], took["metp"], again))
-    print(f"one process, h={h}, S={S}: a layer's forward and backward {today:.3f} s; METP with 8 groups of "
-          f"heads {metp_s:.3f} s, of which {again_s:.3f} s make q, k, v and the inside of the MLP again: the "
-          f"rest is {(metp_s - again_s) / today:.3f} of today's")
-    return dict(h=h, S=S, today_s=today, metp_s=metp_s, again_s=again_s,
-                rest_over_today=(metp_s - again_s) / today)
-
-
-def main():
-    parts = dict(counts=counts, memory=memory, contexts=contexts, overlap=overlap, cpu=cpu)
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def store_parts(doc, path, parts):
+    """{part: what it found}, after the command line's parts of {name: function(rounds)} have run; `path`
+    keeps what was found of the others."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    path = RESULTS / "metp.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     for name in args.parts or parts:
-        timed = name in ("overlap", "cpu")
-        result[name] = dict(machine=machine(), found=parts[name](args.rounds) if timed else parts[name]())
+        result[name] = dict(machine=machine(), found=parts[name](args.rounds))
     path.write_text(json.dumps(result, indent=1) + "\n")
-    if "memory" in result:
-        plot_memory(result["memory"]["found"]["curves"], RESULTS / "metp_memory.png")
-    if "overlap" in result:
-        plot_overlap(result["overlap"]["found"], RESULTS / "metp_overlap.png")
+    return {name: part["found"] for name, part in result.items()}
+
+
+def main():
+    found = store_parts(__doc__, RESULTS / "metp.json", dict(
+        counts=lambda rounds: counts(), memory=lambda rounds: memory(), contexts=lambda rounds: contexts()))
+    if "memory" in found:
+        plot_memory(found["memory"]["curves"], RESULTS / "metp_memory.png")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from memo.ops import TORCH
 from memo.optim import Optimizer
 from memo.parallel.cp import attention_over_ranks, local_token_ranges, meeting_parts
 from memo.parallel.mesh import Axis, open_mesh
+from memo.plots import plain
 from memo.swap.placement import Placement
 from model import GPT, initial_weights
 from testing.ranks import pool
@@ -144,21 +145,25 @@ def balance():
 
 # --- overlap ---
 
+def delayed(works, there):
+    """Works of messages that arrive at the time `there` at the earliest."""
+    arrive = works.wait
+
+    def wait():
+        received = arrive()
+        time.sleep(max(0.0, there - time.perf_counter()))
+        return received
+    works.wait = wait
+    return works
+
+
 class Slow(Axis):
     """Every message takes `delay_s`, in which nobody computes for it."""
 
     delay_s = 0.0
 
     def shift(self, *tensors):
-        works, there = super().shift(*tensors), time.perf_counter() + self.delay_s
-        arrive = works.wait
-
-        def wait():
-            received = arrive()
-            time.sleep(max(0.0, there - time.perf_counter()))
-            return received
-        works.wait = wait
-        return works
+        return delayed(super().shift(*tensors), time.perf_counter() + self.delay_s)
 
 
 def ring(host, S, delays, rounds):
@@ -209,8 +214,7 @@ def plot(rows, cp, path):
     ax.plot(x, [r["forward_s"] for r in rows], "o", color="C0", label="measured")
     ax.set(xlabel="seconds of messages", ylabel="seconds of ring attention",
            title=f"ring attention, {cp} ranks, forward", xlim=(0, None), ylim=(0, None))
-    ax.grid(alpha=0.2)
-    ax.spines[["top", "right"]].set_visible(False)
+    plain(ax)
     ax.legend(frameon=False)
     fig.savefig(path)
 

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import train
 from bench.machine import machine
 from memo.loggers import read_metrics
-from memo.plots import smooth
+from memo.plots import plain, smooth
 
 MODEL = dict(n_layer=4, n_head=1, n_embd=64, block_size=2048, batch_size=1, dataset="stdlib", device="cpu",
              learning_rate=2e-3, warmup_iters=20, eval_interval=100, eval_iters=4, save_interval=0)
@@ -43,8 +43,7 @@ def plot(curves, labels, first, limit, title, path):
     top.legend(frameon=False)
     bottom.set(ylabel=f"loss minus\n{first}'s", xlabel="step", ylim=(-limit, limit))
     for ax in (top, bottom):
-        ax.grid(alpha=0.2)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
     fig.savefig(path)
 
 

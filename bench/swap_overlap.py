@@ -25,7 +25,7 @@ from memo import memory
 from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
-from memo.plots import BLUE, GREEN, GREY, ORANGE
+from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
 from memo.swap.alpha import place_rows
 from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
@@ -144,8 +144,7 @@ def plot(results, path):
         for row, marker in zip(r["rows"][len(GRID):], "sD", strict=True):
             ax.plot(row["alpha"], row["step_s"], marker, color=ORANGE, ms=9, label=f"auto, {row['case']}")
         ax.set(xlabel="alpha", title=f"a layer's copy takes {r['copy_over_forward']:g} forwards")
-        ax.grid(alpha=0.2)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
     axes[0].set(ylabel="seconds of forward and backward", ylim=(0, None))
     axes[0].legend(frameon=False, fontsize=8)
     fig.savefig(path)

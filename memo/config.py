@@ -7,6 +7,7 @@ from typing import Any
 from memo.errors import ConfigError
 from memo.formulas import parameters
 from memo.keys import check_value, key
+from memo.layer import possible_groups
 from memo.rope import parse_scaling
 
 # Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
@@ -233,7 +234,7 @@ class Config:
                               "keys and values go round all ranks that share a sequence); try "
                               "context_parallel=ring")
         if Hkv % tp and tp % Hkv:
-            fits = max(n for n in range(1, tp) if H % n == 0 and (Hkv % n == 0 or n % Hkv == 0))
+            fits = max(n for n in possible_groups(H, Hkv) if n < tp)
             raise ConfigError(f"n_kv_head={Hkv} and tp={tp}: one must divide the other for "
                               "tensor_parallel=metp (a rank has whole heads of keys and values, or an equal "
                               f"part of one); try tp={fits} with more cp")
@@ -243,7 +244,7 @@ class Config:
                               f"tp={math.gcd(H, Hkv * self.head_width, tp)}")
         if G == "auto":
             return
-        possible = [n for n in range(tp, H + 1, tp) if H % n == 0 and (Hkv % n == 0 or n % Hkv == 0)]
+        possible = possible_groups(H, Hkv, tp)
         if G not in possible:
             nearest = min(possible, key=lambda n: abs(n - G))
             raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and "

@@ -285,11 +285,15 @@ def head_groups(cfg: "Config") -> int:
     are heads of keys: the first one's matrices come while hardly anything is computed."""
     if cfg.head_groups != "auto":
         return cfg.head_groups
-    H, sharing = cfg.n_head, cfg.n_head // cfg.kv_heads
-    possible = [n for n in range(cfg.tp, H + 1, cfg.tp) if H % n == 0 and shares_heads(H // n, sharing)]
-    least = max(cfg.tp, min(2 * cfg.tp, cfg.kv_heads))
-    fitting = (n for n in possible if n >= least and n_rows(cfg) * H // n * cfg.head_width <= METP_ELEMENTS)
-    return next(fitting, possible[-1])
+    possible = possible_groups(cfg.n_head, cfg.kv_heads, cfg.tp)
+    least, elements = max(cfg.tp, min(2 * cfg.tp, cfg.kv_heads)), n_rows(cfg) * cfg.n_head * cfg.head_width
+    return next((n for n in possible if n >= least and elements // n <= METP_ELEMENTS), possible[-1])
+
+
+def possible_groups(H: int, Hkv: int, tp: int = 1) -> list[int]:
+    """Into how many groups H query heads can be cut, in ascending order: equally many heads in each, all of
+    one tp rank, which share the Hkv heads of keys evenly."""
+    return [n for n in range(tp, H + 1, tp) if H % n == 0 and shares_heads(H // n, H // Hkv)]
 
 
 def travelling(cfg: "Config") -> tuple[int, int]:

@@ -8,7 +8,7 @@ rank has rows of its own alone and the matrices come by (memo/parallel/metp.py).
 Source: METP (FITEE 2400602), algorithms 1 to 6.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 
@@ -34,8 +34,6 @@ from memo.parallel.metp import (
     row_pieces,
 )
 from memo.parallel.tp import accumulate_product, bias_backward
-
-Normed = Callable[[slice], torch.Tensor]
 
 
 class MetpBlock(Block):
@@ -64,7 +62,7 @@ class MetpBlock(Block):
         if len(s.attn_out[rows["attn_out"]]):
             self.attention_half(s, turn, torch.empty_like(s.x), rows["mid"])
         elif len(s.mid[rows["mid"]]):
-            self.projection(s, self.tp.start_gather(self.w.proj_w), rows["mid"])
+            self.project(s, self.tp.start_gather(self.w.proj_w), rows["mid"])
 
     def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, normed: torch.Tensor,
                        r: slice) -> None:
@@ -79,7 +77,7 @@ class MetpBlock(Block):
             out, lse = self.of_heads(s.attn_out, s.lse, heads)
             attend(self.attention_at(turn), q, k, v, True, self.scale, out, lse)  # over all ranks' tokens
             del q, k, v, matrices  # before the next group's take memory
-        self.projection(s, whole, r)
+        self.project(s, whole, r)
 
     def queries_keys_values_of(self, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
                                turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
@@ -96,7 +94,7 @@ class MetpBlock(Block):
             made.append(y.view(B, T, -1, self.head_dim))
         return made
 
-    def projection(self, s: SimpleNamespace, whole: Works, r: slice) -> None:  # type: ignore[override]
+    def project(self, s: SimpleNamespace, whole: Works, r: slice) -> None:
         """Rows r of mid, from x and attn_out. `whole`: Works of the ranks' parts of the matrix (p, C, Q/p).
         Part by part, not group by group as in the paper: each sum rounds x in the run's dtype."""
         before, mid, attn_out = s.x[r], s.mid[r], s.attn_out[r]

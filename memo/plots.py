@@ -33,6 +33,12 @@ def pyplot() -> Any:
     return plt
 
 
+def plain(ax: Any) -> None:
+    """A pale grid, and no frame above and on the right."""
+    ax.grid(alpha=0.2)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def store(fig: "Figure", path: str | Path) -> None:
     """Writes a figure under another name first: a kill or a full disk leaves the old file whole."""
     temporary = Path(f"{path}.tmp")
@@ -85,8 +91,7 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
     bottom.plot(steps, [r["tgs"] for r in rows], color=BLUE, lw=1)
     bottom.set(xlabel=f"step ({rows[-1]['tokens']:,} tokens each)", ylabel="tokens/s/device", ylim=(0, None))
     for ax in (top, bottom):
-        ax.grid(alpha=0.2)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
     store(fig, png_path)
 
 
@@ -335,8 +340,7 @@ def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, ti
     for ax in axes[:, 0]:
         if end[0] < trained_length < end[-1]:
             ax.axvline(trained_length, color=GREY, ls=":", lw=1.2)
-        ax.grid(alpha=0.2)
-        ax.spines[["top", "right"]].set_visible(False)
+        plain(ax)
     if end[0] < trained_length < end[-1]:
         top.annotate("trained length", (trained_length, 1), xycoords=("data", "axes fraction"),
                      xytext=(-4, -4), textcoords="offset points", ha="right", va="top", color=GREY,

@@ -138,7 +138,7 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
     """Of fast_arena, what a layer takes."""
     e, tp, cp, C, D = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd, cfg.head_width
     rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
-    own, chunk = (min(n, CHUNK_ROWS) * C * e for n in (rows // tp, rows))
+    own, chunk, gathered = chunk_bytes(cfg, e)
     heads, sharing = group_heads(cfg), cfg.n_head // cfg.kv_heads
     group, kv = (rows * n * D * e for n in (heads, -(-heads // sharing)))
     several = heads < cfg.n_head // tp
@@ -146,7 +146,6 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
     gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
     Q, F = cfg.n_head * D, cfg.inner_width
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
-    gathered = 0 if tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
     product, norm_chunks = chunk * F // C / tp if cfg.mlp == "swiglu" else 0, NORM_CHUNKS
     if cfg.ops == "torch" and not machine.cpu:  # a CPU goes by smaller chunks
         product *= 2  # with the gradient of `up`
@@ -171,14 +170,20 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     width = cfg.inner_width // tp
     piece = min(n, METP_ROWS + SPLIT_ROWS)
     hidden = width * (2 if cfg.mlp == "gelu" else 3 if cfg.ops != "torch" else 4)
-    own, chunk = (min(rows, CHUNK_ROWS) * C * e for rows in (n, tp * n))
-    gathered = 0 if tp == 1 else chunk if tp * n <= CHUNK_ROWS else 2 * chunk
+    own, chunk, gathered = chunk_bytes(cfg, e)
     norm = 0.0  # a fused kernel takes little
     if cfg.ops == "torch" or machine.cpu:
         several = n > CHUNK_ROWS  # the next chunk begins before all of the one before is gone
         norm = (several * AFTER_CHUNK + RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS) * f * own
     halves = max(2 * q + 2 * kv + attention, piece * (C + hidden) * e, norm)
     return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
+
+
+def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
+    """Bytes of a chunk of own rows (rows, C); of one of all tp ranks' rows; of gathered ones, at a time."""
+    own, rows = n_rows(cfg), n_rows(cfg) * cfg.tp
+    one, chunk = (min(n, CHUNK_ROWS) * cfg.n_embd * itemsize for n in (own, rows))
+    return one, chunk, 0 if cfg.tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
 
 
 def message_bytes(cfg: Config, itemsize: int) -> int:

@@ -89,7 +89,8 @@ class MetpSeconds(LayerSeconds):
         """(seconds, exposed seconds of broadcasts among them) to make attn_out and a part of mid's rows from
         x."""
         work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
-        nbytes = self.group_bytes * (1 - self.q_width / (2 * self.q_width + sum(self.widths[1:])))
+        # without the projection's, which come by themselves
+        nbytes = self.group_bytes - self.C * self.q_width * self.itemsize * (self.tp > 1)
         exposed = self.exposed_beside(self.travel_s("gather", nbytes), self.norm_s)
         exposed += self.steps_s("gather", "", nbytes, 0, self.groups, work / self.groups)
         exposed += self.exposed_beside(self.projection_comes_s(), work / self.groups)  # behind the last group

@@ -22,7 +22,7 @@ from memo.layer import METP_ROWS
 from memo.parallel.mesh import Axis, Works
 from memo.parallel.tp import accumulate_product, bias_backward, cut
 
-Tensors = Sequence[torch.Tensor | None]
+Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when they are asked for
 
 
 # --- the MLP: in a ring ---
@@ -80,8 +80,8 @@ def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor
     return ins, last
 
 
-def metp_mlp_forward(visits: Visits, normed: Callable[[slice], torch.Tensor], activation: Activation,
-                     residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def metp_mlp_forward(visits: Visits, normed: Normed, activation: Activation, residual: torch.Tensor,
+                     out: torch.Tensor) -> torch.Tensor:
     """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
     Source: METP, algorithm 1."""
     for matrices in visits:
@@ -91,8 +91,8 @@ def metp_mlp_forward(visits: Visits, normed: Callable[[slice], torch.Tensor], ac
     return out
 
 
-def part_forward(matrices: Sequence[torch.Tensor], normed: Callable[[slice], torch.Tensor],
-                 activation: Activation, residual: torch.Tensor, out: torch.Tensor) -> None:
+def part_forward(matrices: Sequence[torch.Tensor], normed: Normed, activation: Activation,
+                 residual: torch.Tensor, out: torch.Tensor) -> None:
     """out = residual + what one part of the MLP gives. Nothing is as wide as F; of width F/p is a piece of
     rows."""
     ins, w = linears(matrices)
@@ -101,27 +101,24 @@ def part_forward(matrices: Sequence[torch.Tensor], normed: Callable[[slice], tor
         torch.addmm(residual[r], product, w.t(), out=out[r])
 
 
-def metp_mlp_backward(visits: Visits, normed: Callable[[slice], torch.Tensor], activation: Activation,
-                      dy: torch.Tensor, dws: Sequence[torch.Tensor], dx: torch.Tensor) -> None:
+def metp_mlp_backward(visits: Visits, normed: Normed, activation: Activation, dy: torch.Tensor,
+                      dws: Sequence[torch.Tensor], dx: torch.Tensor) -> None:
     """Writes the gradient of x over dx (n, C) and adds those of the matrices, which come by with these, to
     `dws`. Source: METP, algorithm 2."""
     travelling: Works | None = None  # gradients of the part that comes next
-    first = True
     for matrices in visits:
         own = matrices is visits.mine
         gradients = dws if own else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
-        part_backward(matrices, gradients, normed, activation, dy, dx, write=first)
+        part_backward(matrices, gradients, normed, activation, dy, dx, write=travelling is None)
         if travelling is not None:
             add_all(gradients, travelling.wait())  # of the ranks where the part was before
         if not own:
             travelling = visits.axis.shift(*gradients)
-        first = False
         del matrices, gradients  # before the next hop takes memory
 
 
-def part_backward(matrices: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor],
-                  normed: Callable[[slice], torch.Tensor], activation: Activation, dy: torch.Tensor,
-                  dx: torch.Tensor, write: bool) -> None:
+def part_backward(matrices: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], normed: Normed,
+                  activation: Activation, dy: torch.Tensor, dx: torch.Tensor, write: bool) -> None:
     """Adds to the gradients of one part of the MLP, and to dx, or with `write` writes it. What is between the
     matrices is computed again."""
     (ins, w), (dins, dw) = linears(matrices), linears(gradients)
@@ -164,6 +161,20 @@ class Heads(NamedTuple):
         heads = self.kv if name[0] in "kv" else self.q
         return int(name == "proj_w"), heads.start * D, heads.stop * D
 
+    def own_columns(self, whole: torch.Tensor, name: str, D: int) -> torch.Tensor:
+        """The group's columns of a parameter, or of its gradient, that one rank holds alone: a view."""
+        dim, first, end = self.range_of(name, D)
+        return whole.narrow(dim, first, end - first)
+
+    def shares(self, group: torch.Tensor, mine: torch.Tensor, name: str,
+               D: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(rank, that rank's share of `group`, where it lies in the part that the rank holds), as views.
+        `group`: the group's columns of a parameter or its gradient; `mine`: the part that a rank holds. Where
+        there are several shares they are rows of it, so that each is contiguous."""
+        dim, first, end = self.range_of(name, D)
+        for rank, there, at, n in pieces_of(first, end, mine.shape[dim]):
+            yield rank, group.narrow(dim, at, n), mine.narrow(dim, there, n)
+
 
 def groups_of_heads(H: int, Hkv: int, groups: int) -> list[Heads]:
     """So many Heads of H heads and Hkv of keys and values."""
@@ -201,19 +212,18 @@ class Broadcasts:
     def start(self, group: Heads) -> tuple[dict[str, torch.Tensor], list[Works]]:
         here, works = {}, []
         for name in self.names:
-            mine, (dim, first, end) = getattr(self.w, name), group.range_of(name, self.D)
+            mine = getattr(self.w, name)
             if self.axis.size == 1:
-                here[name] = mine.narrow(dim, first, end - first)
+                here[name] = group.own_columns(mine, name, self.D)
                 continue
+            dim, first, end = group.range_of(name, self.D)
             shape = list(mine.shape)
             shape[dim] = end - first
             here[name] = mine.new_empty(shape)
-            for rank, there, at, n in pieces_of(first, end, mine.shape[dim]):
-                # of several pieces only rows: contiguous
-                piece = here[name].narrow(dim, at, n)
+            for rank, share, own in group.shares(here[name], mine, name, self.D):
                 if rank == self.axis.rank:
-                    piece.copy_(mine.narrow(dim, there, n))
-                works.append(self.axis.start_broadcast(piece, rank))
+                    share.copy_(own)
+                works.append(self.axis.start_broadcast(share, rank))
         return here, works
 
 
@@ -229,19 +239,15 @@ class Reductions:
         """{name: fp32 tensor to add the group's gradient to}."""
         if self.axis.size > 1:
             return {name: torch.zeros_like(m, dtype=torch.float32) for name, m in matrices.items()}
-        return {name: getattr(self.dw, name).narrow(dim, first, end - first) for name in matrices
-                for dim, first, end in [group.range_of(name, self.D)]}
+        return {name: group.own_columns(getattr(self.dw, name), name, self.D) for name in matrices}
 
     def start(self, group: Heads, gradients: dict[str, torch.Tensor]) -> None:
         """Sends what places() has given, where there are other ranks."""
         self.finish()
         for name, gradient in gradients.items() if self.axis.size > 1 else ():
-            mine, (dim, first, end) = getattr(self.dw, name), group.range_of(name, self.D)
-            for rank, there, at, n in pieces_of(first, end, mine.shape[dim]):
-                piece, own = gradient.narrow(dim, at, n), None
-                if rank == self.axis.rank:
-                    own = mine.narrow(dim, there, n)
-                self.under_way.append((self.axis.start_reduce(piece, rank), own))
+            for rank, share, own in group.shares(gradient, getattr(self.dw, name), name, self.D):
+                work = self.axis.start_reduce(share, rank)
+                self.under_way.append((work, own if rank == self.axis.rank else None))
 
     def finish(self) -> None:
         for work, own in self.under_way:
