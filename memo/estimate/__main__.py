@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from dataclasses import Field, replace
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from memo.command import answer_early, end_with_reader, progress, run
@@ -82,6 +83,9 @@ def read_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
             options[name] = read_number(NUMBERS[name], value)
         else:
             check_value(option(f"--{name}", str, least=1), value)
+            if name == "plot" and not Path(value).parent.is_dir():
+                raise ConfigError(f"{arg} cannot be written (no folder {Path(value).parent}); try "
+                                  "--plot=estimate.png")
             options[name] = value
     return options, load_keys(rest)
 
@@ -91,7 +95,6 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
     answer_early(read_argv)
 
 import json
-from pathlib import Path
 
 from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import STATES_BYTES, estimate, granting
