@@ -29,6 +29,7 @@ SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller produc
 
 # the skeletal tensors that every family has: the layer's input, attention's output
 INPUT, ATTENTION = "x", "attn_out"
+KEYS = "k", "v"  # what attention reads of earlier tokens; with several subsequences they have memory of their own
 
 
 @dataclass(frozen=True)
@@ -168,13 +169,14 @@ def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: 
 @cache  # a search asks for the same one thousands of times
 def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
                   bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False,
-                  rope: bool = False, metp: bool = False) -> Layer:
+                  rope: bool = False, metp: bool = False, subsequences: bool = False) -> Layer:
     """x -> mid = x + attention(norm x) -> mid + mlp(norm mid), H heads of D elements, Hkv of keys and values.
 
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
     metp: what is made from matrices that travel is made again in the backward, when they travel again; only
-    `mid` is kept of it (METP, algorithms 1 to 6).
+    `mid` is kept of it (METP, algorithms 1 to 6). subsequences: there are several, so that keys and values
+    are kept whole until the layer's last unit, by METP too, and are no part of what alpha shares out.
     """
     Q, KV = H * D, Hkv * D
     parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
@@ -209,8 +211,10 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         *hidden)
     operations = (*(t.made_by for t in skeletal if t.made_by), output)
     if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
-        kept = INPUT, ATTENTION, "lse", "mid"
+        kept = INPUT, ATTENTION, "lse", "mid", *(KEYS if subsequences else ())
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
+    if subsequences:
+        skeletal = tuple(replace(t, group=None) if t.name in KEYS else t for t in skeletal)
     absent = tuple(name for name in OPTIONAL if name not in parameters)
     return Layer(parameters, absent, skeletal, operations, H, Hkv, D)
 
@@ -223,7 +227,8 @@ def gpt_layer(C: int, H: int) -> Layer:
 def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
-                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp)
+                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
+                         cfg.subsequences > 1)
 
 
 def model_parameters(cfg: "Config") -> dict[str, Parameter]:

@@ -19,12 +19,14 @@ def instances(n, seed=0):
         order = rng.choice(["layer", "subsequence"])
         units = layers * subsequences
         mode = rng.choice(["keep", "recompute", *["swap"] * 6])
+        by_layer = subsequences > 1 and order == "layer"
         if mode == "keep":
             yield Fates(units, frozenset(), frozenset()), layers, subsequences, order
             continue
         if mode == "recompute":
             dropped = frozenset(range(units - 1))
-            yield Fates(1, frozenset(), dropped, dropped, x_stays=True), layers, subsequences, order
+            keys = "made" if by_layer else "stay"
+            yield Fates(1, frozenset(), dropped, dropped, x_stays=True, keys=keys), layers, subsequences, order
             continue
         buffers = rng.randint(1, min(5, units))
         copied = frozenset(range(units - buffers))
@@ -33,7 +35,8 @@ def instances(n, seed=0):
             rebuilt |= {units - 2}  # it shares rows with the last unit
         some = rebuilt and rng.random() < 0.3
         inputs = frozenset(range(rng.randint(0, len(copied)))) if some else frozenset()
-        yield Fates(buffers, copied, rebuilt, inputs), layers, subsequences, order
+        keys = rng.choice(["copied", "made", "stay"]) if by_layer else "stay"
+        yield Fates(buffers, copied, rebuilt, inputs, keys=keys), layers, subsequences, order
 
 
 def refusal(steps, instance):
@@ -54,6 +57,7 @@ def test_every_schedule_that_is_made_is_valid():
 COMPUTED = "a unit is computed after its input"
 COPIED = "a unit is copied after it is computed, and before its buffer is overwritten"
 LEFT, FETCHED = "a buffer is overwritten after its copy has left", "a copy is fetched after it has left"
+KEYS_COPIED = "keys and values are copied after they are made, and before others have their place"
 REFILLED, ARRIVED = "a buffer is refilled after it was read", "a copy is read after it has arrived"
 ABOVE = "a backward comes after that of the layer above"
 DROPPED = "rows that were dropped are recomputed before they are read"
@@ -61,25 +65,27 @@ READ = "a unit is read after it is computed"
 COMPLETE = "every unit has a forward and a backward"
 
 
-def rule_of_wait(step, wait, instance):
+def rule_of_wait(step, wait, first, instance):
     """The rule that a schedule breaks without this wait of a step; None where it breaks none. The schedule
-    has the same waits for all units. Of a unit that keeps only its input, some of them say what others say
-    too."""
+    has the same waits for all units, but for those that its other waits imply. Of a unit that keeps only its
+    input, some of them say what others say too. `first`: the prefetch stream's first step."""
     fates, layers, subsequences, order = instance
     units = units_in_order(layers, subsequences, order)
-    only_input = {units[k] for k in fates.input_only}
+    only_input = {units[k] for k in fates.input_only} if subsequences == 1 else ()
     if step.kind == "offload":
         # the layer below wrote the input, and the copy before waits for that forward or for a later one
         return None if step.unit in only_input and step.unit[0] > 0 else COPIED
-    if wait[0] == "offload":
+    if step.kind == "offload keys":
+        return KEYS_COPIED
+    if wait[0] in ("offload", "offload keys"):
         # the output of the last layer has a place of its own: where the copied input lies nothing is written
         # before the next unit's embedding, which waits for a later copy; behind the last unit nothing is
         if wait[1] in only_input and order == "subsequence" and step.unit[0] == layers - 1:
             return FETCHED if step.unit == units[-1] else None
         return LEFT
-    if step.kind == "prefetch":
+    if step.stream == "prefetch":
         # the first one: by nothing else its stream knows that the copies have left
-        return FETCHED if wait[1] == units[-1] else REFILLED
+        return FETCHED if step is first else REFILLED
     return ARRIVED
 
 
@@ -88,18 +94,22 @@ def test_each_wait_of_a_schedule_is_needed_or_it_is_known_why_not():
     seen = set()
     for instance in instances(600, seed=1):
         steps = schedule(*instance)
+        first = next((step for step in steps if step.stream == "prefetch"), None)
         for k, step in enumerate(steps):
             for wait in step.waits:
                 left = tuple(w for w in step.waits if w != wait)
                 why = refusal([*steps[:k], step._replace(waits=left), *steps[k + 1:]], instance)
-                rule = rule_of_wait(step, wait, instance)
+                rule = rule_of_wait(step, wait, first, instance)
                 assert (why and why.partition(":")[0]) == rule, (step, wait, why, rule, instance)
                 seen.add((step.kind, wait[0], rule))
     assert seen == {
-        ("offload", "forward", COPIED), ("offload", "forward", None),
+        ("offload", "forward", COPIED), ("offload", "forward", None), ("offload keys", "forward", KEYS_COPIED),
         *((kind, "offload", rule) for kind in ("embedding", "forward") for rule in (LEFT, FETCHED, None)),
-        ("prefetch", "backward", REFILLED), ("prefetch", "backward", FETCHED),
-        ("recompute", "prefetch", ARRIVED), ("backward", "prefetch", ARRIVED)}
+        ("forward", "offload keys", LEFT),
+        *((kind, "backward", rule) for kind in ("prefetch", "prefetch keys") for rule in (REFILLED, FETCHED)),
+        ("prefetch input", "head", FETCHED), ("prefetch input", "sweep", REFILLED),
+        ("sweep", "prefetch input", ARRIVED), *((kind, copy, ARRIVED) for kind in ("recompute", "backward")
+                                                for copy in ("prefetch", "prefetch keys"))}
 
 
 def without(steps, k):

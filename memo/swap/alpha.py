@@ -12,7 +12,7 @@ from typing import Literal
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
-from memo.swap.placement import Placement
+from memo.swap.placement import Placement, rows
 
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
@@ -186,16 +186,6 @@ def out_of_host_memory(problem: AlphaProblem, what: str, layer_bytes: int, remed
     need, have = problem.swapped_layers * layer_bytes / 2**30, problem.host_bytes / 2**30
     return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.swapped_layers} swapped "
                            f"layers, this rank has {have:.4g} GiB; {remedy}")
-
-
-def rows(fraction: float, n_rows: int, granularity: int) -> int:
-    """Rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded down, such that at
-    least `granularity` rows remain; at 1 all rows."""
-    if fraction >= 1:
-        return n_rows
-    most = max(0, n_rows - granularity)
-    wanted = min(fraction * n_rows * (1 + 1e-12), most)  # 0.29 of 100 is 29, not 28
-    return int(wanted / granularity) * granularity
 
 
 def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,

@@ -1,94 +1,182 @@
-"""Where the skeletal activations of all layers are between their forward and their backward. No torch.
-Source: MEMO 4.1 and 4.3.2."""
+"""Where the skeletal activations of all units are between their forward and their backward. No torch.
+Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 
-from memo.layer import INPUT, Tensor
-from memo.swap.schedule import Fates
+from memo.layer import INPUT, KEYS, SPLIT_ROWS, Tensor
+from memo.swap.schedule import Fates, keys_leave, units_in_order
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the skeletal activations of L layers are between their forward and their backward.
+    """Where the skeletal activations of the units are between their forward and their backward. Unit k, by
+    its place in the order of the forward, is a layer at one subsequence; with one subsequence it is layer k.
 
-    Layer i computes in buffer i % n_buffers. Of a swapped layer, `kept[name]` of the N rows of each tensor
+    Unit k computes in buffer k % n_buffers. Of a swapped unit, `kept[name]` of the n rows of each tensor
     survive: `x` on the device if x_stays, all else in the host slab. They are the first rows in an even
     buffer and the last in an odd one, and two buffers lie in memory so that their other rows, which are
     recomputed anyway, are the same:
 
-        buffer 0   kept rows | shared rows                          N + kept rows in all, not 2 N
+        buffer 0   kept rows | shared rows                          n + kept rows in all, not 2 n
         buffer 1               shared rows | kept rows
 
-    The last n_buffers layers are not swapped, only the last one is whole. A swapped layer below `input_only`
-    keeps x alone, and so recomputes its attention too. The modes are points of this: keep (a buffer for each
-    layer), recompute (one buffer, x_stays, only inputs), swap and memo.
+    The last n_buffers units are not swapped, only the last one is whole. A swapped unit that keeps x alone
+    recomputes its attention too: `input_only` of them, the earliest subsequences of all layers first, whose
+    attention costs least. The modes are points of this: keep (a buffer for each unit), recompute (one buffer,
+    x_stays, only inputs), swap and memo.
+
+    With several subsequences, `cuts`, keys and values are in none of these buffers: later subsequences read
+    them. Memory holds those of one layer, piece by piece, with a second place for the first piece, or those
+    of all layers where keys == "stay". Otherwise layers take turns in the pieces' places: keys == "copied":
+    through the slab; "made": from x, once more, before the backward.
     """
 
     n_layer: int
     n_buffers: int
-    n_rows: int
-    kept: dict = field(default_factory=dict)  # {tensor: rows}; all rows of those it does not name
+    n_rows: int  # of a rank's own, of all subsequences
+    kept: dict = field(default_factory=dict)  # {tensor: of n_rows}; all rows of those it does not name
     input_only: int = 0  # with any, `kept` names all tensors
     x_stays: bool = False
+    cuts: tuple[int, ...] = ()  # rows of each subsequence, which add up to n_rows; empty: there is one
+    order: str = "layer"
+    keys: str = "stay"
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several subsequences."""
+        return len(self.cuts) > 1
+
+    @property
+    def subsequences(self) -> int:
+        return max(1, len(self.cuts))
+
+    @property
+    def n_units(self) -> int:
+        return self.n_layer * self.subsequences
+
+    @cached_property
+    def units(self) -> list[tuple[int, int]]:
+        """(layer, subsequence) of each unit, in the order of the forward."""
+        return units_in_order(self.n_layer, self.subsequences, self.order)
+
+    def rows(self, k: int) -> int:
+        """Rows of unit k."""
+        return self.cuts[self.units[k][1]] if self.several else self.n_rows
+
+    def kept_rows(self, k: int, name: str) -> int:
+        """Rows of tensor `name` that survive of unit k where it is swapped: of a subsequence a part as large
+        as of the whole, in multiples of SPLIT_ROWS."""
+        kept, n = self.kept.get(name, self.n_rows), self.rows(k)
+        return rows(kept / self.n_rows, n, SPLIT_ROWS) if self.several else kept
 
     @property
     def n_inputs(self) -> int:
-        """Buffers for the layers' inputs and the last one's output, which is one more than there are layers
-        in flight: a layer writes the next one's input while an earlier one's is still copied."""
-        return self.n_layer + 1 if self.x_stays else self.n_buffers + 1
+        """Buffers for the units' inputs. With one subsequence also for the last one's output, which is one
+        more than there are units in flight: a unit writes the next one's input while an earlier one's is
+        still copied. With several a unit copies its input from the stream between the layers."""
+        return (self.n_units if self.x_stays else self.n_buffers) + (not self.several)
 
     @property
     def n_swapped(self) -> int:
-        return self.n_layer - self.n_buffers
+        return self.n_units - self.n_buffers
 
-    def shift(self, name: str) -> int:
-        """Rows from one buffer's `name` to the next one's."""
-        return self.kept.get(name, self.n_rows) if self.n_buffers == 2 else self.n_rows
+    @cached_property
+    def gives_up(self) -> frozenset[int]:
+        """The swapped units of which nothing but the input survives."""
+        swapped = sorted(range(max(0, self.n_swapped)), key=lambda k: (self.units[k][1], k))
+        return frozenset(swapped[:self.input_only])
 
-    def first_kept(self, i: int, name: str) -> tuple[int, int]:
-        """(rows of tensor `name` of layer i that survive, the first of them)."""
-        N = self.n_rows
-        if i < min(self.input_only, self.n_swapped) and name != INPUT:
+    def buffers_of(self, name: str) -> list[tuple[int, int]]:
+        """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory. A unit's rows
+        are the last of an odd one of two buffers, and the first of any other."""
+        n, units = self.n_inputs if name == INPUT else self.n_buffers, range(self.n_units)
+        if name == INPUT and not self.several:  # one after the other
+            return [(b * self.n_rows, self.n_rows) for b in range(n)]
+        lengths = [max(self.rows(k) for k in units if k % n == b) for b in range(n)]
+        if n == 2:  # neighbours take turns: neither reaches into what the other keeps
+            span = max([*lengths, *(max(self.rows(a) + self.kept_rows(b, name),
+                                        self.rows(b) + self.kept_rows(a, name)) for a, b in pairwise(units))])
+            return [(0, lengths[0]), (span - lengths[1], lengths[1])]
+        return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+
+    def place(self, k: int, name: str) -> int:
+        """The first row of unit k's `name`, from the begin of the tensor's memory."""
+        places = self.buffers_of(name)
+        first, length = places[k % len(places)]
+        return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
+
+    def first_kept(self, k: int, name: str) -> tuple[int, int]:
+        """(rows of tensor `name` of unit k that survive, the first of them)."""
+        n = self.rows(k)
+        if k in self.gives_up and name != INPUT:
             rows = 0
-        elif i < self.n_swapped or (i < self.n_layer - 1 and self.n_buffers == 2):
-            rows = self.kept.get(name, N)
+        elif k < self.n_swapped or (k < self.n_units - 1 and self.n_buffers == 2):
+            rows = self.kept_rows(k, name)
         else:
-            rows = N
-        return rows, (N - rows) * (i % self.n_buffers % 2)
+            rows = n
+        return rows, (n - rows) * (k % self.n_buffers % 2)
 
-    def missing(self, i: int) -> dict[str, slice]:
-        """{tensor: slice of its rows that layer i recomputes}, of the tensors that lack any."""
-        N, rows = self.n_rows, {}
+    def missing(self, k: int) -> dict[str, slice]:
+        """{tensor: slice of its rows that unit k recomputes}, of the tensors that lack any."""
+        n, found = self.rows(k), {}
         for name in self.kept:
-            n, first = self.first_kept(i, name)
-            if n < N:
-                rows[name] = slice(0, first) if first else slice(n, N)
-        return rows
+            rows, first = self.first_kept(k, name)
+            if rows < n and not (self.several and name in KEYS):
+                found[name] = slice(0, first) if first else slice(rows, n)
+        return found
 
-    def swapped(self, i: int, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """{tensor: (first byte, bytes) of what layer i sends to the host}."""
+    def swapped(self, k: int, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """{tensor: (first byte, bytes) of what unit k sends to the host}. `tensors`: of one subsequence, or of
+        all."""
         ranges = {}
-        for name, t in tensors.items() if i < self.n_swapped else ():
-            kept, first = self.first_kept(i, name)
-            if kept and not (name == INPUT and self.x_stays):
-                ranges[name] = t.nbytes * first // self.n_rows, t.nbytes * kept // self.n_rows
+        for name, t in tensors.items() if k < self.n_swapped else ():
+            kept, first = self.first_kept(k, name)
+            if kept and not (name == INPUT and self.x_stays) and not (self.several and name in KEYS):
+                        ranges[name] = row * first, row * kept
         return ranges
 
-    @property
+    def keys_swapped(self, tensors: dict[str, Tensor]) -> dict[int, int]:
+        """{unit: bytes of its keys and values, which go to the host}."""
+        if not self.several or self.keys != "copied":
+            return {}
+        row = sum(self.row_bytes(tensors[name]) for name in KEYS)
+        return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
+
+    @cached_property
     def fates(self) -> Fates:
-        """What the schedule needs to know of the layers."""
-        layers, swapped = range(self.n_layer), range(self.n_swapped)
-        input_only = frozenset(swapped[:self.input_only])
-        return Fates(self.n_buffers, frozenset(swapped) - (input_only if self.x_stays else set()),
-                     frozenset(i for i in layers if self.missing(i)), input_only, self.x_stays)
+        """What the schedule needs to know of the units."""
+        swapped = frozenset(range(self.n_swapped))
+        return Fates(self.n_buffers, swapped - (self.gives_up if self.x_stays else frozenset()),
+                     frozenset(k for k in range(self.n_units) if self.missing(k)), self.gives_up, self.x_stays,
+                     self.keys)
+
+    def row_bytes(self, t: Tensor) -> int:
+        """Bytes of one own row of a tensor that holds all of them."""
+        return t.nbytes // self.n_rows
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes of the host slab: of all that is offloaded in one forward pass."""
-        return sum(n for i in range(self.n_layer) for _, n in self.swapped(i, tensors).values())
+        """Bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of all rows."""
+        rows = sum(n for k in range(self.n_units) for _, n in self.swapped(k, tensors).values())
+        return rows + sum(self.keys_swapped(tensors).values())
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer,
-        but for keep."""
-        spans = {name: self.n_rows + (self.n_buffers - 1) * self.shift(name) for name in tensors}
-        spans[INPUT] = self.n_inputs * self.n_rows
-        return {name: t.nbytes * spans[name] // self.n_rows for name, t in tensors.items()}
+        but for keep. `tensors`: of all rows."""
+        found = {}
+        for name, t in tensors.items():
+            if not (self.several and name in KEYS):
+                first, length = self.buffers_of(name)[-1]
+                found[name] = self.row_bytes(t) * (first + length)
+        return found
+
+
+def rows(fraction: float, n_rows: int, granularity: int) -> int:
+    """Rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded down, such that at
+    least `granularity` rows remain; at 1 all rows."""
+    if fraction >= 1:
+        return n_rows
+    most = max(0, n_rows - granularity)
+    wanted = min(fraction * n_rows * (1 + 1e-12), most)  # 0.29 of 100 is 29, not 28
+    return int(wanted / granularity) * granularity

@@ -10,16 +10,29 @@ turns:
                its buffer with unit k - n, while the units between compute
 
 `memo` and `swap` have n = 2 (or more where the device has room), `keep` has a buffer for each unit,
-`recompute` has one: then nothing is copied. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.
+`recompute` has one: then nothing is copied.
+
+With several subsequences a unit reads the keys and values of its layer's earlier subsequences. Layer by layer
+their places are those of one layer, which the next layer's take over piece by piece: the piece of a
+subsequence leaves for the slab, and comes back when the backward of the layer above has used up the one that
+lies there; or it is made again from the layer's input, by a sweep. The first piece has two places, which even
+and odd layers use: a layer's first backward unit reads all pieces, so the first one must come back while the
+layer above still needs its own. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-STREAM = {"offload": "offload", "prefetch": "prefetch"}  # of a kind of step; all other kinds compute
+COPIES = {"offload": "offload", "prefetch": "prefetch", "offload keys": "offload", "prefetch keys": "prefetch",
+          "prefetch input": "prefetch"}  # {kind of a step: its stream}; all other kinds compute
+SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
 Unit = tuple[int, int]  # layer, subsequence
 Key = tuple[str, Unit]
+
+
+def stream_of(key: Key) -> str:
+    return COPIES.get(key[0], "compute")
 
 
 class Step(NamedTuple):
@@ -27,7 +40,8 @@ class Step(NamedTuple):
     what a stream was handed earlier is done before anyway.
 
     kind: embedding, forward, head (with `unit`: the last layer's), offload, prefetch, recompute, backward,
-    embedding backward.
+    embedding backward; of a unit's keys and values: offload keys and prefetch keys, or prefetch input and
+    sweep, which makes them again from that input.
     """
 
     kind: str
@@ -40,7 +54,7 @@ class Step(NamedTuple):
 
     @property
     def stream(self) -> str:
-        return STREAM.get(self.kind, "compute")
+        return stream_of(self.key)
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,8 @@ class Fates:
 
     `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
     `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
-    device.
+    device. `keys`: what becomes of keys and values where there are several subsequences: "stay" (those of all
+    layers have places), "copied" or "made".
     """
 
     n_buffers: int
@@ -57,6 +72,7 @@ class Fates:
     rebuilt: frozenset[int]
     input_only: frozenset[int] = frozenset()
     x_stays: bool = False
+    keys: str = "stay"
 
 
 def units_in_order(layers: int, subsequences: int = 1, order: str = "layer") -> list[Unit]:
@@ -67,35 +83,99 @@ def units_in_order(layers: int, subsequences: int = 1, order: str = "layer") -> 
     return [(layer, i) for i in range(subsequences) for layer in range(layers)]
 
 
+def keys_below(unit: Unit) -> Unit:
+    """The unit whose keys and values have the place of this one's before; its layer is negative where there
+    is none."""
+    layer, i = unit
+    return layer - (1 if i else 2), i
+
+
+def keys_leave(unit: Unit, layers: int) -> bool:
+    """Whether a later layer takes over the place of a unit's keys and values."""
+    layer, i = unit
+    return layer + (1 if i else 2) < layers
+
+
+def swept_inputs(fates: Fates, units: list[Unit]) -> list[Unit]:
+    """The units whose input comes back so that their keys and values are made again, in that order."""
+    swept = [below for unit in reversed(units) if (below := keys_below(unit))[0] >= 0]
+    return [u for u in swept if units.index(u) in fates.copied] if fates.keys == "made" else []
+
+
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
     """The steps of a forward and a backward, in the order in which the host launches them."""
-    units, n, steps = units_in_order(layers, subsequences, order), fates.n_buffers, []
+    units = units_in_order(layers, subsequences, order)
+    if subsequences == 1:
+        fates = replace(fates, keys="stay")
+    steps = [*forward_steps(fates, units, layers, subsequences), *backward_steps(fates, units, subsequences)]
+    return with_needed_waits(steps)
+
+
+def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: int) -> Iterator[Step]:
+    """The steps up to the last head, with all that each depends on."""
+    n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     for k, unit in enumerate(units):
         # protects unit k - n: its copy still reads the buffer, and the input, that unit k is about to write
-        waits = (("offload", units[k - n]),) if k - n in fates.copied else ()
+        waits: tuple[Key, ...] = (("offload", units[k - n]),) if k - n in fates.copied else ()
+        below = keys_below(unit)
+        if fates.keys == "copied" and below in number:
+            waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
         if unit[0] == 0:
-            steps.append(Step("embedding", unit, waits))
-            waits = ()
-        steps.append(Step("forward", unit, waits))
+            # with one subsequence it writes the unit's own input
+            yield Step("embedding", unit, () if subsequences > 1 else waits)
+        yield Step("forward", unit, waits)
+        # the copies' waits protect the slab from a unit that is not computed yet
+        if fates.keys == "copied" and keys_leave(unit, layers):
+            yield Step("offload keys", unit, (("forward", unit),))
         if k in fates.copied:
-            # protects the slab from a unit that is not computed yet
-            steps.append(Step("offload", unit, (("forward", unit),)))
+            yield Step("offload", unit, (("forward", unit),))
         if unit[0] == layers - 1:
-            steps.append(Step("head", unit))
+            yield Step("head", unit)
+
+
+def backward_steps(fates: Fates, units: list[Unit], subsequences: int) -> Iterator[Step]:
+    """The steps behind the last head, with all that each depends on."""
+    n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
+    inputs = swept_inputs(fates, units)
+    for unit in inputs[:SWEEP_PLACES]:
+        yield Step("prefetch input", unit, (("head", units[-1]),))  # protects the slab: all copies have left
     for k, unit in reversed(list(enumerate(units))):
-        # protects the unit's recompute and backward from a buffer that is not refilled yet
-        waits = (("prefetch", unit),) if k in fates.copied else ()
+        # protects the unit's recompute and backward from what is not back yet. A layer's first backward unit
+        # reads the keys and values of all subsequences; those of number 1 come last
+        waits: tuple[Key, ...] = (("prefetch", unit),) if k in fates.copied else ()
+        if fates.keys == "copied" and unit[1] == subsequences - 1 and keys_leave((unit[0], 1), units[-1][0] + 1):
+            waits += ("prefetch keys", (unit[0], 1)),
         if k in fates.rebuilt:
-            steps.append(Step("recompute", unit, waits))
-            waits = ()
-        steps.append(Step("backward", unit, waits))
+            yield Step("recompute", unit, waits)
+        yield Step("backward", unit, waits)
+        done, below = (("backward", unit),), keys_below(unit)
+        # the prefetches' waits protect this unit, whose backward reads what the copy is about to fill
+        if fates.keys == "copied" and below in number:
+            yield Step("prefetch keys", below, done)
         if k - n in fates.copied:
-            # protects unit k: its backward still reads the buffer that the copy of unit k - n is about to
-            # fill
-            steps.append(Step("prefetch", units[k - n], (("backward", unit),)))
+            yield Step("prefetch", units[k - n], done)
+        if fates.keys == "made" and below in number:
+            came = below in inputs
+            yield Step("sweep", below, (("prefetch input", below),) if came else ())
+            if came and (following := inputs[inputs.index(below) + SWEEP_PLACES:]):
+                # protects the sweep, which reads what the copy is about to fill
+                yield Step("prefetch input", following[0], (("sweep", below),))
         if unit[0] == 0:
-            steps.append(Step("embedding backward", unit))
-    return steps
+            yield Step("embedding backward", unit)
+
+
+def with_needed_waits(steps: Iterable[Step]) -> list[Step]:
+    """The steps without the waits that say what the order of a stream and other waits say anyway."""
+    kept, done, last = [], {}, {}  # done: {key: {stream: number of its last step that is done by then}}
+    for number, step in enumerate(steps):
+        clock, waits = dict(last.get(step.stream, {})), []
+        for key in sorted(step.waits, key=lambda key: done[key][stream_of(key)], reverse=True):
+            if done[key][stream_of(key)] > clock.get(stream_of(key), -1):
+                waits.append(key)
+                clock = {s: max(clock.get(s, -1), done[key].get(s, -1)) for s in clock | done[key]}
+        kept.append(step._replace(waits=tuple(waits)))
+        done[step.key] = last[step.stream] = clock | {step.stream: number}
+    return kept
 
 
 def compute_only(steps: Iterable[Step]) -> list[Step]:
@@ -119,9 +199,7 @@ def times_of(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
     for step in steps:
         before = now[step.stream]
         start = max([before, *(spans[key][1] for key in step.waits)])
-        # of a unit's steps the first one may wait: embedding or forward, recompute or backward
-        recomputed = step.kind == "backward" and ("recompute", step.unit) in spans
-        if step.kind in ("embedding", "forward", "recompute", "backward") and not recomputed:
+        if step.stream == "compute":
             stall_s = stall_s + start - before
         now[step.stream] = start + seconds(step)
         spans[step.key] = start, now[step.stream]

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from memo.swap.schedule import Fates, Key, Step, Unit, units_in_order
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
-# place) an input or its gradient; ("slab", unit) the host's copy. What lies there: (what, whose unit)
+# place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i) what
+# lies between two layers, ("keys", place) keys and values, ("slab keys", unit) the host's copy of them,
+# ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
 Place = tuple
 Content = tuple
 
@@ -28,7 +30,7 @@ class Memory:
     """Which step touches which place."""
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str) -> None:
-        self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
+        self.fates, self.layers, self.subsequences = fates, layers, subsequences
         self.units = units_in_order(layers, subsequences, order)
         self.number = {unit: k for k, unit in enumerate(self.units)}
         # two buffers share the rows that are recomputed
@@ -40,71 +42,111 @@ class Memory:
     def rest(self, unit: Unit) -> Place:
         return "rest", 0 if self.shares else self.number[unit] % self.fates.n_buffers
 
-    def x(self, layer: int, subsequence: int) -> Place:
-        """Where the input of a layer lies; that of layer `layers` is the head's."""
+    def x(self, unit: Unit) -> Place:
+        """Where the input of a unit lies; with one subsequence that of layer `layers` is the head's."""
         if self.fates.x_stays:
-            return "x", (layer, subsequence)
+            return "x", unit
         n = self.fates.n_buffers
-        if self.order == "layer":  # the last layer's outputs follow the inputs
-            return "x", (layer * self.subsequences + subsequence) % (n + self.subsequences)
-        if layer == self.layers:  # outputs wait for the backward of their subsequence
-            return "x", ("output", subsequence)
-        return "x", (subsequence * self.layers + layer) % (n + 1)
+        return ("x", unit[0] % (n + 1)) if self.subsequences == 1 else ("x", self.number[unit] % n)
+
+    def between(self, layer: int, i: int) -> Place:
+        """Where the layer below puts its output, and the layer above the gradient of it."""
+        return self.x((layer, i)) if self.subsequences == 1 else ("stream", i)
+
+    def keys(self, unit: Unit) -> Place:
+        layer, i = unit
+        if self.fates.keys == "stay":
+            return "keys", unit
+        return ("keys", "first", layer % 2) if i == 0 else ("keys", i)
+
+    def attention_reads(self, unit: Unit, own: bool) -> list[tuple[Place, Content]]:
+        """Keys and values that a unit's attention reads, of the subsequences before, with `own` its own
+        too."""
+        layer, i = unit
+        earlier = [(layer, j) for j in range(i + own)] if self.subsequences > 1 else []
+        return [(self.keys(other), ("keys", other)) for other in earlier]
 
     def access(self, step: Step) -> Access:
         """What a step reads and writes."""
         unit, fates = step.unit, self.fates
         layer, i = unit
-        k, x, out = self.number[unit], self.x(layer, i), self.x(layer + 1, i)
-        kept, rest, slab = self.kept(unit), self.rest(unit), ("slab", unit)
+        k, slab, several = self.number[unit], ("slab", unit), self.subsequences > 1
+        below, above = self.between(layer, i), self.between(layer + 1, i)
+        kept, rest, x = self.kept(unit), self.rest(unit), self.x(unit)
         x_here, activations = (x, ("x", unit)), (kept, ("kept", unit))
+        own_keys, copied_keys = (self.keys(unit), ("keys", unit)), (("slab keys", unit), ("copy", unit))
         survives = [] if k in fates.input_only else [activations]
         inputs = [] if fates.x_stays else [x_here]
         match step.kind:
             case "embedding":
-                return Access([], [x_here])
+                return Access([], [(below, ("x", unit))])
             case "forward":
-                return Access([x_here], [activations, (rest, ("rest", unit)), (out, ("x", (layer + 1, i)))])
+                made = [x_here, own_keys] if several else []
+                return Access([(below, ("x", unit)), *self.attention_reads(unit, own=False)],
+                              [*made, activations, (rest, ("rest", unit)), (above, ("x", (layer + 1, i)))])
             case "head":
-                return Access([(out, ("x", (layer + 1, i)))], [(out, ("dx", (layer + 1, i)))])
+                return Access([(above, ("x", (layer + 1, i)))], [(above, ("dx", (layer + 1, i)))])
             case "offload":
                 return Access(survives + inputs, [(slab, ("copy", unit))])
             case "prefetch":
                 return Access([(slab, ("copy", unit))], survives + inputs)
+            case "offload keys":
+                return Access([own_keys], [copied_keys])
+            case "prefetch keys":
+                return Access([copied_keys], [own_keys])
+            case "prefetch input":
+                return Access([(slab, ("copy", unit))], [(self.sweep_place(unit), ("x", unit))])
+            case "sweep":
+                came = k in fates.copied
+                return Access([(self.sweep_place(unit), ("x", unit)) if came else x_here], [own_keys])
             case "recompute":
                 lost = [] if survives else [activations]
-                return Access([x_here, *survives], [*lost, (rest, ("rest", unit))])
+                reads = [] if survives else self.attention_reads(unit, own=True)
+                return Access([x_here, *survives, *reads], [*lost, (rest, ("rest", unit))])
             case "backward":
                 # of a unit that is copied and not rebuilt all rows are kept rows
                 needs_rest = k in fates.rebuilt or k not in fates.copied
                 rests = [(rest, ("rest", unit))] if needs_rest else []
-                return Access([x_here, activations, *rests, (out, ("dx", (layer + 1, i)))],
-                              [(x, ("dx", unit)), (kept, ("used", unit))])
+                return Access([x_here, activations, *rests, (above, ("dx", (layer + 1, i))),
+                               *self.attention_reads(unit, own=True)],
+                              [(below, ("dx", unit)), (kept, ("used", unit))])
             case "embedding backward":
-                return Access([(x, ("dx", unit))], [])
+                return Access([(below, ("dx", unit))], [])
         raise ValueError(f"{step.kind} {unit}: no such kind of step")
+
+    def sweep_place(self, unit: Unit) -> Place:
+        """Of an input that comes back for a sweep: two take turns, in the order of the units whose keys and
+        values the sweeps replace."""
+        replaced = {(layer, i): (layer + (1 if i else 2), i) for layer, i in self.units}
+        came = [u for u in self.units if replaced[u] in self.number and self.number[u] in self.fates.copied]
+        came.sort(key=lambda u: self.number[replaced[u]], reverse=True)
+        return "sweep", came.index(unit) % 2 if unit in came else None
 
 
 RULES = {  # by what a step finds that is not there, or not there for certain
     "x": "a unit is computed after its input", "dx": "a backward comes after that of the layer above",
     "kept": "a unit is read after it is computed",
     "rest": "rows that were dropped are recomputed before they are read",
-    "copy": "a copy is fetched after it has left"}
+    "copy": "a copy is fetched after it has left",
+    "keys": "attention reads keys and values of its layer's subsequences"}
 
 
 def rule_of_read(step: Step, what: str, copied: bool) -> str:
     """The rule that a step breaks which finds other content; `copied`: its unit went to the host."""
     if step.kind == "offload":
         return "a unit is copied after it is computed, and before its buffer is overwritten"
-    if step.kind in ("recompute", "backward") and copied and what in ("x", "kept"):
+    if step.kind == "offload keys":
+        return "keys and values are copied after they are made, and before others have their place"
+    arrives = ("x", "kept", "keys") if copied else ("keys",)
+    if step.kind in ("recompute", "backward", "sweep") and what in arrives:
         return "a copy is read after it has arrived"
     return RULES[what]
 
 
 def rule_of_write(step: Step, other: Step) -> str:
-    if other.kind == "offload":
+    if other.stream == "offload":
         return "a buffer is overwritten after its copy has left"
-    if step.kind == "prefetch":
+    if step.stream == "prefetch":
         return "a buffer is refilled after it was read"
     return "a place is written after it was read"
 
