@@ -27,7 +27,7 @@ from memo.flat import bucket_views, gradient_places, gradient_slots, local_layou
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
-from memo.parallel.cp import attention_over_ranks, interleaved, token_columns
+from memo.parallel.cp import attention_over_ranks, local_positions
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.tp import (
     accumulate_product,
@@ -129,16 +129,20 @@ class GPT:
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
-        # in a zigzag, and METP by columns
-        columns = token_columns(cfg, T * cp.size // (tp.size if cfg.metp else 1), self.mesh)
-        ranges = [torch.arange(*r, device=self.device) for column in columns for r in column]
-        self.positions = interleaved(torch.cat(ranges), len(columns)).repeat(B)
-        self.turn = None
-        if cfg.position == "rope":
-            mine = self.positions[tp.rank::tp.size] if cfg.metp else self.positions
-            turn = rotations(mine, cfg.head_width, cfg.rope_theta,
-                             *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
-            self.turn = turn.unflatten(0, (B * T // tp.size, -1))  # (n, tp or 1, D/2): rows as q's and k's
+        # in a zigzag, and METP by columns; each subsequence has rows of its own
+        here = local_positions(cfg, T * cp.size // (tp.size if cfg.metp else 1), self.mesh)
+        self.positions = [t.to(self.device).repeat(B) for t in here]
+        self.turn = [self.rotations_of(positions) for positions in self.positions]
+
+    def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """(N,) -> (n, tp or 1, D/2): rows as q's and k's. None where positions are learned."""
+        cfg, tp = self.cfg, self.mesh.weights
+        if cfg.position == "learned":
+            return None
+        mine = positions[tp.rank::tp.size] if cfg.metp else positions
+        turn = rotations(mine, cfg.head_width, cfg.rope_theta,
+                         *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
+        return turn.unflatten(0, (len(positions) // tp.size, -1))
 
     def reserve_forward(self, B: int, T: int) -> None:
         """reserve() for forward passes without a backward: all layers take turns in the memory of one."""
@@ -223,22 +227,23 @@ class GPT:
     def work_of(self, step: Step) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
         plan."""
-        i, _ = step.unit
+        i, subsequence = step.unit
+        positions, turn = self.positions[subsequence], self.turn[subsequence]
         s, x, y, block = self.swap.layers[i], self.swap.x[i], self.swap.x[i + 1], self.blocks[i]
         match step.kind:
             case "embedding":
-                return "embedding", self.embed, self.tokens, self.positions, x
+                return "embedding", self.embed, self.tokens, positions, x
             case "forward":
-                return f"forward {i}", block.forward, s, self.turn, y
+                return f"forward {i}", block.forward, s, turn, y
             case "head":
                 label = "evaluation head" if self.scale is None else "head"
                 return label, self.head, y, self.targets, self.scale, self.loss
             case "recompute":
-                return f"recompute {i}", block.recompute, s, self.turn, self.swap.missing[i]
+                return f"recompute {i}", block.recompute, s, turn, self.swap.missing[i]
             case "backward":
-                return f"backward {i}", block.backward, y, s, self.turn
+                return f"backward {i}", block.backward, y, s, turn
             case "embedding backward":
-                return "embedding backward", self.embed_backward, self.tokens, x
+                return "embedding backward", self.embed_backward, self.tokens, positions, x
         raise ValueError(f"{step.kind} is no step that computes")
 
     def arrive(self, bucket: int) -> None:
@@ -256,14 +261,15 @@ class GPT:
                 out_ += self.w.wpe[positions_]  # (n, C): own rows, tokens rank, rank + tp, ...
         return out
 
-    def embed_backward(self, tokens: torch.Tensor, dx: torch.Tensor) -> None:  # (N,), (n, C)
+    def embed_backward(self, tokens: torch.Tensor, positions: torch.Tensor, dx: torch.Tensor) -> None:
+        # (N,), (N,), (n, C)
         tp = self.mesh.weights
         # the head has added to the same gradient: the embedding's matrix serves twice
         embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
         if self.dw.wpe is not None:  # learned positions; rotations have no parameters
-            for dx_, positions in chunks(dx, self.positions[tp.rank::tp.size]):
+            for dx_, positions_ in chunks(dx, positions[tp.rank::tp.size]):
                 # own rows only: the tp ranks' parts are summed in the optimizer
-                self.dw.wpe.index_add_(0, positions, dx_.float())
+                self.dw.wpe.index_add_(0, positions_, dx_.float())
 
     @staticmethod
     def head_matrix(w: SimpleNamespace) -> torch.Tensor:

@@ -117,8 +117,8 @@ class Ours:
         s, x, y = swap.layers[0], swap.x[0], swap.x[1]
         x.normal_()
         with Kernels() as layer:
-            m.blocks[0].forward(s, m.turn, y)
-            m.blocks[0].backward(y, s, m.turn)
+            m.blocks[0].forward(s, m.turn[0], y)
+            m.blocks[0].backward(y, s, m.turn[0])
         rows = m.own_head_rows
         with Kernels() as head:
             m.head(x[:rows], self.batch[1].reshape(-1)[:rows], 1.0, torch.zeros((), device=device))

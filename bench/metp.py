@@ -55,8 +55,8 @@ def counts():
     for p in RANKS:
         _, model = one_layer(h, heads, S, p, dtype=torch.float32)
         s, y = model.swap.layers[0], model.swap.x[1]
-        model.blocks[0].forward(s, model.turn, y)
-        model.blocks[0].backward(y, s, model.turn)
+        model.blocks[0].forward(s, model.turn[0], y)
+        model.blocks[0].backward(y, s, model.turn[0])
         sent = {name: n // 4 for name, n in model.mesh.take_sent_bytes().items()}
         ours = sent["hops"] / h**2, sent["tp"] / h**2, sent["cp"] / bsh
         paper = 24 * (p - 1) / p, 12 * log2[p], 6 * (p - 1) / p
@@ -109,7 +109,7 @@ def layer_memory(h, heads, S, p, kind="metp"):
     cfg, model = one_layer(h, heads, S, p, kind)
     block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered()
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
-    arena.run("forward", block.forward, s, model.turn, y)
+    arena.run("forward", block.forward, s, model.turn[0], y)
     whole, messages = arena.peaks()
     return dict(kept=sum(kept.values()), forward_peak=sum(kept.values()) + whole // 2, messages=messages // 2)
 
@@ -119,7 +119,7 @@ def halves_memory(h, heads, S, p):
     cfg, model = one_layer(h, heads, S, p)
     block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered()
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
-    arena.run("attention", block.attention_half, s, model.turn, y, slice(None))
+    arena.run("attention", block.attention_half, s, model.turn[0], y, slice(None))
     attention = arena.peaks()
     arena.run("mlp", lambda: block.mlp_half(s, y, block.visits()))
     mlp = arena.peaks()

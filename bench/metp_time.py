@@ -65,9 +65,9 @@ def slow_layer(host, keys, what, rates, rounds):
     model.reserve(1, cfg.block_size)
     block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
     x, seconds = torch.randn(s.x.shape), {}
-    work = {"attention": lambda: block.attention_half(s, model.turn, y, slice(None)),
+    work = {"attention": lambda: block.attention_half(s, model.turn[0], y, slice(None)),
             "MLP": lambda: block.mlp_half(s, y, block.visits()),
-            "backward": lambda: block.backward(y, s, model.turn)}[what]
+            "backward": lambda: block.backward(y, s, model.turn[0])}[what]
 
     def slowed(rate, at_once):
         for axis in axes.values():
@@ -77,7 +77,7 @@ def slow_layer(host, keys, what, rates, rounds):
             for at_once in (False, True):
                 slowed(0.0, False)
                 s.x.copy_(x)
-                block.forward(s, model.turn, y)  # what a backward uses up
+                block.forward(s, model.turn[0], y)  # what a backward uses up
                 slowed(rate, at_once)
                 host.max(0)  # together
                 start = time.perf_counter()
@@ -147,7 +147,7 @@ def cpu(rounds):
     host, took, again = Axis("host"), {"today": [], "metp": []}, []
     for _ in range(rounds):
         for name, model in models.items():
-            rates = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
+            rates = layer_rates(model.blocks[0], model.swap, model.turn[0], CPU, host)
             took[name].append(rates[0] + rates[1])
             if name == "today":
                 again.append(sum(s for group, s in rates[2].items() if group != "mid"))

@@ -32,24 +32,30 @@ class Data:
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
     def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
-              columns: list[list[tuple[int, int]]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets): int64 (B, T) each, the targets one token later. `columns`, of [(first, end)]:
-        the tokens of each sequence that are read, by default all S; those of several columns take turns.
+              columns: list[list[list[tuple[int, int]]]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, targets): int64 (B, T) each, the targets one token later. `columns`, as of
+        cp.token_columns: the ranges of each sequence that are read, by default all S tokens.
         Errors: ConfigError: a token id beyond the vocabulary."""
-        ids, offsets = self.tokens[split], self.offsets(split, step, micro_step, B, S, seed)
-        columns = columns or [[(0, S)]]
-        windows = []  # (B, end - first + 1)
-        for first, end in (r for column in columns for r in column):
-            window = np.stack([ids[o + first:o + end + 1] for o in offsets]).astype(np.int64)
-            windows.append(torch.from_numpy(window))
-            if windows[-1].max() >= self.vocab_size:
-                row, column = (windows[-1] >= self.vocab_size).nonzero()[0].tolist()
-                raise ConfigError(f"{self.folder / split}.bin: token {windows[-1][row, column]} at position "
-                                  f"{offsets[row] + first + column} must be below meta.json's "
-                                  f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
-        both = torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
-        tokens, targets = (interleaved(t, len(columns)) for t in both)
+        offsets = self.offsets(split, step, micro_step, B, S, seed)
+        made: list[torch.Tensor] = []
+        for subsequence in columns or [[[(0, S)]]]:
+            windows = [self.windows(split, offsets, *r) for column in subsequence for r in column]
+            both = torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
+            made.append(interleaved(torch.stack(both), len(subsequence)))  # (2, B, T_i)
+        tokens, targets = torch.cat(made, 2)
         return tokens, targets
+
+    def windows(self, split: str, offsets: list[int], first: int, end: int) -> torch.Tensor:
+        """int64 (B, end - first + 1): tokens `first` to `end`, which is one of them, behind each of the
+        offsets. Errors: ConfigError: an id beyond the vocabulary."""
+        ids = self.tokens[split]
+        found = torch.from_numpy(np.stack([ids[o + first:o + end + 1] for o in offsets]).astype(np.int64))
+        if found.max() >= self.vocab_size:
+            row, column = (found >= self.vocab_size).nonzero()[0].tolist()
+            raise ConfigError(f"{self.folder / split}.bin: token {found[row, column]} at position "
+                              f"{offsets[row] + first + column} must be below meta.json's "
+                              f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
+        return found
 
     def fingerprint(self) -> int:
         """A hash of meta.json and of each split's tokens; of a large split 256 stretches."""

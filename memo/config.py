@@ -83,6 +83,14 @@ class Config:
     alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a "
                           "fraction for each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))
+    subsequences: int = key(1, "N, parts that each sequence is cut into: a layer is computed, swapped and "
+                            "recomputed for one after the other", least=1, most=2**16,
+                            why="each layer has as many steps, and each is planned by itself")
+    subsequence_cut: str = key("equal", "what the subsequences have equally much of: tokens, or a layer's "
+                               "FLOPs, so that the early ones are longer", choices=("equal", "flops"))
+    unit_order: str = key("layer", "the forward goes over all subsequences of a layer before the next layer, "
+                          "or over all layers of a subsequence before the next subsequence",
+                          choices=("layer", "subsequence"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
                                 least=0.0, most=9e9, why="bytes are counted in 63 bits")
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")
@@ -221,6 +229,11 @@ class Config:
             most = max(1, S // self.block_multiple) * self.block_multiple
             raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try "
                               f"block_size={most}")
+        if self.subsequences > (most := S // self.block_multiple):
+            rule = "2*cp*tp" if self.zigzag else "cp*tp"
+            raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (of block_size={S} "
+                              f"each gets at least {rule}={self.block_multiple} tokens); lower it, or raise "
+                              "block_size")
         if self.vocab_size and self.padded_vocab_size % tp:
             raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
                               "padded to a multiple of 128, is shared out); try "

@@ -26,6 +26,12 @@ def flops_per_sample(cfg: "Config") -> int:
     return 6 * S * (parameters(cfg) - looked_up) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
 
 
+def layer_forward_flops(cfg: "Config", tokens: int) -> int:
+    """Model FLOPs of a layer's forward on the first `tokens` tokens of a sequence: 2 E t + 2 H D t^2, where E
+    are the elements of its matrices. The second term is attention under the causal mask. Source: MEMO 5.1."""
+    return 2 * tokens * layer_of(cfg).matrix_elements + 2 * cfg.n_head * cfg.head_width * tokens**2
+
+
 def tgs(tokens: int, gpus: int, seconds: float) -> float:
     """Tokens per GPU and second. Source: MEMO 5.1."""
     return tokens / (gpus * seconds)

@@ -24,6 +24,7 @@ import torch
 from memo.batch import Data
 from memo.errors import RunFailed
 from memo.estimate.expected import lack_of_memory
+from memo.parallel.cp import local_positions
 from memo.parallel.tp import own_ids, softmax
 
 if TYPE_CHECKING:
@@ -96,20 +97,23 @@ def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> t
     tp, device = model.mesh.weights, model.device
     with room_for(f"{B} x {length:,} tokens"):
         reserve(model, B, length)
-        mine = model.positions[:length // model.mesh.tokens.size].cpu()  # tokens of each sequence
-        tokens, targets = (ids[:, mine].to(device) for ids in (windows[:, :-1], windows[:, 1:]))
-        x, targets = model.hidden(tokens), targets.reshape(-1, tp.size)  # (n, C), (n, tp)
+        here = local_positions(model.cfg, length, model.mesh)  # of each sequence
+        x = model.hidden(windows[:, torch.cat(here)].to(device))  # (n, C)
+        # where the rows' tokens lie in (B, length): those of all sequences' first subsequence come first
+        starts = length * torch.arange(B)[:, None]
+        at = torch.cat([(starts + positions).flatten() for positions in here])
+        targets = windows[:, 1:].flatten()[at].to(device).view(-1, tp.size)  # (n, tp)
         # the same on all tp ranks, which make their logits together
-        rows = wanted[:, mine].reshape(-1, tp.size).any(1).nonzero()[:, 0].to(device)
+        rows = wanted.flatten()[at].view(-1, tp.size).any(1).nonzero()[:, 0].to(device)
         found = torch.zeros(2, *targets.shape, device=device)
         # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
         for part in rows.split(model.own_head_rows) if len(rows) else ():
             # rows of a gather come rank by rank, tokens by turns
             scores = target_scores(model, x[part], targets[part].t().reshape(-1))
             found[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)
-    made = torch.zeros(2, B, length, dtype=torch.float64)
-    made[:, :, mine] = found.view(2, B, -1).double().cpu()
-    return made * wanted
+    made = torch.zeros(2, B * length, dtype=torch.float64)
+    made[:, at] = found.flatten(1).double().cpu()
+    return made.view(2, B, length) * wanted
 
 
 def over_sequences(model: "GPT", n: int, work: Callable[[int], np.ndarray]) -> np.ndarray:

@@ -131,7 +131,8 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
-        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn[0], model.device, cfg.pin_memory,
+                                 host)
         model.grads.zero_()
         model.close()
         if not cpu:
@@ -197,7 +198,7 @@ def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Opt
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
     grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0
-    positions = sum(t.nbytes for t in (model.positions, model.turn) if t is not None)
+    positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
             *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),

@@ -63,7 +63,7 @@ class Run(Checked):
     """A run that can train."""
 
     mesh: Mesh
-    columns: list[list[tuple[int, int]]]  # of a sequence's tokens: see cp.token_columns
+    columns: list[list[list[tuple[int, int]]]]  # of a sequence's tokens: see cp.token_columns
     model: Any  # the GPT
     optimizer: Optimizer
     decision: Decision

@@ -68,9 +68,9 @@ def forward_rows(model: GPT, cache: list[SimpleNamespace], tokens: torch.Tensor,
     """Runs the tokens at positions `rows` of a sequence; returns the last one's logits (V,) in fp32. `cache`
     has the keys and values of the positions before. Either `rows` starts at 0, or it is a single row."""
     swap, attention = model.swap, model.attention if len(tokens) > 1 else ONE_QUERY
-    model.embed(tokens, model.positions[rows], out=swap.x[0][rows])
+    model.embed(tokens, model.positions[0][rows], out=swap.x[0][rows])
     for block, s, out in zip(model.blocks, cache, swap.x[1:], strict=True):
-        block.extend(s, model.turn, rows, attention, out)
+        block.extend(s, model.turn[0], rows, attention, out)
     return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
 
 
@@ -102,8 +102,9 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
 def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> GPT:
     """The model of a checkpoint, for evaluation only."""
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
-        # one process, which keeps keys and values: those of METP exist for a group of heads only
-        alone = dict(tp=1, cp=1, tensor_parallel="megatron", head_groups="auto")
+        # one process, which keeps the keys and values of whole sequences: those of METP exist for a group of
+        # heads only
+        alone = dict(tp=1, cp=1, tensor_parallel="megatron", head_groups="auto", subsequences=1)
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", **alone)
         model = GPT(cfg, *pick_device(cfg), grads=False)
         checkpoint.restore(ckpt, model)

@@ -9,6 +9,7 @@ import torch
 from memo import checkpoint, convert
 from memo.command import run
 from memo.loggers import read_metrics
+from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_mesh
 from model import initial_weights
 
@@ -112,7 +113,7 @@ def degrees_of(text):
 def step(model, optimizer, cfg):
     """Loss of a step, as all ranks know it; gradients are reduced."""
     mesh, loss, part = model.mesh, torch.zeros(()), 1 / (cfg.gradient_accumulation_steps * cfg.cp)
-    mine = model.positions[:cfg.block_size // cfg.cp]
+    mine = torch.cat(local_positions(cfg, cfg.block_size, mesh))
     micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
     for micro in micros:
         whole = random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro)

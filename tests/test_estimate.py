@@ -330,9 +330,9 @@ def test_the_messages_of_metp_are_those_of_a_layer(keys, groups):
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(1, 2048 // cfg.cp, streams=open_streams(torch.device("cpu")))
     got, sent = metp_seconds(cfg), []
-    model.blocks[0].forward(model.swap.layers[0], model.turn, model.swap.x[1])
+    model.blocks[0].forward(model.swap.layers[0], model.turn[0], model.swap.x[1])
     sent.append(mesh.take_sent_bytes())
-    model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn)
+    model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn[0])
     sent.append(mesh.take_sent_bytes())
     others, R = cfg.tp - 1, cfg.token_ranks
     broadcast = got.groups * got.group_bytes * others // cfg.tp  # the last of a ring sends nothing

@@ -38,7 +38,7 @@ def halves(host, cfg, x, dy):
     model.load(perturbed_weights(cfg, CPU))
     B, T, tp = cfg.batch_size, cfg.block_size // cfg.cp, mesh.weights
     model.reserve(B, T)
-    mine = model.positions[:T][tp.rank::tp.size]
+    mine = model.positions[0][:T][tp.rank::tp.size]
     (s, y), block = (model.swap.layers[0], model.swap.x[1]), model.blocks[0]
     s.x.copy_(x[:, mine].flatten(0, 1))
     block.forward(s, None, y)
@@ -132,16 +132,16 @@ def test_no_more_matrices_are_there_than_travel(p):
     block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
     part, group = 320 // p * 64, 64 // 8 * 64  # elements: two matrices a part, four a group
     sets = 1 if p == 2 else 2
-    arena.run("forward", block.forward, s, model.turn, y)
+    arena.run("forward", block.forward, s, model.turn[0], y)
     assert most_at_once(arena, 2 * part) == 2 * sets
-    arena.run("forward", block.forward, s, model.turn, y)
+    arena.run("forward", block.forward, s, model.turn[0], y)
     assert most_at_once(arena, 2 * group) == 2 * 3  # of q, k and v; the projection's come whole
-    arena.run("backward", block.backward, y, s, model.turn)
+    arena.run("backward", block.backward, y, s, model.turn[0])
     assert most_at_once(arena, 2 * part) == 2 * sets
     s.x.normal_()
-    arena.run("forward", block.forward, s, model.turn, y)
+    arena.run("forward", block.forward, s, model.turn[0], y)
     arena.log.clear()
-    arena.run("backward", block.backward, y, s, model.turn)
+    arena.run("backward", block.backward, y, s, model.turn[0])
     assert most_at_once(arena, 4 * part) == 2 * (2 if p == 2 else 3)
-    arena.run("backward", block.backward, y, s, model.turn)
+    arena.run("backward", block.backward, y, s, model.turn[0])
     assert most_at_once(arena, 4 * group) == 2 * 4

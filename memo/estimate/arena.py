@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops")
+                "deterministic", "ops", "subsequences", "subsequence_cut", "unit_order")
 
 # The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
 # as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).

@@ -21,6 +21,7 @@ import torch
 from memo.attention import Attention, Gradients, Result
 from memo.config import Config
 from memo.parallel.mesh import Axis, Mesh
+from memo.subsequences import subsequence_lengths
 
 
 def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
@@ -32,13 +33,26 @@ def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
     return [(i * length, (i + 1) * length) for i in pieces]
 
 
-def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[tuple[int, int]]]:
-    """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by columns: they take
-    turns in a rank's (B, T). One column, whose tokens these ranks have in turns; with METP one for each of
-    them, which is its own."""
-    tokens, tp = mesh.tokens, mesh.weights
+def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[list[tuple[int, int]]]]:
+    """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by subsequences, and of
+    each by columns: a rank's (B, T) has the tokens of one subsequence after the other, and in it the columns
+    take turns. One column, whose tokens these ranks have in turns; with METP one for each of them, which is
+    its own."""
+    tokens, tp, found, start = mesh.tokens, mesh.weights, [], 0
     ranks = range(tokens.rank - tp.rank, tokens.rank - tp.rank + tp.size) if cfg.metp else [tokens.rank]
-    return [local_token_ranges(S, replace(tokens, rank=rank), cfg.context_parallel) for rank in ranks]
+    for length in subsequence_lengths(cfg, S):
+        columns = [local_token_ranges(length, replace(tokens, rank=rank), cfg.context_parallel)
+                   for rank in ranks]
+        found.append([[(start + first, start + end) for first, end in column] for column in columns])
+        start += length
+    return found
+
+
+def local_positions(cfg: Config, S: int, mesh: Mesh) -> list[torch.Tensor]:
+    """[(T_i,)]: the positions of a sequence's S tokens that the ranks of `weights` embed together, by
+    subsequences, in the order of a rank's (B, T)."""
+    return [interleaved(torch.cat([torch.arange(*r) for column in columns for r in column]), len(columns))
+            for columns in token_columns(cfg, S, mesh)]
 
 
 def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:

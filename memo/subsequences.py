@@ -1,0 +1,46 @@
+"""Where a sequence is cut into subsequences. Without torch.
+
+Lengths are multiples of 128 times what the layout needs (cfg.block_multiple), so that matrix products are
+aligned. Where the sequence is no such multiple, or has fewer of them than subsequences, lengths are multiples
+of what the layout needs alone.
+"""
+
+from bisect import bisect_left
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from memo.formulas import layer_forward_flops
+
+if TYPE_CHECKING:
+    from memo.config import Config
+
+ALIGNED = 128  # multiples of what the layout needs
+
+
+def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
+    """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
+    block_size). A sequence too short for cfg.subsequences has as many as fit."""
+    S = S or cfg.block_size
+    N = max(1, min(cfg.subsequences, S // cfg.block_multiple))
+    aligned = ALIGNED * cfg.block_multiple
+    multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
+    count = S // multiple
+    if cfg.subsequence_cut == "flops":
+        counts = equal_flops(cfg, count, multiple, N)
+    else:  # the earlier ones have one more
+        counts = [count // N + (i < count % N) for i in range(N)]
+    return tuple(n * multiple for n in counts)
+
+
+def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:
+    """`count` multiples dealt to N subsequences: each ends as near as that goes to an equal part of the FLOPs
+    of a layer's forward, and has at least one."""
+    def flops(k: int) -> int:
+        return N * layer_forward_flops(cfg, k * multiple)
+    ends = [0]
+    for i in range(1, N):
+        wanted = i * flops(count) // N
+        k = bisect_left(range(count), wanted, key=flops)  # the first that has as many
+        nearest = min((max(0, k - 1), k), key=lambda k: abs(flops(k) - wanted))
+        ends.append(min(max(nearest, ends[-1] + 1), count - (N - i)))
+    return [end - first for first, end in pairwise([*ends, count])]
