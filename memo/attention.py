@@ -37,12 +37,11 @@ def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 # --- group by group of heads ---
 
-def slices_of_heads(attention: Attention, q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
-    """[(slice of the heads of q, slice of those of k that they read)], as many at a time as
+def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> list[tuple[slice, slice]]:
+    """[(slice of the H heads of queries, slice of the Hkv of keys that they read)], as many at a time as
     layer.heads_at_once gives."""
-    B, T, H, D = q.shape
-    sharing = H // k.shape[2]
-    heads = heads_at_once(B * T, D, H, attention.heads, sharing)
+    sharing = H // Hkv
+    heads = heads_at_once(rows, D, H, multiple, sharing)
     queries = [slice(i, min(i + heads, H)) for i in range(0, H, heads)]
     return [(h, slice(h.start // sharing, -(-h.stop // sharing))) for h in queries]
 
@@ -50,7 +49,8 @@ def slices_of_heads(attention: Attention, q: torch.Tensor, k: torch.Tensor) -> l
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
            scale: float, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T)."""
-    for h, kv in slices_of_heads(attention, q, k):
+    B, T, H, D = q.shape
+    for h, kv in slices_of_heads(B * T, D, H, k.shape[2], attention.heads):
         where = dict(out=out[:, :, h]) if attention.takes_out else {}
         got, lse[:, h] = attention.forward(q[:, :, h], k[:, :, kv], v[:, :, kv], causal, scale, **where)
         if not where:
@@ -63,7 +63,8 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k
                     scale: float) -> Gradients:
     """-> dq, dk, dv. Several groups of heads write them over q, k, v: each gradient exists once. Groups that
     share a head of keys and values come one after the other: their gradients of it are summed in fp32."""
-    groups = slices_of_heads(attention, q, k)
+    B, T, H, D = q.shape
+    groups = slices_of_heads(B * T, D, H, k.shape[2], attention.heads)
     sums, last = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
     for (h, kv), following in zip(groups, last, strict=True):
         q_, k_, v_ = q[:, :, h], k[:, :, kv], v[:, :, kv]

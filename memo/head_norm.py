@@ -12,6 +12,7 @@ import torch
 
 from memo.attention import Attention, Gradients, Result
 from memo.ops import Ops
+from memo.parallel.prefix import Pieces, PrefixAttention
 
 
 def normed_heads(ops: Ops, x: torch.Tensor, w: torch.Tensor, eps: float,
@@ -64,3 +65,30 @@ def over_normed_heads(attention: Attention, ops: Ops, w: SimpleNamespace, dw: Si
         dk = normed_heads_backward(ops, dk, k_kept, w.k_norm_w, dw.k_norm_w, turn)
         return dq, dk, dv
     return attention._replace(forward=forward, backward=backward)
+
+
+def prefix_of_normed_heads(prefix: PrefixAttention, ops: Ops, w: SimpleNamespace, dw: SimpleNamespace,
+                           eps: float, turn: torch.Tensor | None) -> PrefixAttention:
+    """`prefix` of normed and rotated q and k: a PrefixAttention of the same shape. Queries are normed when
+    attention takes them, as above; keys once, by to_pieces, for many queries read them: pieces hold normed
+    keys. `turn`: of the queries' subsequence."""
+
+    def forward(q: torch.Tensor, pieces: Pieces, scale: float) -> Result:
+        q, _ = normed_heads(ops, q, w.q_norm_w, eps, turn)
+        return prefix.forward(q, pieces, scale)
+
+    def backward(dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces, out: torch.Tensor,
+                 lse: torch.Tensor, scale: float) -> torch.Tensor:
+        q, kept = normed_heads(ops, q, w.q_norm_w, eps, turn)
+        dq = prefix.backward(dout, q, pieces, sums, out, lse, scale).to(q.dtype)
+        return normed_heads_backward(ops, dq, kept, w.q_norm_w, dw.q_norm_w, turn)
+
+    def to_pieces(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return prefix.to_pieces(normed_heads(ops, k, w.k_norm_w, eps, turn)[0], v)
+
+    def from_pieces(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor,
+                    v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        place, kept = normed_heads(ops, k, w.k_norm_w, eps, turn)
+        dk, dv = prefix.from_pieces(dk, dv, place, v)
+        return k.copy_(normed_heads_backward(ops, dk, kept, w.k_norm_w, dw.k_norm_w, turn)), dv
+    return prefix._replace(forward=forward, backward=backward, to_pieces=to_pieces, from_pieces=from_pieces)

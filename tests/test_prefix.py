@@ -1,0 +1,117 @@
+"""Attention over a prefix in pieces is that of the whole sequence, on one rank and on several."""
+
+import pytest
+import torch
+
+from memo import layer
+from memo.attention import BACKENDS, Attention, math_backward, math_forward
+from memo.ops import TORCH
+from memo.parallel.cp import local_token_ranges
+from memo.parallel.mesh import ALONE
+from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
+from tests.helpers import error
+
+H, D, SCALE = 4, 16, 0.25
+CUTS = {1: (64,), 2: (64, 32), 3: (64, 48, 32), 5: (48, 16, 32, 16, 16)}  # tokens of each subsequence
+
+
+def tensors(S, Hkv, B=2, dtype=torch.float32):
+    """q, k, v, dout of a whole sequence."""
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(B, S, heads, D, generator=g).to(dtype) for heads in (H, Hkv, Hkv, H)]
+
+
+def exact(q, k, v, dout):
+    """out, dq, dk, dv of the whole sequence."""
+    q, k, v, dout = (t.float() for t in (q, k, v, dout))
+    out, lse = math_forward(q, k, v, True, SCALE)
+    return out, *math_backward(dout, q, k, v, out, lse, True, SCALE)
+
+
+def positions_of(cut, axis, kind):
+    """The positions of a rank's tokens, of each subsequence."""
+    starts = torch.tensor((0, *cut)).cumsum(0).tolist()
+    return [torch.cat([start + torch.arange(*r) for r in local_token_ranges(S, axis, kind)])
+            for start, S in zip(starts, cut, strict=False)]
+
+
+def pass_over(prefix, mine, q, k, v, dout):
+    """out, dq, dk, dv of the whole sequence at a rank's tokens `mine`; zeros elsewhere. As a layer is
+    executed: all units' forwards, then all backwards, the last first."""
+    found = [torch.zeros_like(t) for t in (q, q, k, v)]
+    pieces, units = [], []
+    for at in mine:
+        pieces.append(prefix.to_pieces(k[:, at], v[:, at]))
+        out, lse = torch.empty_like(q[:, at]), torch.empty(len(q), H, len(at))
+        attend_prefix(prefix, q[:, at], pieces, SCALE, out, lse)
+        found[0][:, at] = out
+        units.append((out, lse))
+    sums = [tuple(torch.zeros_like(t, dtype=torch.float32) for t in piece) for piece in pieces]
+    for i in reversed(range(len(mine))):
+        at = mine[i]
+        dq = attend_prefix_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i],
+                                    SCALE)
+        assert dq.dtype == q.dtype
+        found[1][:, at] = dq
+        for whole, g in zip(found[2:], prefix.from_pieces(*sums[i], k[:, at], v[:, at]), strict=True):
+            whole[:, at] = g
+    return found
+
+
+def compare(found, want, mine, limit):
+    at = torch.cat(mine)
+    for got, whole in zip(found, want, strict=True):
+        assert error(got[:, at].float(), whole[:, at]) < limit
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+@pytest.mark.parametrize("Hkv", [1, 2, 4])
+@pytest.mark.parametrize("N", list(CUTS))
+def test_pieces_are_the_whole_sequence(N, Hkv, name):
+    for B in (1, 2):
+        whole = tensors(sum(CUTS[N]), Hkv, B)
+        mine = positions_of(CUTS[N], ALONE.tokens, "ring")
+        prefix = over_prefix(BACKENDS[name], ALONE.tokens, "ring", TORCH.merge)
+        compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-5)
+
+
+@pytest.mark.parametrize("Hkv", [1, 2, 4])
+def test_groups_of_heads_are_bounded_by_the_longest_piece(Hkv, monkeypatch):
+    whole, mine = tensors(sum(CUTS[3]), Hkv), positions_of(CUTS[3], ALONE.tokens, "ring")
+    heads = []
+
+    def forward(q, *others):
+        heads.append((q.shape[1], q.shape[2]))
+        return BACKENDS["cpu"].forward(q, *others)
+    prefix = over_prefix(BACKENDS["cpu"]._replace(forward=forward), ALONE.tokens, "ring", TORCH.merge)
+    monkeypatch.setattr(layer, "GROUP_ELEMENTS", 2 * 64 * 2 * D)  # two heads of the first piece, B = 2
+    compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-5)
+    assert set(heads) == {(64, 2), (48, 2), (32, 2)}  # although four heads of 32 queries would fit
+
+
+def test_one_piece_is_the_plain_call():
+    q, k, v, dout = tensors(64, 2, dtype=torch.bfloat16)
+    calls = []
+
+    def called(which):
+        def call(*args):
+            calls.append(args)
+            return getattr(BACKENDS["cpu"], which)(*args)
+        return call
+    attention = Attention("cpu", called("forward"), called("backward"))
+    prefix = over_prefix(attention, ALONE.tokens, "ring", TORCH.merge)
+    out, lse, sums = torch.empty_like(q), torch.empty(2, H, 64), tuple(torch.zeros(2, 2, 64, 2, D))
+    attend_prefix(prefix, q, [(k, v)], SCALE, out, lse)
+    dq = attend_prefix_backward(prefix, dout, q, [(k, v)], [sums], out, lse, SCALE)
+    want_out, want_lse = BACKENDS["cpu"].forward(q, k, v, True, SCALE)
+    want = BACKENDS["cpu"].backward(dout, q, k, v, want_out, want_lse, True, SCALE)
+    assert len(calls) == 2 and calls[0][3] is calls[1][6] is True
+    assert out.equal(want_out) and lse.equal(want_lse) and dq.equal(want[0])
+    for g, g_ in zip(prefix.from_pieces(*sums, k, v), want[1:], strict=True):
+        assert g.equal(g_)
+
+
+def test_in_bf16():
+    whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], ALONE.tokens, "ring")
+    prefix = over_prefix(BACKENDS["cpu"], ALONE.tokens, "ring", TORCH.merge)
+    compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-2)
