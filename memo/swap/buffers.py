@@ -2,7 +2,8 @@
 executed in. Source: MEMO 4.1 and 4.3.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,21 @@ import torch
 
 from memo.layer import INPUT, Layer
 from memo.swap.placement import Placement
-from memo.swap.schedule import Step, schedule
+from memo.swap.schedule import SWEEP_PLACES, Key, Step, Unit, schedule, swept_inputs
 from memo.swap.slab import HostSlab
 from memo.swap.streams import Event, Streams, close_streams, open_streams
 from memo.swap.validator import validate_schedule
 
 # what a wait for a step of this kind is called in the timeline
-EVENT_NAMES = {"forward": "computed", "offload": "offloaded", "backward": "done", "prefetch": "prefetched"}
+EVENT_NAMES = {"forward": "computed", "offload": "offloaded", "backward": "done", "prefetch": "prefetched",
+               "head": "head computed", "offload keys": "keys offloaded", "prefetch keys": "keys prefetched",
+               "prefetch input": "input prefetched", "sweep": "swept"}
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # bytes on the device and on the host, for one copy each
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes."""
+    return t.view(-1).view(torch.uint8)
 
 
 def copy_bytes(pairs: Pairs) -> None:
@@ -27,58 +35,108 @@ def copy_bytes(pairs: Pairs) -> None:
 
 
 class Swap:
-    """The activations of all layers of a (B, T) batch that tp ranks share, placed as `placement` says.
+    """The activations of all units of a (B, T) batch that tp ranks share, placed as `placement` says.
 
-    `tensors`: {name: Tensor} of one layer. `layers[i]`: the skeletal tensors of layer i, views of its buffer.
-    `x[i]`: (n, C), the input of layer i, and x[L] the output of the last layer; in the backward their places
-    hold the gradients of the same tensors. `missing[i]`: {tensor: the rows to recompute}. `steps`: the
-    schedule; whoever executes it hands each step to launch(). Nothing is allocated by then, and the host
-    waits for nothing (but on the CPU, which is its own device). Errors: OutOfHostMemory.
+    `tensors`: {name: Tensor} of one layer. `units[layer, i]`: the skeletal tensors of a unit, views of its
+    buffer; with several subsequences also `pieces`, [(k, v)] of the subsequences up to it, and `sums`, of
+    their gradients, fp32. `layers`: the units of the first subsequence. `between[layer][i]`: (n_i, C), what
+    lies below a layer, and above the last one; in the backward its gradient. With one subsequence that is the
+    unit's own input, with several all layers' is in one place; `x[layer]` are all its rows. `missing[k]`:
+    {tensor: the rows to recompute} of unit k. `steps`: the schedule; whoever executes it hands each step to
+    launch(). Nothing is allocated by then, and the host waits for nothing (but on the CPU, which is its own
+    device).
+
+    `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
+    passes can be made. Errors: OutOfHostMemory.
     """
 
     def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype: torch.dtype,
-                 device: torch.device, tp: int = 1, streams: Streams | None = None, pin: bool = True) -> None:
-        p = self.placement = placement
+                 device: torch.device, tp: int = 1, streams: Streams | None = None, pin: bool = True,
+                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True) -> None:
+        p, self.layer = placement, layer
+        self.placement, self.B, self.dtype, self.key_shape = p, B, dtype, key_shape
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
-        nbytes = p.buffer_bytes(tensors)
+        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors, prod(key_shape) // layer.kv_heads)
+        if not gradients:
+            nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         self.streams = streams or open_streams(device)
         self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
                              for name, n in nbytes.items()}
+        shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.cuts or (p.n_rows,)]
 
-        def view(name: str, buffer: int) -> torch.Tensor:
-            t = tensors[name]
-            shift = t.nbytes if name == INPUT else t.nbytes * p.shift(name) // p.n_rows
-            flat = self.buffers[name][buffer * shift:buffer * shift + t.nbytes]
-            return flat.view(torch.float32 if t.fp32 else dtype).view(t.shape)
-        self.x = [view(INPUT, i % p.n_inputs) for i in range(p.n_layer + 1)]
-        # all but the inputs, which are one more than there are layers in flight
-        shared = [name for name in tensors if name != INPUT]
-        self.layers = [SimpleNamespace(x=self.x[i], **{name: view(name, i % p.n_buffers) for name in shared})
-                       for i in range(p.n_layer)]
-        self.missing = [p.missing(i) for i in range(p.n_layer)]
+        def view(k: int, i: int, name: str) -> torch.Tensor:
+            t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
+            return self.cut(name, at, t.shape, torch.float32 if t.fp32 else dtype)
+        names = [name for name in tensors if name in self.buffers]
+        self.units = {unit: SimpleNamespace(pieces=None, **{name: view(k, unit[1], name) for name in names})
+                      for k, unit in enumerate(p.units)}
+        self.sweep_inputs: list[torch.Tensor] = []
+        if p.several:
+            self.add_pieces(gradients)
+            self.x = [self.cut("stream", 0, tensors[INPUT].shape, dtype)] * (p.n_layer + 1)
+            self.between = [list(x.split(p.cuts)) for x in self.x]
+            self.sweep_inputs = list(self.buffers["sweep"].view(dtype).view(-1, *self.x[0].shape[1:])
+                                     .split(max(p.cuts)))
+        else:  # a layer's output has the place of the next one's input
+            self.x = [view(k, 0, INPUT) for k in range(p.n_layer + 1)]
+            self.between = [[x] for x in self.x]
+        self.layers = [self.units[i, 0] for i in range(p.n_layer)]
+        self.missing = [p.missing(k) for k in range(p.n_units)]
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
-        self.set_steps(schedule(p.fates, p.n_layer))
-        validate_schedule(self.steps, p.fates, p.n_layer)
+        self.set_steps(schedule(p.fates, p.n_layer, p.subsequences, p.order))
+        validate_schedule(self.steps, p.fates, p.n_layer, p.subsequences, p.order)
+
+    def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of this shape at byte `at` of a region."""
+        return self.buffers[region][at:at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def add_pieces(self, gradients: bool) -> None:
+        """The units' `pieces` and `sums`, of all subsequences up to theirs."""
+        p, (tokens, heads) = self.placement, self.key_shape
+
+        def piece(region: str, row: int, i: int, dtype: torch.dtype) -> list[torch.Tensor]:
+            shape = 2, self.B, p.cuts[i] * tokens // self.B, heads, self.layer.head_dim  # k, then v
+            row_bytes = 2 * tokens * heads * self.layer.head_dim * dtype.itemsize
+            return list(self.cut(region, row * row_bytes, shape, dtype))
+        keys = {unit: piece("keys", p.key_place(unit), unit[1], self.dtype) for unit in p.units}
+        sums = {unit: piece("key_gradients", p.key_gradient_place(unit), unit[1], torch.float32)
+                for unit in p.units if gradients}
+        for (layer, i), s in self.units.items():
+            s.pieces, s.sums = ([found.get((layer, j)) for j in range(i + 1)] for found in (keys, sums))
 
     def set_steps(self, steps: list[Step]) -> None:
         """Makes `steps` the schedule."""
         self.steps = steps
         awaited = [key for step in steps for key in step.waits]
-        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {unit[0]}") for kind, unit in awaited}
+        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {self.name(unit)}") for kind, unit in awaited}
 
-    def swapped_pairs(self) -> list[Pairs]:
-        """Of each layer [(bytes on the device, their bytes in the slab)]; empty where nothing is copied."""
-        pairs: list[Pairs] = [[] for _ in self.layers]
-        end = 0
+    def name(self, unit: Unit) -> str:
+        """The number of a unit's layer; with several subsequences also that of its own."""
+        return ".".join(map(str, unit if self.placement.several else unit[:1]))
+
+    def swapped_pairs(self) -> dict[Key, Pairs]:
+        """{step that copies: [(bytes on the device, their bytes in the slab)]}."""
+        pairs: dict[Key, Pairs] = {}
         if self.slab is None:
             return pairs
-        for i, layer in enumerate(self.layers):
-            for name, (first, n) in self.placement.swapped(i, self.tensors).items():
-                flat = getattr(layer, name).view(-1).view(torch.uint8)
-                pairs[i] += self.slab.pairs(end, flat[first:first + n])
-                end += n
+        p, slab, end = self.placement, self.slab, 0
+        keys, inputs = p.keys_swapped(self.tensors), swept_inputs(p.fates, p.units)
+
+        def travels(unit: Unit, what: str, tensor_bytes: torch.Tensor) -> None:
+            nonlocal end
+            for direction in ("offload", "prefetch"):
+                pairs.setdefault((direction + what, unit), []).extend(slab.pairs(end, tensor_bytes))
+            end += tensor_bytes.nbytes
+        for k, unit in enumerate(p.units):
+            for name, (first, n) in p.swapped(k, self.tensors).items():
+                if name == INPUT and unit in inputs:  # comes back for the sweep, too
+                    place = self.sweep_inputs[inputs.index(unit) % SWEEP_PLACES]
+                    pairs["prefetch input", unit] = slab.pairs(end, bytes_of(place)[:n])
+                travels(unit, "", bytes_of(getattr(self.units[unit], name))[first:first + n])
+            for t in self.units[unit].pieces[-1] if k in keys else ():
+                travels(unit, " keys", bytes_of(t))
         return pairs
 
     def wait(self, step: Step) -> None:
@@ -90,21 +148,21 @@ class Swap:
         """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step
         of the compute stream does."""
         stream = getattr(self.streams, step.stream)
-        layer, _ = step.unit
-        if step.kind == "offload":
-            to_host = [(host, device) for device, host in self.pairs[layer]]
-            stream.launch(f"offload {layer}", copy_bytes, to_host)
-        elif step.kind == "prefetch":
-            stream.launch(f"prefetch {layer}", copy_bytes, self.pairs[layer])
-        else:
+        if step.stream == "compute":
             stream.launch(label, work, *args)
+        else:
+            pairs = self.pairs[step.key]
+            if step.stream == "offload":
+                pairs = [(host, device) for device, host in pairs]
+            stream.launch(f"{step.kind} {self.name(step.unit)}", copy_bytes, pairs)
         if step.key in self.events:
             stream.record(self.events[step.key])
 
     def close(self) -> None:
         """Waits for the copies under way and gives the memory back."""
         close_streams(self.streams)
-        self.pairs, self.layers, self.x, self.buffers = [], [], [], None
+        self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], []
+        self.sweep_inputs, self.buffers = [], None
         if self.slab is not None:
             self.slab.close()
             self.slab = None

@@ -4,9 +4,10 @@ Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import prod
 
 from memo.layer import INPUT, KEYS, SPLIT_ROWS, Tensor
-from memo.swap.schedule import Fates, keys_leave, units_in_order
+from memo.swap.schedule import SWEEP_PLACES, Fates, keys_leave, swept_inputs, units_in_order
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,33 @@ class Placement:
         swapped = sorted(range(max(0, self.n_swapped)), key=lambda k: (self.units[k][1], k))
         return frozenset(swapped[:self.input_only])
 
+    @cached_property
+    def buffers_known(self) -> dict[str, list[tuple[int, int]]]:
+        """What buffers_of has found."""
+        return {}
+
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
-        """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory. A unit's rows
-        are the last of an odd one of two buffers, and the first of any other."""
-        n, units = self.n_inputs if name == INPUT else self.n_buffers, range(self.n_units)
-        if name == INPUT and not self.several:  # one after the other
+        """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory."""
+        if name not in self.buffers_known:
+            self.buffers_known[name] = self.find_buffers(name)
+        return self.buffers_known[name]
+
+    def find_buffers(self, name: str) -> list[tuple[int, int]]:
+        n = self.n_inputs if name == INPUT else self.n_buffers
+        if not self.several and (name == INPUT or n != 2):  # one after the other
             return [(b * self.n_rows, self.n_rows) for b in range(n)]
-        lengths = [max(self.rows(k) for k in units if k % n == b) for b in range(n)]
-        if n == 2:  # neighbours take turns: neither reaches into what the other keeps
-            span = max([*lengths, *(max(self.rows(a) + self.kept_rows(b, name),
-                                        self.rows(b) + self.kept_rows(a, name)) for a, b in pairwise(units))])
-            return [(0, lengths[0]), (span - lengths[1], lengths[1])]
-        return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+        lengths = [max(self.rows(k) for k in range(b, self.n_units, n)) for b in range(n)]
+        if n != 2:
+            return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+        # neighbours take turns: neither may reach into what the other keeps
+        spans = [self.rows(a) + self.kept_rows(b, name) for k in range(1, self.n_units)
+                 for a, b in ((k - 1, k), (k, k - 1))]
+        span = max(*lengths, *spans)
+        return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
     def place(self, k: int, name: str) -> int:
-        """The first row of unit k's `name`, from the begin of the tensor's memory."""
+        """The first row of unit k's `name`, from the begin of the tensor's memory. A unit has the first rows of
+        a buffer, but the last rows of an odd one of two."""
         places = self.buffers_of(name)
         first, length = places[k % len(places)]
         return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
@@ -134,7 +147,8 @@ class Placement:
         for name, t in tensors.items() if k < self.n_swapped else ():
             kept, first = self.first_kept(k, name)
             if kept and not (name == INPUT and self.x_stays) and not (self.several and name in KEYS):
-                        ranges[name] = row * first, row * kept
+                row = self.row_bytes(t)
+                ranges[name] = row * first, row * kept
         return ranges
 
     def keys_swapped(self, tensors: dict[str, Tensor]) -> dict[int, int]:
@@ -151,6 +165,34 @@ class Placement:
         return Fates(self.n_buffers, swapped - (self.gives_up if self.x_stays else frozenset()),
                      frozenset(k for k in range(self.n_units) if self.missing(k)), self.gives_up, self.x_stays,
                      self.keys)
+
+    def key_place(self, unit: tuple[int, int]) -> int:
+        """The first row of a unit's keys and values, from the begin of their memory."""
+        layer, i = unit
+        if self.keys == "stay":
+            return layer * self.n_rows + sum(self.cuts[:i])
+        return self.n_rows if i == 0 and layer % 2 else sum(self.cuts[:i])
+
+    def key_gradient_place(self, unit: tuple[int, int]) -> int:
+        """The same of the sums of their gradients: of one layer, or of all where these come one subsequence
+        after the other."""
+        layer, i = unit
+        return layer * self.n_rows * (self.order == "subsequence") + sum(self.cuts[:i])
+
+    def region_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> dict[str, int]:
+        """{region: bytes on the device} of what several subsequences need besides buffers: keys and values,
+        the fp32 sums of their gradients, the stream between two layers, inputs for sweeps. `dealt`: times
+        that each head of keys lies in the pieces of all ranks."""
+        if not self.several:
+            return {}
+        elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS)
+        layers = self.n_layer if self.keys == "stay" else 1
+        x, sweeps = self.row_bytes(tensors[INPUT]), swept_inputs(self.fates, self.units)
+        itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
+        summed = self.n_layer if self.order == "subsequence" else 1
+        return {"keys": elements * (layers * self.n_rows + (self.cuts[0] if layers == 1 else 0)),
+                "key_gradients": elements * 4 // itemsize * summed * self.n_rows, "stream": x * self.n_rows,
+                "sweep": x * max(self.cuts) * min(SWEEP_PLACES, len(sweeps))}
 
     def row_bytes(self, t: Tensor) -> int:
         """Bytes of one own row of a tensor that holds all of them."""
