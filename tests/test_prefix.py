@@ -1,14 +1,19 @@
 """Attention over a prefix in pieces is that of the whole sequence, on one rank and on several."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from memo import layer
 from memo.attention import BACKENDS, Attention, math_backward, math_forward
-from memo.ops import TORCH
-from memo.parallel.cp import local_token_ranges
-from memo.parallel.mesh import ALONE
+from memo.head_norm import prefix_of_normed_heads
+from memo.ops import TORCH, rotations
+from memo.parallel.cp import attention_over_ranks, local_token_ranges
+from memo.parallel.mesh import ALONE, Axis, noted_mesh
 from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
+from memo.parallel.rendezvous import validate_programs
+from testing.ranks import pool
 from tests.helpers import error
 
 H, D, SCALE = 4, 16, 0.25
@@ -35,12 +40,14 @@ def positions_of(cut, axis, kind):
             for start, S in zip(starts, cut, strict=False)]
 
 
-def pass_over(prefix, mine, q, k, v, dout):
+def pass_over(prefix_at, mine, q, k, v, dout):
     """out, dq, dk, dv of the whole sequence at a rank's tokens `mine`; zeros elsewhere. As a layer is
-    executed: all units' forwards, then all backwards, the last first."""
+    executed: all units' forwards, then all backwards, the last first. `prefix_at`: the PrefixAttention of
+    tokens."""
     found = [torch.zeros_like(t) for t in (q, q, k, v)]
     pieces, units = [], []
     for at in mine:
+        prefix = prefix_at(at)
         pieces.append(prefix.to_pieces(k[:, at], v[:, at]))
         out, lse = torch.empty_like(q[:, at]), torch.empty(len(q), H, len(at))
         attend_prefix(prefix, q[:, at], pieces, SCALE, out, lse)
@@ -48,7 +55,7 @@ def pass_over(prefix, mine, q, k, v, dout):
         units.append((out, lse))
     sums = [tuple(torch.zeros_like(t, dtype=torch.float32) for t in piece) for piece in pieces]
     for i in reversed(range(len(mine))):
-        at = mine[i]
+        at, prefix = mine[i], prefix_at(mine[i])
         dq = attend_prefix_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i],
                                     SCALE)
         assert dq.dtype == q.dtype
@@ -56,6 +63,12 @@ def pass_over(prefix, mine, q, k, v, dout):
         for whole, g in zip(found[2:], prefix.from_pieces(*sums[i], k[:, at], v[:, at]), strict=True):
             whole[:, at] = g
     return found
+
+
+def alone(name="cpu"):
+    """The PrefixAttention of one rank, at any tokens."""
+    prefix = over_prefix(BACKENDS[name], ALONE.tokens, "ring", TORCH.merge)
+    return lambda at: prefix
 
 
 def compare(found, want, mine, limit):
@@ -71,8 +84,7 @@ def test_pieces_are_the_whole_sequence(N, Hkv, name):
     for B in (1, 2):
         whole = tensors(sum(CUTS[N]), Hkv, B)
         mine = positions_of(CUTS[N], ALONE.tokens, "ring")
-        prefix = over_prefix(BACKENDS[name], ALONE.tokens, "ring", TORCH.merge)
-        compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-5)
+        compare(pass_over(alone(name), mine, *whole), exact(*whole), mine, 1e-5)
 
 
 @pytest.mark.parametrize("Hkv", [1, 2, 4])
@@ -85,7 +97,7 @@ def test_groups_of_heads_are_bounded_by_the_longest_piece(Hkv, monkeypatch):
         return BACKENDS["cpu"].forward(q, *others)
     prefix = over_prefix(BACKENDS["cpu"]._replace(forward=forward), ALONE.tokens, "ring", TORCH.merge)
     monkeypatch.setattr(layer, "GROUP_ELEMENTS", 2 * 64 * 2 * D)  # two heads of the first piece, B = 2
-    compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-5)
+    compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-5)
     assert set(heads) == {(64, 2), (48, 2), (32, 2)}  # although four heads of 32 queries would fit
 
 
@@ -113,5 +125,28 @@ def test_one_piece_is_the_plain_call():
 
 def test_in_bf16():
     whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], ALONE.tokens, "ring")
-    prefix = over_prefix(BACKENDS["cpu"], ALONE.tokens, "ring", TORCH.merge)
-    compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-2)
+    compare(pass_over(alone(), mine, *whole), exact(*whole), mine, 1e-2)
+
+
+# --- several ranks ---
+
+def over_ranks(host, kind):
+    """Every rank's part is that of the whole sequence: all cuts and numbers of heads, in one group and in
+    several."""
+    axis = Axis("cp", host.size, host.rank, host.group)
+    prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
+    for N, cut in CUTS.items():
+        for Hkv in (1, 2, 4):
+            for elements in (2**26, 2 * max(cut) * 2 * D // axis.size):
+                layer.GROUP_ELEMENTS = elements
+                whole, mine = tensors(sum(cut), Hkv, 1 + (Hkv == 2)), positions_of(cut, axis, kind)
+                compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-5)
+    whole = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16)
+    mine = positions_of(CUTS[5], axis, kind)
+    compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind,size", [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)])
+def test_over_ranks_pieces_are_the_whole_sequence(kind, size):
+    pool(size).run(over_ranks, kind)
