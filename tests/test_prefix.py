@@ -135,18 +135,103 @@ def over_ranks(host, kind):
     several."""
     axis = Axis("cp", host.size, host.rank, host.group)
     prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
-    for N, cut in CUTS.items():
+    for cut in CUTS.values():
         for Hkv in (1, 2, 4):
-            for elements in (2**26, 2 * max(cut) * 2 * D // axis.size):
-                layer.GROUP_ELEMENTS = elements
-                whole, mine = tensors(sum(cut), Hkv, 1 + (Hkv == 2)), positions_of(cut, axis, kind)
-                compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-5)
-    whole = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16)
-    mine = positions_of(CUTS[5], axis, kind)
+            whole, mine = tensors(sum(cut), Hkv, B := 1 + (Hkv == 2)), positions_of(cut, axis, kind)
+            want = exact(*whole)
+            compare(pass_over(lambda at: prefix, mine, *whole), want, mine, 1e-5)
+            with pytest.MonkeyPatch.context() as patch:  # two groups of a ring; one head of Ulysses
+                patch.setattr(layer, "GROUP_ELEMENTS", B * max(cut) // axis.size * 2 * D)
+                compare(pass_over(lambda at: prefix, mine, *whole), want, mine, 1e-5)
+    whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], axis, kind)
     compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-2)
 
 
+KINDS = [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind,size", [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)])
+@pytest.mark.parametrize("kind,size", KINDS)
 def test_over_ranks_pieces_are_the_whole_sequence(kind, size):
     pool(size).run(over_ranks, kind)
+
+
+def sent(kind, size, N, Hkv, dtype):
+    """Bytes that a rank of `size` sends in a layer's forward and backward over N equal subsequences; their
+    messages meet."""
+    programs, counts = {}, set()
+    for rank in range(size):
+        mesh, programs[rank] = noted_mesh(rank, tp=1, cp=size)
+        prefix = over_prefix(BACKENDS["cpu"], mesh.tokens, kind, TORCH.merge)
+        mine = positions_of((128 // N,) * N, mesh.tokens, kind)
+        pass_over(lambda at, prefix=prefix: prefix, mine, *tensors(128, Hkv, dtype=dtype))
+        counts.add(mesh.tokens.sent_bytes)
+    validate_programs(programs)
+    [count] = counts
+    return count
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype,Hkv", [(torch.float32, 4), (torch.bfloat16, 4), (torch.bfloat16, 1)])
+def test_bytes_do_not_grow_with_the_number_of_subsequences(size, dtype, Hkv):
+    axis = Axis("cp", size)
+    plain = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
+    q, k, v, dout = tensors(128 // size, Hkv, dtype=dtype)
+    plain.backward(dout, q, k, v, *plain.forward(q, k, v, True, SCALE), True, SCALE)
+    keys = (size - 1) * (4 * k.nbytes + 2 * 4 * k.numel())  # k, v, once more, with gradients in fp32
+    assert axis.sent_bytes == keys
+    # q, then q, dout, out; out and dq in fp32, and lse with both
+    queries = (size - 1) * (4 * q.nbytes + 2 * 4 * (q.numel() + q.numel() // D))
+    assert [sent("ring", size, N, Hkv, dtype) for N in (4, 16)] == [queries, queries]
+    assert queries < keys * (16 + 1) / 2  # subsequence i of 16 would pass i + 1 of their keys and values
+    exchanged = [sent("ulysses", size, N, Hkv, dtype) for N in (1, 4, 16)]
+    assert exchanged[0] == exchanged[1] == exchanged[2] < queries
+
+
+# --- norms per head ---
+
+W = SimpleNamespace(q_norm_w=torch.linspace(0.5, 1.5, D), k_norm_w=torch.linspace(1.2, 0.3, D))
+
+
+def normed_exact(q, k, v, dout):
+    """out and the gradients of q, k, v and of the two weights, by autograd."""
+    given = [t.clone().requires_grad_() for t in (q, k, v, W.q_norm_w, W.k_norm_w)]
+    turn = rotations(torch.arange(q.shape[1]), D, 100.0)[:, None]
+
+    def normed(x, w):
+        pairs = torch.nn.functional.rms_norm(x, (D,), w, 1e-5).unflatten(-1, (-1, 2))
+        return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (normed(given[0], given[3]), normed(given[1], given[4]), given[2])),
+        is_causal=True, scale=SCALE, enable_gqa=True).transpose(1, 2)
+    out.backward(dout)
+    return [out, *(t.grad for t in given)]
+
+
+def over_normed(host, kind):
+    """`host`: an Axis."""
+    axis, cut = Axis("cp", host.size, host.rank, host.group), CUTS[3]
+    prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
+    for elements in (2**26, 2 * max(cut) // axis.size * 2 * D):
+        dw = SimpleNamespace(q_norm_w=torch.zeros(D), k_norm_w=torch.zeros(D))
+
+        def prefix_at(at, dw=dw):
+            turn = rotations(at.repeat(2), D, 100.0)[:, None]
+            return prefix_of_normed_heads(prefix, TORCH, W, dw, 1e-5, turn)
+        whole, mine = tensors(sum(cut), 2), positions_of(cut, axis, kind)
+        *want, dq_norm_w, dk_norm_w = normed_exact(*whole)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer, "GROUP_ELEMENTS", elements)
+            compare(pass_over(prefix_at, mine, *whole), want, mine, 1e-5)
+        assert error(axis.sum(dw.q_norm_w), dq_norm_w) < 1e-5
+        assert error(axis.sum(dw.k_norm_w), dk_norm_w) < 1e-5
+
+
+def test_norms_per_head():
+    over_normed(ALONE.tokens, "ring")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind,size", KINDS)
+def test_norms_per_head_over_ranks(kind, size):
+    pool(size).run(over_normed, kind)
