@@ -231,9 +231,9 @@ class Config:
                               f"block_size={most}")
         if self.subsequences > (most := S // self.block_multiple):
             rule = "2*cp*tp" if self.zigzag else "cp*tp"
-            raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (of block_size={S} "
-                              f"each gets at least {rule}={self.block_multiple} tokens); lower it, or raise "
-                              "block_size")
+            raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (each gets at least "
+                              f"({rule})={self.block_multiple} of block_size={S} tokens); try "
+                              f"subsequences={most}")
         if self.vocab_size and self.padded_vocab_size % tp:
             raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
                               "padded to a multiple of 128, is shared out); try "

@@ -12,7 +12,8 @@ from memo.command import Arguments, answer_early, end_with_reader, run
 from memo.config import KEYS
 from memo.keys import check_value, option, typed
 
-HOW = ("tp", "cp", "context_parallel", "attention", "ops")  # keys of the evaluation, not of the model
+HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_order", "attention",
+       "ops")  # keys of the evaluation, not of the model
 
 
 def numbers(name: str, text: str, kind: type, **bounds: Any) -> list:

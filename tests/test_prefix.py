@@ -1,14 +1,19 @@
 """Attention over a prefix in pieces is that of the whole sequence, on one rank and on several."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from memo import layer
 from memo.attention import BACKENDS, Attention, math_backward, math_forward
-from memo.ops import TORCH
-from memo.parallel.cp import local_token_ranges
-from memo.parallel.mesh import ALONE
+from memo.head_norm import prefix_of_normed_heads
+from memo.ops import TORCH, rotations
+from memo.parallel.cp import attention_over_ranks, local_token_ranges
+from memo.parallel.mesh import ALONE, Axis, noted_mesh
 from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
+from memo.parallel.rendezvous import validate_programs
+from testing.ranks import pool
 from tests.helpers import error
 
 H, D, SCALE = 4, 16, 0.25
@@ -35,12 +40,14 @@ def positions_of(cut, axis, kind):
             for start, S in zip(starts, cut, strict=False)]
 
 
-def pass_over(prefix, mine, q, k, v, dout):
+def pass_over(prefix_at, mine, q, k, v, dout):
     """out, dq, dk, dv of the whole sequence at a rank's tokens `mine`; zeros elsewhere. As a layer is
-    executed: all units' forwards, then all backwards, the last first."""
+    executed: all units' forwards, then all backwards, the last first. `prefix_at`: the PrefixAttention of
+    tokens."""
     found = [torch.zeros_like(t) for t in (q, q, k, v)]
     pieces, units = [], []
     for at in mine:
+        prefix = prefix_at(at)
         pieces.append(prefix.to_pieces(k[:, at], v[:, at]))
         out, lse = torch.empty_like(q[:, at]), torch.empty(len(q), H, len(at))
         attend_prefix(prefix, q[:, at], pieces, SCALE, out, lse)
@@ -48,7 +55,7 @@ def pass_over(prefix, mine, q, k, v, dout):
         units.append((out, lse))
     sums = [tuple(torch.zeros_like(t, dtype=torch.float32) for t in piece) for piece in pieces]
     for i in reversed(range(len(mine))):
-        at = mine[i]
+        at, prefix = mine[i], prefix_at(mine[i])
         dq = attend_prefix_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i],
                                     SCALE)
         assert dq.dtype == q.dtype
@@ -56,6 +63,12 @@ def pass_over(prefix, mine, q, k, v, dout):
         for whole, g in zip(found[2:], prefix.from_pieces(*sums[i], k[:, at], v[:, at]), strict=True):
             whole[:, at] = g
     return found
+
+
+def alone(name="cpu"):
+    """The PrefixAttention of one rank, at any tokens."""
+    prefix = over_prefix(BACKENDS[name], ALONE.tokens, "ring", TORCH.merge)
+    return lambda at: prefix
 
 
 def compare(found, want, mine, limit):
@@ -71,8 +84,7 @@ def test_pieces_are_the_whole_sequence(N, Hkv, name):
     for B in (1, 2):
         whole = tensors(sum(CUTS[N]), Hkv, B)
         mine = positions_of(CUTS[N], ALONE.tokens, "ring")
-        prefix = over_prefix(BACKENDS[name], ALONE.tokens, "ring", TORCH.merge)
-        compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-5)
+        compare(pass_over(alone(name), mine, *whole), exact(*whole), mine, 1e-5)
 
 
 @pytest.mark.parametrize("Hkv", [1, 2, 4])
@@ -85,7 +97,7 @@ def test_groups_of_heads_are_bounded_by_the_longest_piece(Hkv, monkeypatch):
         return BACKENDS["cpu"].forward(q, *others)
     prefix = over_prefix(BACKENDS["cpu"]._replace(forward=forward), ALONE.tokens, "ring", TORCH.merge)
     monkeypatch.setattr(layer, "GROUP_ELEMENTS", 2 * 64 * 2 * D)  # two heads of the first piece, B = 2
-    compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-5)
+    compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-5)
     assert set(heads) == {(64, 2), (48, 2), (32, 2)}  # although four heads of 32 queries would fit
 
 
@@ -113,5 +125,113 @@ def test_one_piece_is_the_plain_call():
 
 def test_in_bf16():
     whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], ALONE.tokens, "ring")
-    prefix = over_prefix(BACKENDS["cpu"], ALONE.tokens, "ring", TORCH.merge)
-    compare(pass_over(prefix, mine, *whole), exact(*whole), mine, 1e-2)
+    compare(pass_over(alone(), mine, *whole), exact(*whole), mine, 1e-2)
+
+
+# --- several ranks ---
+
+def over_ranks(host, kind):
+    """Every rank's part is that of the whole sequence: all cuts and numbers of heads, in one group and in
+    several."""
+    axis = Axis("cp", host.size, host.rank, host.group)
+    prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
+    for cut in CUTS.values():
+        for Hkv in (1, 2, 4):
+            whole, mine = tensors(sum(cut), Hkv, B := 1 + (Hkv == 2)), positions_of(cut, axis, kind)
+            want = exact(*whole)
+            compare(pass_over(lambda at: prefix, mine, *whole), want, mine, 1e-5)
+            with pytest.MonkeyPatch.context() as patch:  # two groups of a ring; one head of Ulysses
+                patch.setattr(layer, "GROUP_ELEMENTS", B * max(cut) // axis.size * 2 * D)
+                compare(pass_over(lambda at: prefix, mine, *whole), want, mine, 1e-5)
+    whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], axis, kind)
+    compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-2)
+
+
+KINDS = [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind,size", KINDS)
+def test_over_ranks_pieces_are_the_whole_sequence(kind, size):
+    pool(size).run(over_ranks, kind)
+
+
+def sent(kind, size, N, Hkv, dtype):
+    """Bytes that a rank of `size` sends in a layer's forward and backward over N equal subsequences; their
+    messages meet."""
+    programs, counts = {}, set()
+    for rank in range(size):
+        mesh, programs[rank] = noted_mesh(rank, tp=1, cp=size)
+        prefix = over_prefix(BACKENDS["cpu"], mesh.tokens, kind, TORCH.merge)
+        mine = positions_of((128 // N,) * N, mesh.tokens, kind)
+        pass_over(lambda at, prefix=prefix: prefix, mine, *tensors(128, Hkv, dtype=dtype))
+        counts.add(mesh.tokens.sent_bytes)
+    validate_programs(programs)
+    [count] = counts
+    return count
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype,Hkv", [(torch.float32, 4), (torch.bfloat16, 4), (torch.bfloat16, 1)])
+def test_bytes_do_not_grow_with_the_number_of_subsequences(size, dtype, Hkv):
+    axis = Axis("cp", size)
+    plain = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
+    q, k, v, dout = tensors(128 // size, Hkv, dtype=dtype)
+    plain.backward(dout, q, k, v, *plain.forward(q, k, v, True, SCALE), True, SCALE)
+    keys = (size - 1) * (4 * k.nbytes + 2 * 4 * k.numel())  # k, v, once more, with gradients in fp32
+    assert axis.sent_bytes == keys
+    # q, then q, dout, out; out and dq in fp32, and lse with both
+    queries = (size - 1) * (4 * q.nbytes + 2 * 4 * (q.numel() + q.numel() // D))
+    assert [sent("ring", size, N, Hkv, dtype) for N in (4, 16)] == [queries, queries]
+    assert queries < keys * (16 + 1) / 2  # subsequence i of 16 would pass i + 1 of their keys and values
+    exchanged = [sent("ulysses", size, N, Hkv, dtype) for N in (1, 4, 16)]
+    assert exchanged[0] == exchanged[1] == exchanged[2] < queries
+
+
+# --- norms per head ---
+
+W = SimpleNamespace(q_norm_w=torch.linspace(0.5, 1.5, D), k_norm_w=torch.linspace(1.2, 0.3, D))
+
+
+def normed_exact(q, k, v, dout):
+    """out and the gradients of q, k, v and of the two weights, by autograd."""
+    given = [t.clone().requires_grad_() for t in (q, k, v, W.q_norm_w, W.k_norm_w)]
+    turn = rotations(torch.arange(q.shape[1]), D, 100.0)[:, None]
+
+    def normed(x, w):
+        pairs = torch.nn.functional.rms_norm(x, (D,), w, 1e-5).unflatten(-1, (-1, 2))
+        return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (normed(given[0], given[3]), normed(given[1], given[4]), given[2])),
+        is_causal=True, scale=SCALE, enable_gqa=True).transpose(1, 2)
+    out.backward(dout)
+    return [out, *(t.grad for t in given)]
+
+
+def over_normed(host, kind):
+    """`host`: an Axis."""
+    axis, cut = Axis("cp", host.size, host.rank, host.group), CUTS[3]
+    prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
+    for elements in (2**26, 2 * max(cut) // axis.size * 2 * D):
+        dw = SimpleNamespace(q_norm_w=torch.zeros(D), k_norm_w=torch.zeros(D))
+
+        def prefix_at(at, dw=dw):
+            turn = rotations(at.repeat(2), D, 100.0)[:, None]
+            return prefix_of_normed_heads(prefix, TORCH, W, dw, 1e-5, turn)
+        whole, mine = tensors(sum(cut), 2), positions_of(cut, axis, kind)
+        *want, dq_norm_w, dk_norm_w = normed_exact(*whole)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer, "GROUP_ELEMENTS", elements)
+            compare(pass_over(prefix_at, mine, *whole), want, mine, 1e-5)
+        assert error(axis.sum(dw.q_norm_w), dq_norm_w) < 1e-5
+        assert error(axis.sum(dw.k_norm_w), dk_norm_w) < 1e-5
+
+
+def test_norms_per_head():
+    over_normed(ALONE.tokens, "ring")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind,size", KINDS)
+def test_norms_per_head_over_ranks(kind, size):
+    pool(size).run(over_normed, kind)

@@ -156,9 +156,10 @@ def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, Sequence[tor
 
 def passing_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, pieces: Pieces,
                     scale: float) -> Result:
-    attend, before, home = partial(pieces_forward, attention, merge), None, None
-    B, T, H, _ = q.shape
+    attend, (B, T, H, _) = partial(pieces_forward, attention, merge), q.shape
     coming = visitors(axis, q)
+    before: Any = None
+    home: Any = None
     if len(pieces) > 1:
         before = attend(q, pieces[:-1], scale, FULL)
     for rank, (q_,) in coming:
@@ -174,16 +175,18 @@ def passing_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.
         home = axis.shift(out, lse)
     out, lse = attend(q, pieces[-1:], scale)
     out = out.float()
-    for found in (before, home.wait()):
-        if found is not None:
-            merge(out, lse, *found)
+    if before is not None:
+        merge(out, lse, *before)
+    merge(out, lse, *home.wait())
     return out, lse
 
 
 def passing_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
                      sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float) -> torch.Tensor:
-    attend, before, home = partial(pieces_backward, attention), None, None
+    attend = partial(pieces_backward, attention)
     coming = visitors(axis, dout, q, out, lse)
+    before: Any = None
+    home: Any = None
     if len(pieces) > 1:
         before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, scale, FULL)
     for rank, (dout_, q_, out_, lse_) in coming:
@@ -194,10 +197,9 @@ def passing_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: to
         del found  # before the next visitor's
         home = axis.shift(dq)
     dq = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale).float()
-    for found in (before, *home.wait()):
-        if found is not None:
-            dq.add_(found)
-    return dq
+    if before is not None:
+        dq.add_(before)
+    return dq.add_(*home.wait())
 
 
 # --- Ulysses: pieces of all tokens, of a rank's heads ---
