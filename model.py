@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from memo.attention import resolve_attention
-from memo.block import BLOCKS
+from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
 from memo.layer import head_rows, layer_of, model_parameters
@@ -29,6 +29,7 @@ from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_positions
 from memo.parallel.mesh import ALONE, Mesh
+from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import (
     accumulate_product,
     chunks,
@@ -40,9 +41,10 @@ from memo.parallel.tp import (
 )
 from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
+from memo.subsequences import unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
-from memo.swap.schedule import Step
+from memo.swap.schedule import OFFLOADS, PREFETCHES, Step
 
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 
@@ -79,7 +81,9 @@ class GPT:
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
-        self.attention = attention_over_ranks(attention, mesh.tokens, cfg.context_parallel, self.ops.merge)
+        over = mesh.tokens, cfg.context_parallel, self.ops.merge
+        self.attention = attention_over_ranks(attention, *over)
+        self.prefix = over_prefix(attention, *over)  # with several subsequences
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
@@ -98,7 +102,7 @@ class GPT:
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
                      for tensors in (weights, gradients))
             block = MetpBlock if cfg.metp else BLOCKS[cfg.mlp]
-            self.blocks.append(block(cfg, w, dw, self.attention, self.ops, mesh))
+            self.blocks.append(block(cfg, w, dw, self.attention, self.prefix, self.ops, mesh))
         self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
@@ -122,17 +126,27 @@ class GPT:
     def reserve(self, B: int, T: int, placement: Placement | None = None, **kw: Any) -> None:
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
         every layer keeps its own on the device. `kw`: see Swap."""
-        cfg, tp, cp = self.cfg, self.mesh.weights, self.mesh.tokens
+        cfg, tp = self.cfg, self.mesh.weights
         self.close()  # free the old before taking the new
-        # n_layer buffers for n_layer layers: nobody takes turns, nothing is copied
-        placement = placement or Placement(cfg.n_layer, cfg.n_layer, B * T // tp.size)
-        self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size, **kw)
+        several = unit_rows(cfg, B, T)
+        N = max(1, len(several["cuts"]))
+        # as many buffers as units: nobody takes turns, nothing is copied
+        placement = placement or Placement(cfg.n_layer, cfg.n_layer * N, B * T // tp.size, **several)
+        self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
+                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, **kw)
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
-        here = local_positions(cfg, T * cp.size // (tp.size if cfg.metp else 1), self.mesh)
+        here = local_positions(cfg, T * cfg.cp, self.mesh)
+        self.lengths = [len(t) for t in here]
         self.positions = [t.to(self.device).repeat(B) for t in here]
         self.turn = [self.rotations_of(positions) for positions in self.positions]
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """Of keys and values over a prefix: (tokens for each own row, heads of each token)."""
+        heads, ranks = self.blocks[0].kv_heads, self.prefix.ranks  # which share the heads, each at least one
+        return (1 if self.cfg.metp else self.mesh.weights.size) * ranks, heads // math.gcd(heads, ranks)
 
     def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None:
         """(N,) -> (n, tp or 1, D/2): rows as q's and k's. None where positions are learned."""
@@ -147,9 +161,10 @@ class GPT:
     def reserve_forward(self, B: int, T: int) -> None:
         """reserve() for forward passes without a backward: all layers take turns in the memory of one."""
         # one buffer, and of no tensor a row that outlives its layer
-        names = [t.name for t in layer_of(self.cfg).skeletal]
-        N = B * T // self.mesh.weights.size
-        self.reserve(B, T, Placement(self.cfg.n_layer, 1, N, dict.fromkeys(names, 0)))
+        nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
+        keys = "made" if self.cfg.unit_order == "layer" else "stay"  # there is no backward to make them for
+        self.reserve(B, T, Placement(self.cfg.n_layer, 1, B * T // self.mesh.weights.size, nothing, keys=keys,
+                                     **unit_rows(self.cfg, B, T)))
 
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
@@ -166,19 +181,24 @@ class GPT:
         loss."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
-        self.tokens, self.targets, self.scale = tokens.reshape(-1), targets.reshape(-1), scale
+        self.tokens, self.targets = (self.by_subsequence(ids) for ids in (tokens, targets))
+        self.scale = scale
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         # an evaluation keeps nothing: its layers take turns in the buffers, and no copy leaves
-        trains = ("offload",) if scale is not None else ()
+        trains = OFFLOADS if scale is not None else ()
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         self.follow(("embedding", "forward", "head", *trains))
         loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
         return loss
 
+    def by_subsequence(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """(B, T) -> [(B * T_i,)]."""
+        return [part.reshape(-1) for part in ids.split(self.lengths, 1)]
+
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (n, C)
         """The last layer's output, of own rows, where reserve() has taken memory for (B, T). The next pass
         writes over it."""
-        self.tokens, self.scale = tokens.reshape(-1), None
+        self.tokens, self.scale = self.by_subsequence(tokens), None
         self.follow(("embedding", "forward"))
         self.swap.streams.timeline.clear()  # nobody asks for these times
         return self.swap.x[-1]
@@ -187,7 +207,7 @@ class GPT:
         """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
         input (n, C). done(bucket) is called when those of a bucket are complete."""
         done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
-        self.follow(("recompute", "backward", "prefetch", "embedding backward"), done)
+        self.follow(("recompute", "backward", "sweep", *PREFETCHES, "embedding backward"), done)
         return self.swap.x[0]
 
     def follow(self, kinds: Sequence[str], done: Callable[[int], None] = lambda bucket: None) -> None:
@@ -227,24 +247,50 @@ class GPT:
     def work_of(self, step: Step) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
         plan."""
-        i, subsequence = step.unit
-        positions, turn = self.positions[subsequence], self.turn[subsequence]
-        s, x, y, block = self.swap.layers[i], self.swap.x[i], self.swap.x[i + 1], self.blocks[i]
+        layer, i = step.unit
+        swap, turn, tokens, positions = self.swap, self.turn[i], self.tokens[i], self.positions[i]
+        s, block, name = swap.units[step.unit], self.blocks[layer], swap.name(step.unit)
+        x, y, k = swap.between[layer][i], swap.between[layer + 1][i], swap.placement.units.index(step.unit)
+        alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
         match step.kind:
             case "embedding":
-                return "embedding", self.embed, self.tokens, positions, x
+                return f"embedding{alone}", self.embed, tokens, positions, x
             case "forward":
-                return f"forward {i}", block.forward, s, turn, y
+                return f"forward {name}", self.unit_forward, block, x, s, turn, y
             case "head":
                 label = "evaluation head" if self.scale is None else "head"
-                return label, self.head, y, self.targets, self.scale, self.loss
+                return f"{label}{alone}", self.head, y, self.targets[i], self.scale, self.loss
             case "recompute":
-                return f"recompute {i}", block.recompute, s, turn, self.swap.missing[i]
+                return f"recompute {name}", block.recompute, s, turn, swap.missing[k]
+            case "sweep":
+                x = swap.input_of_sweep(step.unit)
+                return f"sweep {name}", block.sweep, s, x, turn
             case "backward":
-                return f"backward {i}", block.backward, y, s, turn
+                return f"backward {name}", self.unit_backward, block, y, s, turn, x
             case "embedding backward":
-                return "embedding backward", self.embed_backward, self.tokens, positions, x
+                return f"embedding backward{alone}", self.embed_backward, tokens, positions, x
         raise ValueError(f"{step.kind} is no step that computes")
+
+    # With one subsequence the input of a unit lies where the layer below has written it. With several each
+    # unit has a copy, which leaves for the host while the layer above already writes over the original.
+
+    @staticmethod
+    def unit_forward(block: Block, x: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
+                     y: torch.Tensor) -> None:
+        """x -> y, (n, C)."""
+        if x is not s.x:
+            s.x.copy_(x)
+        block.forward(s, turn, y)
+
+    def unit_backward(self, block: Block, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
+                      dx: torch.Tensor) -> None:
+        """dy -> dx, (n, C)."""
+        if s.pieces and len(s.pieces) == len(self.tokens):  # the first of the layer's to come
+            for pair in s.sums:
+                torch._foreach_zero_(pair)
+        block.backward(dy, s, turn)
+        if dx is not s.x:
+            dx.copy_(s.x)
 
     def arrive(self, bucket: int) -> None:
         """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all
@@ -299,9 +345,10 @@ class GPT:
         """
         tp = self.mesh.weights.size
         rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
+        N = math.prod(self.shape)  # of all subsequences
         for x_, target in zip(x.split(rows), targets.view(-1, tp).split(rows), strict=True):
             # rows of a gather come rank by rank, tokens by turns: so do the targets then
-            loss += self.head_chunk(x_, target.t().reshape(-1), scale, len(targets))
+            loss += self.head_chunk(x_, target.t().reshape(-1), scale, N)
 
     @property
     def own_head_rows(self) -> int:

@@ -21,10 +21,11 @@ import torch
 
 from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
-from memo.head_norm import normed_heads, over_normed_heads
-from memo.layer import layer_of
+from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
+from memo.layer import KEYS, layer_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
+from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward
 from memo.parallel.tp import (
     bias_backward,
     column_linear_backward,
@@ -55,13 +56,16 @@ class Block:
     any range of rows and gives the same bits as the whole: recomputing a part of a layer rests on that.
     """
 
-    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention, ops: Ops,
-                 mesh: Mesh) -> None:
-        self.w, self.dw, self.attention, self.ops, self.tp = w, dw, attention, ops, mesh.weights
+    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
+                 prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
+        self.w, self.dw, self.attention, self.prefix = w, dw, attention, prefix
+        self.ops, self.tp = ops, mesh.weights
         layer, self.eps = layer_of(cfg), cfg.norm_eps
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         # the product of a query and a key has a variance of D; the softmax wants 1
         self.head_dim, self.scale = layer.head_dim, layer.head_dim ** -0.5
+        self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)  # of a rank
+        self.keys_apart = layer.head_norms or prefix.ranks > 1
         names = [t.name for t in layer.skeletal]
         self.last = layer.skeletal[-1].name  # of the MLP half
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
@@ -70,6 +74,7 @@ class Block:
 
     def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
+        s = self.with_keys(s)
         self.recompute(s, turn, self.every_row)  # for the first time
         return self.output(s, out)
 
@@ -82,9 +87,11 @@ class Block:
         rows = self.no_rows | rows
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
-            # (B, T, H/tp, D), k and v (B, T, Hkv/tp, D)
-            q, k, v, out = self.heads(s.q, s.k, s.v, s.attn_out, like=s.lse)
-            attend(self.attention_at(turn), q, k, v, True, self.scale, out, s.lse)
+            q, out = self.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
+            if s.pieces:
+                attend_prefix(self.prefix_at(turn), q, s.pieces, self.scale, out, s.lse)
+            else:
+                attend(self.attention_at(turn), q, *self.keys_of(s), True, self.scale, out, s.lse)
         self.projection(s, rows)
         self.mlp(s, rows)
 
@@ -115,7 +122,49 @@ class Block:
         self.columns(s, dict(zip("qkv", zip(*self.qkv(w), strict=True), strict=True)), s.ln1_out, rows)
         if turn is not None and w.q_norm_w is None:
             for name in "qk":
-                self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
+                if rows[name] != NO_ROWS:
+                    self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
+
+        if s.pieces and rows["k"] != NO_ROWS and self.keys_apart:
+            for piece, made in zip(s.pieces[-1], self.prefix_at(turn).to_pieces(*self.keys_of(s)), strict=True):
+                piece.copy_(made)
+
+    # With several subsequences keys and values lie in pieces, `s.pieces`, which later subsequences read. Where
+    # a piece holds them as the layer makes them, it is the unit's `s.k` and `s.v`.
+
+    def with_keys(self, s: SimpleNamespace) -> SimpleNamespace:
+        """`s` with `k` and `v`, (n, tp, KV/tp), which are not among a unit's own with several
+        subsequences."""
+        if not s.pieces:
+            return s
+        k, v = s.pieces[-1]
+        if self.keys_apart:
+            k, v = (s.x.new_empty(len(s.x) * self.tp.size, len(self.w.k_w)) for _ in range(2))
+        return SimpleNamespace(**vars(s) | {name: t.view(len(s.x), self.tp.size, -1)
+                                            for name, t in (("k", k), ("v", v))})
+
+    def keys_of(self, s: SimpleNamespace) -> list[torch.Tensor]:
+        """(B, T, Hkv/tp, D) twice."""
+        return self.heads(s.k, s.v, like=s.lse)
+
+    def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
+        """The unit's own piece again, from its input x (n, C)."""
+        names = [name for name in ("ln1_out", "ln1_mean", "ln1_rstd") if hasattr(s, name)]
+        normed = {name: torch.empty_like(getattr(s, name)) for name in names}
+        again = SimpleNamespace(x=x, pieces=s.pieces, lse=s.lse, **normed)
+        rows = self.no_rows | dict.fromkeys((*names, *KEYS), EVERY_ROW)
+        self.queries_keys_values(self.with_keys(again), turn, rows)
+
+    def prefix_backward(self, dout: torch.Tensor, s: SimpleNamespace,
+                        turn: torch.Tensor | None) -> list[torch.Tensor]:
+        """dq, dk, dv of attention over a prefix; those of k and v are complete: later subsequences have added
+        theirs to `s.sums` before."""
+        q, out = self.heads(s.q, s.attn_out, like=s.lse)
+        prefix = self.prefix_at(turn)
+        dq = attend_prefix_backward(prefix, dout, q, s.pieces, s.sums, out, s.lse, self.scale)
+        if self.w.k_norm_w is not None:  # the norm's backward wants k as it was before
+            self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, s.ln1_out, {"k": EVERY_ROW})
+        return [dq, *prefix.from_pieces(*s.sums[-1], *self.keys_of(s))]
 
     def columns(self, s: SimpleNamespace, linears: dict[str, tuple], x: torch.Tensor,
                 rows: dict[str, slice]) -> None:
@@ -155,6 +204,12 @@ class Block:
             return self.attention
         return over_normed_heads(self.attention, self.ops, self.w, self.dw, self.eps, turn)
 
+    def prefix_at(self, turn: torch.Tensor | None) -> PrefixAttention:
+        """The same over a prefix."""
+        if self.w.q_norm_w is None:
+            return self.prefix
+        return prefix_of_normed_heads(self.prefix, self.ops, self.w, self.dw, self.eps, turn)
+
     def projection(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""
         w, r = self.w, rows["mid"]
@@ -178,11 +233,12 @@ class Block:
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of
         `s`."""
         # The MLP half and the projection first, for they go piece by piece.
-        dout = self.place_of_dout(s)
+        s, dout = self.with_keys(s), self.place_of_dout(s)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         # attention needs all rows: between the two halves every piece has to be done
-        dout_, q, k, v, out = self.heads(dout, s.q, s.k, s.v, s.attn_out, like=s.lse)
-        gradients = attend_backward(self.attention_at(turn), dout_, q, k, v, out, s.lse, True, self.scale)
+        dout_, q, out = self.heads(dout, s.q, s.attn_out, like=s.lse)
+        gradients = self.prefix_backward(dout_, s, turn) if s.pieces else attend_backward(
+            self.attention_at(turn), dout_, q, *self.keys_of(s), out, s.lse, True, self.scale)
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(t.shape) for g, t in zip(gradients, (s.q, s.k, s.v), strict=True)]
         del gradients

@@ -7,6 +7,7 @@ from math import inf
 
 from memo.config import Config
 from memo.layer import groups_of, n_rows, tensors_of
+from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem, SwapPlan, n_buffers, place_rows, swaps_layers
 from memo.swap.placement import Placement
 
@@ -57,7 +58,9 @@ def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> A
     seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
     if not room.cpu and not cfg.pin_memory:
         seconds = 0.0  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
-    return AlphaProblem(tensors_of(cfg, itemsize), cfg.n_layer, seconds, rate, room.host_bytes)
+    N = len(subsequence_lengths(cfg))  # units share a layer's bytes and seconds equally, on average
+    tensors = {name: replace(t, nbytes=t.nbytes // N) for name, t in tensors_of(cfg, itemsize).items()}
+    return AlphaProblem(tensors, cfg.n_layer * N, seconds / N, rate, room.host_bytes)
 
 
 def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem:

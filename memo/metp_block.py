@@ -33,15 +33,16 @@ from memo.parallel.metp import (
     metp_mlp_forward,
     row_pieces,
 )
+from memo.parallel.prefix import PrefixAttention
 from memo.parallel.tp import accumulate_product, bias_backward
 
 
 class MetpBlock(Block):
     """See Block. Every rank of `hops` holds a part of each matrix, and rows of its own."""
 
-    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention, ops: Ops,
-                 mesh: Mesh) -> None:
-        super().__init__(cfg, w, dw, attention, ops, mesh)
+    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
+                 prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
+        super().__init__(cfg, w, dw, attention, prefix, ops, mesh)
         layer, self.hops = layer_of(cfg), mesh.hops
         self.kind, self.has_mean = cfg.mlp, cfg.norm == "layernorm"
         self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))

@@ -7,7 +7,7 @@ of what the layout needs alone.
 
 from bisect import bisect_left
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo.formulas import layer_forward_flops
 
@@ -30,6 +30,14 @@ def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     else:  # the earlier ones have one more
         counts = [count // N + (i < count % N) for i in range(N)]
     return tuple(n * multiple for n in counts)
+
+
+def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
+    """The subsequences of B sequences of which a rank of cp holds T tokens each, as a Placement takes them:
+    `cuts`, a rank's own rows of each, none where there is one subsequence; `order`."""
+    lengths = subsequence_lengths(cfg, T * cfg.cp)
+    rows = tuple(B * n // (cfg.cp * cfg.tp) for n in lengths)
+    return dict(cuts=rows if len(rows) > 1 else (), order=cfg.unit_order)
 
 
 def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:

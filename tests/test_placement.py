@@ -47,9 +47,9 @@ def fixed(alpha):
 # --- Placement ---
 
 def owners(p):
-    """{tensor: [(buffer's rows as a range of memory, layer)]}: buffer k starts k shifts on."""
-    return {t.name: [range(i % p.n_buffers * p.shift(t.name), i % p.n_buffers * p.shift(t.name) + p.n_rows)
-                     for i in range(p.n_layer)] for t in layer_of(CFG).skeletal if t.name != "x"}
+    """{tensor: [its rows as a range of memory, layer by layer]}."""
+    return {t.name: [range(p.place(i, t.name), p.place(i, t.name) + p.n_rows) for i in range(p.n_layer)]
+            for t in layer_of(CFG).skeletal if t.name != "x"}
 
 
 @pytest.mark.parametrize("kept", [0, 128, 256, 512])

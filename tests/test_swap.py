@@ -217,7 +217,7 @@ class Poison(CpuStream):
 
     def poison(self, layer):
         self.layers += 1
-        for device, _ in self.model.swap.pairs[layer]:
+        for device, _ in self.model.swap.pairs["offload", (layer, 0)]:
             device.fill_(0xFF)  # NaN in fp32 and bf16
 
 
@@ -260,12 +260,13 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
         _, model, _ = build(B, S, torch.float32, activation="memo", alpha=alpha)
         always, others = N * (2 * row + 4 * H), int(alpha * N) * (14 * row + 4 * 4)
         assert model.swap.host_bytes == model.swap.slab.bytes.nbytes == (L - 2) * (always + others)
-        copied = sorted((h.data_ptr(), h.nbytes) for pairs in model.swap.pairs for _, h in pairs)
+        left = [pair for key, pairs in model.swap.pairs.items() if key[0] == "offload" for pair in pairs]
+        copied = sorted((h.data_ptr(), h.nbytes) for _, h in left)
         assert copied[0][0] == model.swap.slab.bytes.data_ptr()
         assert sum(n for _, n in copied) == model.swap.host_bytes
         # neither gaps nor overlaps
         assert all(a + n == b for (a, n), (b, _) in zip(copied, copied[1:], strict=False))
-        assert all(d.nbytes == h.nbytes for pairs in model.swap.pairs for d, h in pairs)
+        assert all(d.nbytes == h.nbytes for d, h in left)
         model.close()
 
 
@@ -276,7 +277,7 @@ def test_no_copy_goes_over_the_edge_of_a_locked_piece(monkeypatch):
     monkeypatch.setattr(Swap, "swapped_pairs", lambda self: made.append((self, swap(self))) or made[-1][1])
     assert same(trained(2, 512, torch.float32, 2, activation="memo", alpha=0.5), keep)
     (model_swap, pairs), = made
-    copies = [(h.data_ptr(), h.nbytes, d.nbytes) for layer in pairs for d, h in layer]
+    copies = [(h.data_ptr(), h.nbytes, d.nbytes) for key, some in pairs.items() if key[0] == "offload" for d, h in some]
     first = min(at for at, *_ in copies)
     assert all((at - first) // 12288 == (at - first + n - 1) // 12288 for at, n, _ in copies)
     assert all(n == m for _, n, m in copies) and sum(n for _, n, _ in copies) == model_swap.host_bytes
@@ -467,7 +468,8 @@ def test_an_exception_in_a_layer_ends_everything_without_a_hang(where, threaded,
 
 def test_a_copy_that_fails_is_an_error_of_the_step(monkeypatch):
     cfg, model, _ = build(1, 512, torch.float32, activation="swap")
-    model.swap.pairs[1][0] = (model.swap.pairs[1][0][0], torch.empty(1, dtype=torch.uint8).expand(3))
+    pairs = model.swap.pairs["offload", (1, 0)]
+    pairs[0] = pairs[0][0], torch.empty(1, dtype=torch.uint8).expand(3)
     with pytest.raises(RuntimeError):
         run_pass(model, random_batch(cfg, 1, 512, "cpu"))
     model.close()

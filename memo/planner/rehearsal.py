@@ -36,8 +36,9 @@ class Rehearsal:
         self.order: dict[str, str] = {}
 
     def run(self, label: str, work: Callable, *args: Any) -> None:
-        name, _, number = label.rpartition(" ")
-        kind = name if number.isdigit() else label
+        name, _, unit = label.rpartition(" ")
+        layer, _, subsequence = unit.partition(".")  # a subsequence's requests are like no other's
+        kind = f"{name} {subsequence}" if layer.isdigit() else label
         if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
             kind += str(args[-1])
         if kind not in self.first:
@@ -76,9 +77,9 @@ def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int, missi
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
         swap = model.swap
-        swap.missing = missing
-        rebuilt = frozenset(i for i, rows in enumerate(missing) if rows)
-        swap.set_steps(schedule(replace(swap.placement.fates, rebuilt=rebuilt), len(missing)))
+        swap.missing, p = missing, swap.placement
+        rebuilt = frozenset(k for k, rows in enumerate(missing) if rows)
+        swap.set_steps(schedule(replace(p.fates, rebuilt=rebuilt), p.n_layer, p.subsequences, p.order))
         return rehearsed_requests(model, FakeArena(requests))
 
 

@@ -7,11 +7,12 @@ Source: MEMO 4.1.
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
+from memo.subsequences import unit_rows
 from memo.swap.placement import Placement, rows
 
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
@@ -206,7 +207,7 @@ def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1
 
 def swaps_layers(cfg: Config) -> bool:
     """Whether the mode swaps any layers."""
-    return cfg.activation in ("swap", "memo") and cfg.n_layer > 2
+    return cfg.activation in ("swap", "memo") and cfg.n_layer * cfg.subsequences > 2
 
 
 def n_buffers(cfg: Config, problem: AlphaProblem, spare_bytes: float, cpu: bool = False) -> tuple[int, float]:
@@ -218,8 +219,9 @@ def n_buffers(cfg: Config, problem: AlphaProblem, spare_bytes: float, cpu: bool 
     frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
     alone bounds the two.
     """
-    fit = min(cfg.n_layer, int(spare_bytes - problem.nbytes[INPUT]) // sum(problem.nbytes.values()))
-    if fit <= 2 or (fit < cfg.n_layer and (cpu or cfg.alpha_mode == "paper")):
+    units = cfg.n_layer * cfg.subsequences
+    fit = min(units, int(spare_bytes - problem.nbytes[INPUT]) // sum(problem.nbytes.values()))
+    if fit <= 2 or (fit < units and (cpu or cfg.alpha_mode == "paper")):
         return 2, inf if cpu else spare_bytes
     return fit, inf
 
@@ -232,12 +234,17 @@ def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
 
     Errors: OutOfHostMemory, before anything is allocated.
     """
-    L, N = problem.n_layer, n_rows
+    L, N = cfg.n_layer, n_rows
+    several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
+    units = L * max(1, len(several["cuts"]))
+
+    def keys(fate: str) -> dict[str, Any]:
+        return several | dict(keys=fate if cfg.unit_order == "layer" else "stay")
     if cfg.activation == "keep":
-        return Placement(L, L, N), None
+        return Placement(L, units, N, **several), None
     only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
     if cfg.activation == "recompute":
-        return Placement(L, 1, N, kept=only_input, input_only=L, x_stays=True), None
+        return Placement(L, 1, N, only_input, units, x_stays=True, **keys("made")), None
     if not cfg.finds_alpha:
         alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
         chosen = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
@@ -253,4 +260,6 @@ def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
     granularity = max(1, min(SPLIT_ROWS, N // 16))
     kept = {name: rows(chosen.fractions.get(name, 1), N, granularity) for name in problem.tensors}
     chosen = replace(plan(problem, {name: kept[name] / N for name in problem.others}), binds=chosen.binds)
-    return Placement(L, min(L, problem.n_buffers), N, kept, chosen.input_only_layers), chosen
+    n = min(units, problem.n_buffers)
+    fate = several if n == units else keys("copied")
+    return Placement(L, n, N, kept, chosen.input_only_layers, **fate), chosen

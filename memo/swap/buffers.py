@@ -58,7 +58,7 @@ class Swap:
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
         nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors, prod(key_shape) // layer.kv_heads)
         if not gradients:
-            nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients"}, 0)
+            nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         self.streams = streams or open_streams(device)
         self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
@@ -79,7 +79,7 @@ class Swap:
             self.sweep_inputs = list(self.buffers["sweep"].view(dtype).view(-1, *self.x[0].shape[1:])
                                      .split(max(p.cuts)))
         else:  # a layer's output has the place of the next one's input
-            self.x = [view(k, 0, INPUT) for k in range(p.n_layer + 1)]
+            self.x = [*(self.units[i, 0].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
             self.between = [[x] for x in self.x]
         self.layers = [self.units[i, 0] for i in range(p.n_layer)]
         self.missing = [p.missing(k) for k in range(p.n_units)]
@@ -132,12 +132,17 @@ class Swap:
         for k, unit in enumerate(p.units):
             for name, (first, n) in p.swapped(k, self.tensors).items():
                 if name == INPUT and unit in inputs:  # comes back for the sweep, too
-                    place = self.sweep_inputs[inputs.index(unit) % SWEEP_PLACES]
-                    pairs["prefetch input", unit] = slab.pairs(end, bytes_of(place)[:n])
+                    pairs["prefetch input", unit] = slab.pairs(end, bytes_of(self.input_of_sweep(unit)))
                 travels(unit, "", bytes_of(getattr(self.units[unit], name))[first:first + n])
             for t in self.units[unit].pieces[-1] if k in keys else ():
                 travels(unit, " keys", bytes_of(t))
         return pairs
+
+    def input_of_sweep(self, unit: Unit) -> torch.Tensor:
+        """Where the input (n, C) of a unit lies for the sweep: it has come back there, or never left the
+        unit."""
+        inputs, x = swept_inputs(self.placement.fates, self.placement.units), self.units[unit].x
+        return self.sweep_inputs[inputs.index(unit) % SWEEP_PLACES][:len(x)] if unit in inputs else x
 
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""

@@ -24,15 +24,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-COPIES = {"offload": "offload", "prefetch": "prefetch", "offload keys": "offload", "prefetch keys": "prefetch",
-          "prefetch input": "prefetch"}  # {kind of a step: its stream}; all other kinds compute
+OFFLOADS = "offload", "offload keys"  # kinds of steps of the streams that copy; all others compute
+PREFETCHES = "prefetch", "prefetch keys", "prefetch input"
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
 Unit = tuple[int, int]  # layer, subsequence
 Key = tuple[str, Unit]
 
 
 def stream_of(key: Key) -> str:
-    return COPIES.get(key[0], "compute")
+    kind, _ = key
+    return "offload" if kind in OFFLOADS else "prefetch" if kind in PREFETCHES else "compute"
 
 
 class Step(NamedTuple):
