@@ -188,7 +188,7 @@ class GPT:
         trains = OFFLOADS if scale is not None else ()
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         self.follow(("embedding", "forward", "head", *trains))
-        loss, self.loss, self.targets = self.loss, None, None  # the backward needs neither
+        loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
         return loss
 
     def by_subsequence(self, ids: torch.Tensor) -> list[torch.Tensor]:

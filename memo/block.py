@@ -91,7 +91,8 @@ class Block:
             if s.pieces:
                 attend_prefix(self.prefix_at(turn), q, s.pieces, self.scale, out, s.lse)
             else:
-                attend(self.attention_at(turn), q, *self.keys_of(s), True, self.scale, out, s.lse)
+                k, v = self.keys_of(s)
+                attend(self.attention_at(turn), q, k, v, True, self.scale, out, s.lse)
         self.projection(s, rows)
         self.mlp(s, rows)
 
@@ -126,11 +127,12 @@ class Block:
                     self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
 
         if s.pieces and rows["k"] != NO_ROWS and self.keys_apart:
-            for piece, made in zip(s.pieces[-1], self.prefix_at(turn).to_pieces(*self.keys_of(s)), strict=True):
-                piece.copy_(made)
+            made = self.prefix_at(turn).to_pieces(*self.keys_of(s))
+            for place, tensor in zip(s.pieces[-1], made, strict=True):
+                place.copy_(tensor)
 
-    # With several subsequences keys and values lie in pieces, `s.pieces`, which later subsequences read. Where
-    # a piece holds them as the layer makes them, it is the unit's `s.k` and `s.v`.
+    # With several subsequences keys and values lie in pieces, `s.pieces`, which later subsequences read.
+    # Where a piece holds them as the layer makes them, it is the unit's `s.k` and `s.v`.
 
     def with_keys(self, s: SimpleNamespace) -> SimpleNamespace:
         """`s` with `k` and `v`, (n, tp, KV/tp), which are not among a unit's own with several
@@ -237,8 +239,9 @@ class Block:
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         # attention needs all rows: between the two halves every piece has to be done
         dout_, q, out = self.heads(dout, s.q, s.attn_out, like=s.lse)
+        k, v = self.keys_of(s)
         gradients = self.prefix_backward(dout_, s, turn) if s.pieces else attend_backward(
-            self.attention_at(turn), dout_, q, *self.keys_of(s), out, s.lse, True, self.scale)
+            self.attention_at(turn), dout_, q, k, v, out, s.lse, True, self.scale)
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(t.shape) for g, t in zip(gradients, (s.q, s.k, s.v), strict=True)]
         del gradients

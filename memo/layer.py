@@ -29,7 +29,7 @@ SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller produc
 
 # the skeletal tensors that every family has: the layer's input, attention's output
 INPUT, ATTENTION = "x", "attn_out"
-KEYS = "k", "v"  # what attention reads of earlier tokens; with several subsequences they have memory of their own
+KEYS = "k", "v"  # what later tokens read; with several subsequences it has memory of its own
 
 
 @dataclass(frozen=True)

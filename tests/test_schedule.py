@@ -24,9 +24,9 @@ def instances(n, seed=0):
             yield Fates(units, frozenset(), frozenset()), layers, subsequences, order
             continue
         if mode == "recompute":
-            dropped = frozenset(range(units - 1))
-            keys = "made" if by_layer else "stay"
-            yield Fates(1, frozenset(), dropped, dropped, x_stays=True, keys=keys), layers, subsequences, order
+            dropped, keys = frozenset(range(units - 1)), "made" if by_layer else "stay"
+            fates = Fates(1, frozenset(), dropped, dropped, x_stays=True, keys=keys)
+            yield fates, layers, subsequences, order
             continue
         buffers = rng.randint(1, min(5, units))
         copied = frozenset(range(units - buffers))
@@ -103,7 +103,8 @@ def test_each_wait_of_a_schedule_is_needed_or_it_is_known_why_not():
                 assert (why and why.partition(":")[0]) == rule, (step, wait, why, rule, instance)
                 seen.add((step.kind, wait[0], rule))
     assert seen == {
-        ("offload", "forward", COPIED), ("offload", "forward", None), ("offload keys", "forward", KEYS_COPIED),
+        ("offload", "forward", COPIED), ("offload", "forward", None),
+        ("offload keys", "forward", KEYS_COPIED),
         *((kind, "offload", rule) for kind in ("embedding", "forward") for rule in (LEFT, FETCHED, None)),
         ("forward", "offload keys", LEFT),
         *((kind, "backward", rule) for kind in ("prefetch", "prefetch keys") for rule in (REFILLED, FETCHED)),

@@ -277,7 +277,8 @@ def test_no_copy_goes_over_the_edge_of_a_locked_piece(monkeypatch):
     monkeypatch.setattr(Swap, "swapped_pairs", lambda self: made.append((self, swap(self))) or made[-1][1])
     assert same(trained(2, 512, torch.float32, 2, activation="memo", alpha=0.5), keep)
     (model_swap, pairs), = made
-    copies = [(h.data_ptr(), h.nbytes, d.nbytes) for key, some in pairs.items() if key[0] == "offload" for d, h in some]
+    copies = [(h.data_ptr(), h.nbytes, d.nbytes) for key, some in pairs.items() if key[0] == "offload"
+              for d, h in some]
     first = min(at for at, *_ in copies)
     assert all((at - first) // 12288 == (at - first + n - 1) // 12288 for at, n, _ in copies)
     assert all(n == m for _, n, m in copies) and sum(n for _, n, _ in copies) == model_swap.host_bytes

@@ -239,7 +239,7 @@ def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
     units = L * max(1, len(several["cuts"]))
 
     def keys(fate: str) -> dict[str, Any]:
-        return several | dict(keys=fate if cfg.unit_order == "layer" else "stay")
+        return several | dict(keys=fate if units > L and cfg.unit_order == "layer" else "stay")
     if cfg.activation == "keep":
         return Placement(L, units, N, **several), None
     only_input = {name: N if name == INPUT else 0 for name in problem.tensors}

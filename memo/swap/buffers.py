@@ -110,7 +110,8 @@ class Swap:
         """Makes `steps` the schedule."""
         self.steps = steps
         awaited = [key for step in steps for key in step.waits]
-        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {self.name(unit)}") for kind, unit in awaited}
+        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {self.name(unit)}")
+                       for kind, unit in awaited}
 
     def name(self, unit: Unit) -> str:
         """The number of a unit's layer; with several subsequences also that of its own."""

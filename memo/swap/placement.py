@@ -3,7 +3,7 @@ Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 
 from memo.layer import INPUT, KEYS, SPLIT_ROWS, Tensor
@@ -114,8 +114,8 @@ class Placement:
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
     def place(self, k: int, name: str) -> int:
-        """The first row of unit k's `name`, from the begin of the tensor's memory. A unit has the first rows of
-        a buffer, but the last rows of an odd one of two."""
+        """The first row of unit k's `name`, from the begin of the tensor's memory. A unit has the first rows
+        of a buffer, but the last rows of an odd one of two."""
         places = self.buffers_of(name)
         first, length = places[k % len(places)]
         return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
@@ -141,8 +141,7 @@ class Placement:
         return found
 
     def swapped(self, k: int, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """{tensor: (first byte, bytes) of what unit k sends to the host}. `tensors`: of one subsequence, or of
-        all."""
+        """{tensor: (first byte, bytes) of what unit k sends to the host}. `tensors`: of all rows."""
         ranges = {}
         for name, t in tensors.items() if k < self.n_swapped else ():
             kept, first = self.first_kept(k, name)
@@ -162,9 +161,9 @@ class Placement:
     def fates(self) -> Fates:
         """What the schedule needs to know of the units."""
         swapped = frozenset(range(self.n_swapped))
-        return Fates(self.n_buffers, swapped - (self.gives_up if self.x_stays else frozenset()),
-                     frozenset(k for k in range(self.n_units) if self.missing(k)), self.gives_up, self.x_stays,
-                     self.keys)
+        copied = swapped - (self.gives_up if self.x_stays else frozenset())
+        rebuilt = frozenset(k for k in range(self.n_units) if self.missing(k))
+        return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys)
 
     def key_place(self, unit: tuple[int, int]) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""

@@ -144,7 +144,7 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int) -> Iterat
         # protects the unit's recompute and backward from what is not back yet. A layer's first backward unit
         # reads the keys and values of all subsequences; those of number 1 come last
         waits: tuple[Key, ...] = (("prefetch", unit),) if k in fates.copied else ()
-        if fates.keys == "copied" and unit[1] == subsequences - 1 and keys_leave((unit[0], 1), units[-1][0] + 1):
+        if fates.keys == "copied" and unit[1] == subsequences - 1 and (unit[0] + 1, 1) in number:
             waits += ("prefetch keys", (unit[0], 1)),
         if k in fates.rebuilt:
             yield Step("recompute", unit, waits)
@@ -167,7 +167,9 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int) -> Iterat
 
 def with_needed_waits(steps: Iterable[Step]) -> list[Step]:
     """The steps without the waits that say what the order of a stream and other waits say anyway."""
-    kept, done, last = [], {}, {}  # done: {key: {stream: number of its last step that is done by then}}
+    kept: list[Step] = []
+    done: dict[Key, dict[str, int]] = {}  # of each step: the number of each stream's last one done by then
+    last: dict[str, dict[str, int]] = {}  # the same of each stream's last step
     for number, step in enumerate(steps):
         clock, waits = dict(last.get(step.stream, {})), []
         for key in sorted(step.waits, key=lambda key: done[key][stream_of(key)], reverse=True):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from memo.swap.schedule import Fates, Key, Step, Unit, units_in_order
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
-# place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i) what
-# lies between two layers, ("keys", place) keys and values, ("slab keys", unit) the host's copy of them,
+# place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i)
+# what lies between two layers, ("keys", place) keys and values, ("slab keys", unit) the host's copy of them,
 # ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
 Place = tuple
 Content = tuple
