@@ -17,7 +17,7 @@ from memo.parallel.mesh import connected
 
 TIMEOUT_S = 300
 PROCESSES = multiprocessing.get_context("forkserver")  # forks from a server that imports torch once
-PROCESSES.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
+PROCESSES.set_forkserver_preload(["testing.ranks", "train", "torch._dynamo", "torch.distributed.checkpoint"])
 
 
 def serve(rank: int, size: int, port: int, pipe: Connection) -> None:

@@ -29,7 +29,7 @@ from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import Ranks, children, pool
-from tests.helpers import ROOT
+from tests.helpers import ROOT, no_picture
 
 MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
@@ -59,7 +59,8 @@ def here(host, argv, console=os.devnull):
     """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: of all, or one of each."""
     mine = argv[host.rank] if isinstance(argv[0], list) else argv
     path = f"{console}{host.rank}" if console != os.devnull else console
-    with open(path, "w") as file, contextlib.redirect_stdout(file):
+    with open(path, "w") as file, contextlib.redirect_stdout(file), pytest.MonkeyPatch.context() as m:
+        m.setattr("memo.report.draw_picture", no_picture)
         try:
             run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
         except Exception as e:
