@@ -75,6 +75,7 @@ MODES = [dict(activation="recompute"), dict(activation="swap"),
          *(dict(activation="memo", alpha=a) for a in EIGHTHS),
          dict(activation="memo", alpha_mode="per_tensor", limits=dict(hidden=0.6)),
          dict(activation="memo", alpha_mode="paper", limits=dict(hidden=0.6))]
+FEWER_MODES = [*MODES[:2], *MODES[2:-2:2], *MODES[-2:]]  # every other eighth
 
 
 @pytest.mark.slow
@@ -82,14 +83,14 @@ MODES = [dict(activation="recompute"), dict(activation="swap"),
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_mode_and_alpha_is_bitwise_equal(B, dtype):
     S = 2048 // B  # 2,048 rows: each eighth of them is another number of 256 rows
-    keep = trained(B, S, dtype, 3, n_layer=4, activation="keep")
-    for mode in MODES:
-        assert same(trained(B, S, dtype, 3, n_layer=4, **mode), keep), mode
+    keep = trained(B, S, dtype, 2, n_layer=4, activation="keep")
+    for mode in MODES if B == 1 else FEWER_MODES:
+        assert same(trained(B, S, dtype, 2, n_layer=4, **mode), keep), mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("S", [1024, 750])
+@pytest.mark.parametrize("S,dtype", [(1024, torch.float32), (750, torch.float32), (750, torch.bfloat16)],
+                         ids=["1024-fp32", "750-fp32", "750-bf16"])
 def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     keys = dict(n_layer=4, n_head=4, bias=True)
     whole = trained(2, S, dtype, 1, activation="keep", **keys)
@@ -98,7 +99,7 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
     assert torch.equal(keep[0], whole[0])
     assert error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
-    for mode in (*MODES[:2], *MODES[2:-2:2], *MODES[-2:]):  # every other eighth
+    for mode in FEWER_MODES:
         assert same(trained(2, S, dtype, 2, **mode, **keys), keep), mode
 
 
@@ -309,7 +310,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
     tensors = gpt_layer(C, H).tensors(B, S, 4)
     whole, x = sum(t.nbytes for t in tensors.values()), tensors["x"].nbytes
     always = 2 * x + tensors["lse"].nbytes
-    for L in (4, 8, 16):
+    for L in (4, 6, 9):
         for activation in ("keep", "recompute", "swap", "memo"):
             cfg, model, _ = build(B, S, torch.float32, n_layer=L, activation=activation, alpha_mode="paper",
                                   limits=dict(hidden=0.5))
@@ -325,7 +326,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
             gc.collect()
             steps[activation, L] = peak(allocations(lambda: run_pass(model, batch))[0])  # noqa: B023
             model.close()
-    for L in (4, 8, 16):
+    for L in (4, 6, 9):
         assert taken["swap", L] == 2 * whole + x
         # the paper's alpha there, in rows of 128
         assert taken["memo", L] == 2 * always + x + (1 + 3 / 8) * (whole - always)
@@ -333,7 +334,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
         assert taken["recompute", L] == whole + L * x
     assert len(set(steps.values())) <= 3, steps  # what a step takes on top: whole, in rows, neither
     for activation in ("keep", "swap", "memo", "recompute"):
-        assert len({steps[activation, L] for L in (4, 8, 16)}) == 1
+        assert len({steps[activation, L] for L in (4, 6, 9)}) == 1
 
 
 # --- races ---
@@ -402,7 +403,7 @@ def racing():
 
 @pytest.mark.slow
 def test_random_delays_change_nothing(racing):
-    assert all(racing(seed) for seed in range(100))
+    assert all(racing(seed) for seed in range(50))
 
 
 @pytest.mark.slow
@@ -422,10 +423,10 @@ def test_there_is_no_wait_that_the_race_test_does_not_know():
 
 @pytest.mark.slow
 def test_three_hundred_steps_leak_nothing():
-    cfg, model, optimizer = build(1, 512, torch.float32, activation="memo", alpha=0.5)
+    cfg, model, optimizer = build(1, 256, torch.float32, activation="memo", alpha=0.5)
     seen, threads = [], set()
-    for i in range(300):
-        model.forward(*random_batch(cfg, 1, 512, "cpu", seed=i), scale=1.0)
+    for i in range(300):  # a tensor of (256, 32) that each leaves behind would be 9 MiB
+        model.forward(*random_batch(cfg, 1, 256, "cpu", seed=i), scale=1.0)
         model.backward()
         optimizer.step(1e-3)
         model.swap.streams.timeline.take()
