@@ -101,7 +101,8 @@ def swept_inputs(fates: Fates, units: list[Unit]) -> list[Unit]:
     """The units whose input comes back so that their keys and values are made again, in that order."""
     number = {unit: k for k, unit in enumerate(units)}
     swept = [below for unit in reversed(units) if (below := keys_below(unit)) in number]
-    return [unit for unit in swept if number[unit] in fates.copied] if fates.keys == "made" else []
+    back = fates.keys == "made" and not fates.x_stays
+    return [unit for unit in swept if back and number[unit] in fates.copied]
 
 
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
