@@ -394,12 +394,13 @@ class Delayed(CpuStream):
 
 # {what is waited for: who does it}, of one subsequence; of four with two buffers and with more of them than a
 # layer has units; of four whose keys and values are made again
-COPIES = {"computed": "compute", "offloaded": "offload", "done": "compute", "prefetched": "prefetch"}
+UNITS = {"computed": "compute", "done": "compute"}
+COPIES = UNITS | {"offloaded": "offload", "prefetched": "prefetch"}
 KEYS_MADE = {"head computed": "compute", "input prefetched": "prefetch", "swept": "compute"}
 FOUR = dict(subsequences=4, n_layer=4)
 RACES = {"one": ({}, COPIES), "four": (FOUR, COPIES),
          "four, six buffers": (FOUR | dict(changed=dict(n_buffers=6)),
-                               COPIES | {"keys offloaded": "offload", "keys prefetched": "prefetch"}),
+                               UNITS | {"keys offloaded": "offload", "keys prefetched": "prefetch"}),
          "four, keys made": (FOUR | dict(changed=dict(keys="made")), COPIES | KEYS_MADE)}
 WAITS = [(race, wait) for race, (_, waits) in RACES.items() for wait in waits]
 
