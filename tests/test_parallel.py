@@ -45,7 +45,7 @@ KINDS += [(family, text, "metp") for family, layouts in METP_LAYOUTS.items() for
 
 
 def micros(family, text):
-    """Of a step: those of a rank are summed up in "rope" alone, whose layouts are all that there are."""
+    """Micro-batches of a step. A rank sums up the gradients of two in "rope" alone, which has all layouts."""
     return 2 if family == "rope" else degrees_of(text)["dp"]
 
 
