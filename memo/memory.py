@@ -37,7 +37,7 @@ from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
 from memo.formulas import parameters, percent
 from memo.launch import Launch
-from memo.layer import groups_of, n_rows, tensors_of
+from memo.layer import groups_of, n_rows
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
@@ -201,7 +201,7 @@ def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Opt
     positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
-            *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
+            *activation_lines(cfg, decision.placement, model.dtype.itemsize),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
             Line("positions", "positions", positions)]
 

@@ -1,6 +1,7 @@
 """Where the skeletal activations of all units are between their forward and their backward. No torch.
 Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -158,11 +159,20 @@ class Placement:
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
+    def like(self) -> list[int]:
+        """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
+        firsts: dict[tuple, int] = {}
+        return [firsts.setdefault((self.units[k][1], k < self.n_swapped, k in self.gives_up,
+                                   k % self.n_buffers % 2, k < self.n_units - 1), k)
+                for k in range(self.n_units)]
+
+    @cached_property
     def fates(self) -> Fates:
         """What the schedule needs to know of the units."""
         swapped = frozenset(range(self.n_swapped))
         copied = swapped - (self.gives_up if self.x_stays else frozenset())
-        rebuilt = frozenset(k for k in range(self.n_units) if self.missing(k))
+        lacking = {k for k in set(self.like) if self.missing(k)}
+        rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys)
 
     def key_place(self, unit: tuple[int, int]) -> int:
@@ -199,7 +209,8 @@ class Placement:
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of all rows."""
-        rows = sum(n for k in range(self.n_units) for _, n in self.swapped(k, tensors).values())
+        rows = sum(units * n for k, units in Counter(self.like).items()
+                   for _, n in self.swapped(k, tensors).values())
         return rows + sum(self.keys_swapped(tensors).values())
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
