@@ -127,7 +127,8 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free
     room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
-    all_fit = cpu and with_buffers(cfg, problem_of(cfg, itemsize, None, room), room).n_buffers == cfg.n_layer
+    problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, None, room), room)
+    all_fit = cpu and problem.n_buffers == problem.n_layer
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)

@@ -190,8 +190,8 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
     try:
         return *decide(cfg, itemsize, rates, room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
-        problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
-        least = problem.swapped_layers * problem.nbytes[INPUT] if cfg.finds_alpha else 2**62
+        problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, rates, room), room)
+        least = problem.swapped_layers * problem.least_bytes if cfg.finds_alpha else 2**62
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         assert plan is not None  # of a mode that copies
         return placement, replace(plan, limits=problem.limits), str(e)

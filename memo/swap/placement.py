@@ -91,15 +91,16 @@ class Placement:
         return frozenset(swapped[:self.input_only])
 
     @cached_property
-    def buffers_known(self) -> dict[str, list[tuple[int, int]]]:
-        """What buffers_of has found."""
+    def buffers_known(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
         return {}
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
         """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory."""
-        if name not in self.buffers_known:
-            self.buffers_known[name] = self.find_buffers(name)
-        return self.buffers_known[name]
+        like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)
+        if like not in self.buffers_known:
+            self.buffers_known[like] = self.find_buffers(name)
+        return self.buffers_known[like]
 
     def find_buffers(self, name: str) -> list[tuple[int, int]]:
         n = self.n_inputs if name == INPUT else self.n_buffers
@@ -109,8 +110,8 @@ class Placement:
         if n != 2:
             return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
         # neighbours take turns: neither may reach into what the other keeps
-        spans = [self.rows(a) + self.kept_rows(b, name) for k in range(1, self.n_units)
-                 for a, b in ((k - 1, k), (k, k - 1))]
+        unlike = {(self.rows(k - 1), self.rows(k)): k for k in range(1, self.n_units)}.values()
+        spans = [self.rows(a) + self.kept_rows(b, name) for k in unlike for a, b in ((k - 1, k), (k, k - 1))]
         span = max(*lengths, *spans)
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
@@ -222,6 +223,10 @@ class Placement:
                 first, length = self.buffers_of(name)[-1]
                 found[name] = self.row_bytes(t) * (first + length)
         return found
+
+    def device_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> int:
+        """Bytes of all buffers and regions on the device. Arguments as for region_bytes."""
+        return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors, dealt).values())
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:
