@@ -11,7 +11,7 @@ of rows. Source: MEMO 3.1 and 4.1.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -313,6 +313,13 @@ def travelling(cfg: "Config") -> tuple[int, int]:
             what = {"q": "q", "p": "q", "k": "kv", "v": "kv"}.get(name[0], "mlp")
             elements[what] += prod(p.shape)
     return elements["mlp"] // cfg.tp, elements["q"] // groups + elements["kv"] // min(groups, layer.kv_heads)
+
+
+def keys_dealt(cfg: "Config") -> int:
+    """How often each head of keys lies in the pieces that attention over a prefix reads, of all ranks of cp:
+    Ulysses deals whole heads, each rank at least one."""
+    ranks = cfg.cp if cfg.context_parallel == "ulysses" else 1
+    return ranks // gcd(cfg.kv_heads // cfg.tp, ranks)
 
 
 def shares_heads(heads: int, sharing: int) -> bool:

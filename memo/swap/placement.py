@@ -1,6 +1,7 @@
 """Where the skeletal activations of all units are between their forward and their backward. No torch.
 Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -95,15 +96,16 @@ class Placement:
         return frozenset(swapped[:self.input_only])
 
     @cached_property
-    def buffers_known(self) -> dict[str, list[tuple[int, int]]]:
-        """What buffers_of has found."""
+    def buffers_known(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
         return {}
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
         """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory."""
-        if name not in self.buffers_known:
-            self.buffers_known[name] = self.find_buffers(name)
-        return self.buffers_known[name]
+        like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)
+        if like not in self.buffers_known:
+            self.buffers_known[like] = self.find_buffers(name)
+        return self.buffers_known[like]
 
     def find_buffers(self, name: str) -> list[tuple[int, int]]:
         n = self.n_inputs if name == INPUT else self.n_buffers
@@ -113,8 +115,8 @@ class Placement:
         if n != 2:
             return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
         # neighbours take turns: neither may reach into what the other keeps
-        spans = [self.rows(a) + self.kept_rows(b, name) for k in range(1, self.n_units)
-                 for a, b in ((k - 1, k), (k, k - 1))]
+        unlike = {(self.rows(k - 1), self.rows(k)): k for k in range(1, self.n_units)}.values()
+        spans = [self.rows(a) + self.kept_rows(b, name) for k in unlike for a, b in ((k - 1, k), (k, k - 1))]
         span = max(*lengths, *spans)
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
@@ -163,11 +165,20 @@ class Placement:
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
+    def like(self) -> list[int]:
+        """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
+        firsts: dict[tuple, int] = {}
+        return [firsts.setdefault((self.units[k][1], k < self.n_swapped, k in self.gives_up,
+                                   k % self.n_buffers % 2, k < self.n_units - 1), k)
+                for k in range(self.n_units)]
+
+    @cached_property
     def fates(self) -> Fates:
         """What the schedule needs to know of the units."""
         swapped = frozenset(range(self.n_swapped))
         copied = swapped - (self.gives_up if self.x_stays else frozenset())
-        rebuilt = frozenset(k for k in range(self.n_units) if self.missing(k))
+        lacking = {k for k in set(self.like) if self.missing(k)}
+        rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys)
 
     def key_place(self, unit: tuple[int, int]) -> int:
@@ -204,7 +215,8 @@ class Placement:
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of all rows."""
-        rows = sum(n for k in range(self.n_units) for _, n in self.swapped(k, tensors).values())
+        rows = sum(units * n for k, units in Counter(self.like).items()
+                   for _, n in self.swapped(k, tensors).values())
         return rows + sum(self.keys_swapped(tensors).values())
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -216,6 +228,10 @@ class Placement:
                 first, length = self.buffers_of(name)[-1]
                 found[name] = self.row_bytes(t) * (first + length)
         return found
+
+    def device_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> int:
+        """Bytes of all buffers and regions on the device. Arguments as for region_bytes."""
+        return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors, dealt).values())
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:
