@@ -72,8 +72,8 @@ class MetpBlock(Block):
         coming = self.broadcasts(*self.projections)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
         for heads, matrices in coming:
-            if heads is self.groups[-1]:
-                whole = self.tp.start_gather(self.w.proj_w)  # comes while the last group computes
+            if heads is self.groups[-2:][0]:  # the last broadcast is posted: none waits for this message
+                whole = self.tp.start_gather(self.w.proj_w)  # comes while the last two groups compute
             q, k, v = self.queries_keys_values_of(normed, matrices, turn, s.lse)
             out, lse = self.of_heads(s.attn_out, s.lse, heads)
             attend(self.attention_at(turn), q, k, v, True, self.scale, out, lse)  # over all ranks' tokens
@@ -115,26 +115,29 @@ class MetpBlock(Block):
     # --- backward ---
 
     def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
-        w, dw, ops = self.w, self.dw, self.ops
         visits, coming = self.visits(), self.broadcasts(*self.projections, "proj_w")
-        dx = torch.empty_like(dy)  # of a norm's output, whose parts the groups add one after the other
-        # out = mid + mlp(ln2 mid)
+        dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
+        self.mlp_half_backward(visits, dy, s, dx)
+        return self.attention_half_backward(coming, dy, s, turn, dx)
+
+    def mlp_half_backward(self, visits: Visits, dy: torch.Tensor, s: SimpleNamespace,
+                          dx: torch.Tensor) -> None:
+        """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory."""
+        w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, dw.fc2_b)
         metp_mlp_backward(visits, partial(self.normed, "ln2", s.mid, mean, rstd), self.activation(), dy,
                           [getattr(dw, name) for name in self.mlp_names], dx)
-        ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
-        # mid = x + attention(ln1 x); of mid itself nothing is needed any more
-        mean, rstd = self.statistics(s.x)
-        normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)
-        bias_backward(dy, dw.proj_b)
-        self.attention_backward(coming, dy, s, turn, normed, dx)
-        return ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
+        self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
 
-    def attention_backward(self, coming: Broadcasts, dy: torch.Tensor, s: SimpleNamespace,
-                           turn: torch.Tensor | None, normed: torch.Tensor, dx: torch.Tensor) -> None:
-        """dy: the gradient of mid; writes that of `normed` (n, C) over dx. Source: METP, algorithms 5 and
-        6."""
+    def attention_half_backward(self, coming: Broadcasts, dy: torch.Tensor, s: SimpleNamespace,
+                                turn: torch.Tensor | None, dx: torch.Tensor) -> torch.Tensor:
+        """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
+        memory. Source: METP, algorithms 5 and 6."""
+        w, dw = self.w, self.dw
+        mean, rstd = self.statistics(s.x)
+        normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)  # nothing needs mid any more
+        bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.head_dim)
         for heads, matrices in coming:
             places = home.places(heads, matrices)
@@ -155,14 +158,16 @@ class MetpBlock(Block):
                 for r in row_pieces(len(dy)):
                     accumulate_product(places[f"{name}_w"], g[r].t(), normed[r])
             # q, k and v at once: each sum rounds dx in the run's dtype
-            dqkv, w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in "qkv"])
+            dqkv, qkv_w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in "qkv"])
             del gradients, parts, g
             for r in row_pieces(len(dy)):
-                add_or_write(dx[r], dqkv[r], w, write=heads.q.start == 0)
-            del dqkv, w, matrices
+                add_or_write(dx[r], dqkv[r], qkv_w, write=heads.q.start == 0)
+            del dqkv, qkv_w, matrices
             home.start(heads, places)
             del places  # before the next group's take memory
-        home.finish()
+        self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
+        home.finish()  # the last group's came home beside the norm
+        return s.x
 
     # --- what both need ---
 
