@@ -250,7 +250,7 @@ class GPT:
         layer, i = step.unit
         swap, turn, tokens, positions = self.swap, self.turn[i], self.tokens[i], self.positions[i]
         s, block, name = swap.units[step.unit], self.blocks[layer], swap.name(step.unit)
-        x, y, k = swap.between[layer][i], swap.between[layer + 1][i], swap.placement.units.index(step.unit)
+        x, y, k = swap.between[layer][i], swap.between[layer + 1][i], swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
         match step.kind:
             case "embedding":

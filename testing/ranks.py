@@ -6,6 +6,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 
 from memo.launch import Launch
 from memo.parallel.mesh import connected
+from memo.planner.allocator import Unavailable, load_library
 
 TIMEOUT_S = 300
 PROCESSES = multiprocessing.get_context("forkserver")  # forks from a server that imports torch once
-PROCESSES.set_forkserver_preload(["testing.ranks", "model", "memo.optim", "torch._dynamo"])
+PROCESSES.set_forkserver_preload(["testing.ranks", "train", "torch._dynamo", "torch.distributed.checkpoint"])
 
 
 def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
@@ -79,6 +81,8 @@ def children(pid: int) -> list[int]:
 @cache
 def pool(size: int) -> Ranks:
     """The pool of `size` ranks."""
+    with suppress(Unavailable):
+        load_library()  # the ranks, which start at once, would build it one beside the other
     made = Ranks(size)
     atexit.register(made.close)
     return made

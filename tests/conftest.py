@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import VOCAB
+from memo import report
+from tests.helpers import VOCAB, no_picture
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,6 +34,21 @@ def dataset(tmp_path_factory):
         counts[split] = dict(tokens=n)
     (folder / "meta.json").write_text(json.dumps(dict(dtype="uint16", vocab_size=VOCAB, counts=counts)))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def draw_picture():
+    """The real one. Runs in this process draw no pictures: these take longer than all else of a small run."""
+    real = report.draw_picture
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(report, "draw_picture", no_picture)
+        yield real
+
+
+@pytest.fixture
+def pictures(draw_picture, monkeypatch):
+    """Runs draw their pictures."""
+    monkeypatch.setattr(report, "draw_picture", draw_picture)
 
 
 @pytest.fixture

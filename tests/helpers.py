@@ -41,6 +41,10 @@ def losses(out):
     return [(r["iter"], r["loss"]) for r in read_metrics(Path(out) / "metrics.jsonl")]
 
 
+def no_picture(run, name, work):
+    """In the place of memo.report.draw_picture."""
+
+
 # --- models ---
 
 def perturbed_weights(cfg, device):

@@ -175,6 +175,7 @@ def test_a_run_whose_console_is_a_full_disk_ends_well(dataset, tmp_path):
     assert done.returncode == 0 and checkpoint.load(tmp_path).iter == 12
 
 
+@pytest.mark.usefixtures("pictures")
 def test_pictures_and_loggers_that_fail_are_warnings(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     def fails(*args):
         raise OSError(28, "No space left on device")
@@ -189,6 +190,7 @@ def test_pictures_and_loggers_that_fail_are_warnings(dataset, tmp_path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
 def test_an_out_dir_that_is_removed_is_made_again(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     out, real = tmp_path / "out", train.forward_backward
 
@@ -232,6 +234,7 @@ def test_a_warning_comes_once_for_each_reason(capsys):
 # --- pictures and hints ---
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
 def test_the_loss_is_drawn_at_every_evaluation_and_named_once(dataset, tmp_path, monkeypatch, capsys):
     drawn = []
     monkeypatch.setattr(report, "loss_curve", lambda rows, png, *args: drawn.append(len(rows)))

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,12 +28,14 @@ from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.trace import parse_trace
+from memo.run import arena_here
 from memo.swap.placement import Placement
 from memo.swap.streams import open_streams
 from model import GPT
 from testing.paper import PAPER, of_that_width, paper_config, rows_of_table3
 from tests.helpers import ROOT
 from tests.helpers import argv as arguments
+from trace_step import trace_step
 
 A800, H100 = hardware.machine("a800-80gb"), hardware.machine("h100-80gb")
 LLAMA = dict(n_head=4, n_kv_head=2, head_dim=24, n_inner=192, norm="rmsnorm", mlp="swiglu", qk_norm=True,
@@ -117,9 +119,9 @@ def test_recompute_and_swap_of_table_4():
 
 @pytest.mark.slow
 def test_the_longest_context_on_the_papers_node():
-    cfg = load_config(["config/7b_1m.py"])
-    assert search.longest(*budget.granting(cfg, A800, 8, 1.035e12), 8).cfg.block_size >= 2**20
-    assert search.longest(*budget.granting(cfg, A800, 8, 2e12), 8).cfg.block_size >= 2**21
+    cfg, arena = load_config(["config/7b_1m.py"]), partial(arena_here, trace_step)
+    assert search.longest(*budget.granting(cfg, A800, 8, 1.035e12), 8, arena).cfg.block_size >= 2**20
+    assert search.longest(*budget.granting(cfg, A800, 8, 2e12), 8, arena).cfg.block_size >= 2**21
 
 
 # --- memory, against the real thing ---
@@ -172,7 +174,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
 def traced_arenas(*argv, device="cuda", preset="7b_1m"):
     cfg = load_config([f"config/{preset}.py", *argv])
     machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
-    return traced_arena(cfg, machine), fast_arena(cfg, machine)
+    return arena_here(trace_step, cfg, machine), fast_arena(cfg, machine)
 
 
 @pytest.mark.slow
@@ -623,6 +625,9 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     monkeypatch.setattr(calibrate, "LEAST_S", 0.0)
+    matmuls, attentions = calibrate.matmuls, calibrate.attentions  # of fewer rows: less to compute
+    monkeypatch.setattr(calibrate, "matmuls", lambda size, rows, *how: matmuls(size, rows // 64, *how))
+    monkeypatch.setattr(calibrate, "attentions", lambda T, *how: attentions(T // 8, *how))
     monkeypatch.setattr(commands, "FIRST_S", 0.01)
     profiler.main(["--calibrate", "--device=cpu"])
     out, err = capsys.readouterr()
@@ -748,4 +753,4 @@ def test_attention_without_a_kernel_holds_the_scores():
         kernels, scores = (budget.estimate(one, A, 1, fast_arena).bytes_of("transient")[0]
                            for one in (cfg, slow))
         assert scores > kernels + 12 * 8192**2 * 8
-        assert sum(traced_arena(slow, A)) <= sum(fast_arena(slow, A))
+        assert sum(arena_here(trace_step, slow, A)) <= sum(fast_arena(slow, A))

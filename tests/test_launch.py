@@ -29,7 +29,7 @@ from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import Ranks, children, pool
-from tests.helpers import ROOT
+from tests.helpers import ROOT, no_picture
 
 MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
@@ -59,7 +59,8 @@ def here(host, argv, console=os.devnull):
     """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: of all, or one of each."""
     mine = argv[host.rank] if isinstance(argv[0], list) else argv
     path = f"{console}{host.rank}" if console != os.devnull else console
-    with open(path, "w") as file, contextlib.redirect_stdout(file):
+    with open(path, "w") as file, contextlib.redirect_stdout(file), pytest.MonkeyPatch.context() as m:
+        m.setattr("memo.report.draw_picture", no_picture)
         try:
             run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
         except Exception as e:
@@ -335,6 +336,9 @@ def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):
 
 # --- torchrun ---
 
+LONG = dict(max_iters=24, save_interval=3, eval_interval=0)  # each evaluation would draw a picture
+
+
 def torchrun(argv, *options, ranks):
     """With a thread for each rank, as in the pools: sums over several come in another order."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options,
@@ -359,7 +363,7 @@ def undisturbed(dataset, tmp_path_factory):
 
 @pytest.mark.ranks
 def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(dataset, tmp_path, undisturbed):
-    run = torchrun(argv(dataset, tmp_path, tp=2, max_iters=24, save_interval=3), "--standalone",
+    run = torchrun(argv(dataset, tmp_path, tp=2, **LONG), "--standalone",
                    "--max-restarts=1", ranks=2)
     wait_for_rows(tmp_path, 8)
     os.kill(children(run.pid)[1], signal.SIGKILL)
@@ -372,7 +376,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(datase
 
 @pytest.mark.ranks
 def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
-    run = torchrun(argv(dataset, tmp_path, tp=2, max_iters=10**6, save_interval=3), "--standalone", ranks=2)
+    run = torchrun(argv(dataset, tmp_path, tp=2, **LONG | dict(max_iters=10**6)), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 8)  # the save before step 6 waited for the one before step 3
     os.kill(children(run.pid)[1], signal.SIGKILL)
     _, err = run.communicate(timeout=60)
@@ -389,7 +393,7 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dat
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    keys = dict(cp=2, max_iters=24, save_interval=3)
+    keys = dict(cp=2, **LONG)
     nodes = [torchrun(argv(dataset, tmp_path / "two", **keys), "--nnodes=2", "--rdzv-backend=c10d",
                       "--max-restarts=3", f"--rdzv-endpoint=127.0.0.1:{port}", ranks=1) for _ in range(2)]
     wait_for_rows(tmp_path / "two", 8)
@@ -406,7 +410,7 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dat
 
 @pytest.mark.ranks
 def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
-    run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=10**6), "--standalone", ranks=2)
+    run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=10**6, eval_interval=0), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 5)
     run.send_signal(signal.SIGTERM)
     out, err = run.communicate(timeout=60)

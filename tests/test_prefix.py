@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from memo import layer
-from memo.attention import BACKENDS, Attention, math_backward, math_forward
+from memo.attention import BACKENDS, Attention, installed_kernel, math_backward, math_forward
 from memo.head_norm import prefix_of_normed_heads
 from memo.ops import TORCH, rotations
 from memo.parallel.cp import attention_over_ranks, local_token_ranges
@@ -14,6 +16,7 @@ from memo.parallel.mesh import ALONE, Axis, noted_mesh
 from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
 from memo.parallel.rendezvous import validate_programs
 from testing.ranks import pool
+from tests import fakes
 from tests.helpers import error
 
 H, D, SCALE = 4, 16, 0.25
@@ -101,6 +104,26 @@ def test_groups_of_heads_are_bounded_by_the_longest_piece(Hkv, monkeypatch):
     assert set(heads) == {(64, 2), (48, 2), (32, 2)}  # although four heads of 32 queries would fit
 
 
+def test_groups_that_the_caller_makes_are_all_heads():
+    """As METP calls it: q of some heads, and those heads of the pieces, which they write into."""
+    q, k, v, dout = tensors(sum(CUTS[3]), 2)
+    [*mine, last], prefix = positions_of(CUTS[3], ALONE.tokens, "ring"), alone()(None)
+    pieces = [(k[:, at], v[:, at]) for at in (*mine, last)]
+
+    def attend(*groups):
+        sums = [tuple(torch.zeros_like(t) for t in piece) for piece in pieces]
+        out, lse, dq = torch.zeros_like(q[:, last]), torch.zeros(2, H, len(last)), []
+        for h, kv in groups:
+            of = [[tuple(t[:, :, kv] for t in pair) for pair in pairs] for pairs in (pieces, sums)]
+            mine = q[:, last][:, :, h], dout[:, last][:, :, h], out[:, :, h], lse[:, h]
+            attend_prefix(prefix, mine[0], of[0], SCALE, *mine[2:])
+            dq.append(attend_prefix_backward(prefix, mine[1], mine[0], *of, *mine[2:], SCALE))
+        return [out, lse, torch.cat(dq, 2), *(t for pair in sums for t in pair)]
+    want = attend((slice(H), slice(2)))
+    assert all(a.equal(b) for a, b in zip(attend((slice(2), slice(1)), (slice(2, H), slice(1, 2))), want,
+                                          strict=True))
+
+
 def test_one_piece_is_the_plain_call():
     q, k, v, dout = tensors(64, 2, dtype=torch.bfloat16)
     calls = []
@@ -126,6 +149,47 @@ def test_one_piece_is_the_plain_call():
 def test_in_bf16():
     whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], ALONE.tokens, "ring")
     compare(pass_over(alone(), mine, *whole), exact(*whole), mine, 1e-2)
+
+
+@pytest.mark.parametrize("version", ["2.8.3", "3", "4 beta 27"])
+def test_packages_kernels_over_pieces(version, monkeypatch):
+    """With the strides of a projection's columns."""
+    fakes.install(monkeypatch, version)
+    q, k, v, dout = tensors(sum(CUTS[3]), 2)
+    q, k, v = torch.cat((q, k, v), 2).split((H, 2, 2), 2)
+    mine = positions_of(CUTS[3], ALONE.tokens, "ring")
+    prefix = over_prefix(installed_kernel(fakes.KERNEL[version[0]]), ALONE.tokens, "ring", TORCH.merge)
+    monkeypatch.setattr(layer, "GROUP_ELEMENTS", 2 * 64 * D)  # one head
+    compare(pass_over(lambda at: prefix, mine, q, k, v, dout), exact(q, k, v, dout), mine, 1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        for t in tree_leaves(made):
+            if torch.is_tensor(t) and t.untyped_storage().data_ptr() not in given:
+                self.nbytes = max(self.nbytes, t.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("kind,size", [("ring", 1), ("ring", 2), ("ulysses", 2)])
+def test_nothing_is_larger_than_the_queries_or_keys_of_a_group(kind, size, monkeypatch):
+    T, axis = 16, Axis("cp", size)  # tokens of a rank, in each of eight pieces
+    q, k, v, dout = tensors(T, 2)
+    prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
+    monkeypatch.setattr(layer, "GROUP_ELEMENTS", q.numel() // 2)  # two heads of a rank's queries
+    pieces = [prefix.to_pieces(k, v) for _ in range(8)]
+    sums = [tuple(torch.zeros_like(t) for t in piece) for piece in pieces]
+    out, lse = torch.zeros_like(q), torch.zeros(2, H, T)
+    with Largest() as largest:
+        attend_prefix(prefix, q, pieces, SCALE, out, lse)
+        attend_prefix_backward(prefix, dout, q, pieces, sums, out, lse, SCALE)
+    assert largest.nbytes == q.nbytes // 2
 
 
 # --- several ranks ---

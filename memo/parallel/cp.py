@@ -64,9 +64,9 @@ def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
 # --- ring ---
 
 def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
-    """(queries, keys, causal) that meet while the block of rank `source` is here: the rank's own block under
-    the mask; of an earlier rank's its first half, seen by all queries; all of a later rank's, seen by the
-    second half of the queries."""
+    """(queries, keys, causal) that meet, of the queries of rank `rank` and the keys of rank `source`: its own
+    under the mask; of an earlier rank's the first half, seen by all queries; all of a later rank's, seen by
+    the second half of the queries."""
     everything, half = slice(None), T // 2
     if source == rank:
         return everything, everything, True

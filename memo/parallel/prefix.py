@@ -173,6 +173,7 @@ def passing_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.
         merge(out[:, rows], lse[..., rows], *found)
         del found  # before the next visitor's
         home = axis.shift(out, lse)
+    del q_, out, lse
     out, lse = attend(q, pieces[-1:], scale)
     out = out.float()
     if before is not None:
@@ -196,6 +197,7 @@ def passing_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: to
         dq[:, rows_met(pieces, last)].add_(found)
         del found  # before the next visitor's
         home = axis.shift(dq)
+    del dout_, q_, out_, lse_, dq
     dq = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale).float()
     if before is not None:
         dq.add_(before)

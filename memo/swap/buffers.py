@@ -83,6 +83,7 @@ class Swap:
             self.between = [[x] for x in self.x]
         self.layers = [self.units[i, 0] for i in range(p.n_layer)]
         self.missing = [p.missing(k) for k in range(p.n_units)]
+        self.swept = swept_inputs(p.fates, p.units)
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
         self.set_steps(schedule(p.fates, p.n_layer, p.subsequences, p.order))
@@ -123,7 +124,7 @@ class Swap:
         if self.slab is None:
             return pairs
         p, slab, end = self.placement, self.slab, 0
-        keys, inputs = p.keys_swapped(self.tensors), swept_inputs(p.fates, p.units)
+        keys = p.keys_swapped(self.tensors)
 
         def travels(unit: Unit, what: str, tensor_bytes: torch.Tensor) -> None:
             nonlocal end
@@ -132,7 +133,7 @@ class Swap:
             end += tensor_bytes.nbytes
         for k, unit in enumerate(p.units):
             for name, (first, n) in p.swapped(k, self.tensors).items():
-                if name == INPUT and unit in inputs:  # comes back for the sweep, too
+                if name == INPUT and unit in self.swept:  # comes back for the sweep, too
                     pairs["prefetch input", unit] = slab.pairs(end, bytes_of(self.input_of_sweep(unit)))
                 travels(unit, "", bytes_of(getattr(self.units[unit], name))[first:first + n])
             for t in self.units[unit].pieces[-1] if k in keys else ():
@@ -142,8 +143,10 @@ class Swap:
     def input_of_sweep(self, unit: Unit) -> torch.Tensor:
         """Where the input (n, C) of a unit lies for the sweep: it has come back there, or never left the
         unit."""
-        inputs, x = swept_inputs(self.placement.fates, self.placement.units), self.units[unit].x
-        return self.sweep_inputs[inputs.index(unit) % SWEEP_PLACES][:len(x)] if unit in inputs else x
+        x = self.units[unit].x
+        if unit not in self.swept:
+            return x
+        return self.sweep_inputs[self.swept.index(unit) % SWEEP_PLACES][:len(x)]
 
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""

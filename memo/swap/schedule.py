@@ -99,8 +99,10 @@ def keys_leave(unit: Unit, layers: int) -> bool:
 
 def swept_inputs(fates: Fates, units: list[Unit]) -> list[Unit]:
     """The units whose input comes back so that their keys and values are made again, in that order."""
-    swept = [below for unit in reversed(units) if (below := keys_below(unit))[0] >= 0]
-    return [u for u in swept if units.index(u) in fates.copied] if fates.keys == "made" else []
+    number = {unit: k for k, unit in enumerate(units)}
+    swept = [below for unit in reversed(units) if (below := keys_below(unit)) in number]
+    back = fates.keys == "made" and not fates.x_stays
+    return [unit for unit in swept if back and number[unit] in fates.copied]
 
 
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
@@ -108,11 +110,11 @@ def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "lay
     units = units_in_order(layers, subsequences, order)
     if subsequences == 1:
         fates = replace(fates, keys="stay")
-    steps = [*forward_steps(fates, units, layers, subsequences), *backward_steps(fates, units, subsequences)]
+    steps = [*forward_steps(fates, units, layers), *backward_steps(fates, units, subsequences)]
     return with_needed_waits(steps)
 
 
-def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: int) -> Iterator[Step]:
+def forward_steps(fates: Fates, units: list[Unit], layers: int) -> Iterator[Step]:
     """The steps up to the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     for k, unit in enumerate(units):
@@ -122,8 +124,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
         if fates.keys == "copied" and below in number:
             waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
         if unit[0] == 0:
-            # with one subsequence it writes the unit's own input
-            yield Step("embedding", unit, () if subsequences > 1 else waits)
+            yield Step("embedding", unit)
         yield Step("forward", unit, waits)
         # the copies' waits protect the slab from a unit that is not computed yet
         if fates.keys == "copied" and keys_leave(unit, layers):

@@ -97,7 +97,7 @@ class Memory:
             case "prefetch input":
                 return Access([(slab, ("copy", unit))], [(self.sweep_place(unit), ("x", unit))])
             case "sweep":
-                came = k in fates.copied
+                came = k in fates.copied and not fates.x_stays
                 return Access([(self.sweep_place(unit), ("x", unit)) if came else x_here], [own_keys])
             case "recompute":
                 lost = [] if survives else [activations]
