@@ -1,20 +1,23 @@
 """METP in seconds, on processes that talk over gloo: how far messages hide, and what one process pays.
 
-    python -m bench.metp_time overlap    ranks whose messages take a while per byte, waited for at once or not
+    python -m bench.metp_time overlap    ranks whose messages take a while per byte
     python -m bench.metp_time cpu        one process, 8 groups of heads, beside a layer that keeps everything
 
 Both at once; without an argument both, too. Writes bench/results/metp_time.json and metp_overlap.png. No
-network is measured: messages sleep.
+network is measured: a message ends no earlier than its bytes times the seconds a byte behind the message
+before it on its communicator. Ranks that share cores would slow each other: their products are paced. Each
+lasts as its FLOPs say, of which a rank computes a small part, with one thread, and sleeps the rest.
 """
 
 import statistics
 import time
+from collections import Counter
 
 import matplotlib.pyplot as plt
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.metp import CPU, RESULTS, store_parts
-from bench.parallel import delayed
+from bench.metp import CPU, MODELS, RESULTS, store_parts
 from memo.config import Config
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
@@ -23,111 +26,255 @@ from memo.profiler import layer_rates
 from model import GPT, initial_weights
 from testing.ranks import pool
 
-# --- how far messages hide ---
+# --- products that last as long as they should ---
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def flops_of(name, args):
+    """FLOPs of a product of two matrices, or of attention; 0 of all else."""
+    if name in ("mm", "addmm", "addmm_"):
+        a, b = args[-2:]
+        return 2 * a.numel() * b.shape[1]
+    if not name.startswith(ATTENTION):
+        return 0
+    (q, k), causal, products = (args[:2], args[4:5], 4) if name == ATTENTION else (args[1:3], args[7:8], 10)
+    return products * q.numel() * k.shape[2] / (2 if any(causal) else 1)
+
+
+class Paced(TorchDispatchMode):
+    """Meanwhile products last s_per_flop at least, and their FLOPs are counted."""
+
+    def __init__(self, s_per_flop):
+        super().__init__()
+        self.s_per_flop, self.flops = s_per_flop, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        start, flops = time.perf_counter(), flops_of(func.overloadpacket.__name__, args)
+        made = func(*args, **kwargs or {})
+        self.flops += flops
+        sleep_until(start + flops * self.s_per_flop if flops else 0.0)
+        return made
+
+
+def sleep_until(when):
+    time.sleep(max(0.0, when - time.perf_counter()))
+
+
+# --- messages that take a while ---
+
+class Tape(list):
+    """What a rank does, in order: (seconds of computing, what follows them, arguments of that)."""
+
+    def note(self, *what):
+        self.append((time.perf_counter() - self.since, *what))
+        self.go_on()
+
+    def go_on(self):
+        self.since = time.perf_counter()
+
 
 class Slow(Axis):
-    """Every message takes s_per_byte, in which nobody computes for it, one after the other. `at_once`:
-    whoever posts one waits for it, and nothing hides."""
+    """Every message takes s_per_byte, in which nobody computes for it, one after the other. `at_once`: it
+    sets off when it is waited for, and nothing hides. `busy`: [(start, end)] of the messages."""
 
-    s_per_byte, at_once, free_at, busy_s = 0.0, False, 0.0, 0.0
+    def prepare(self, tape, s_per_byte, at_once):
+        self.tape, self.s_per_byte, self.at_once, self.busy = tape, s_per_byte, at_once, []
 
-    def late(self, works, nbytes):
-        takes = nbytes * self.s_per_byte
-        self.free_at = there = max(time.perf_counter(), self.free_at) + takes
-        self.busy_s += takes
-        works = delayed(works, there)
-        if self.at_once:
-            received = works.wait()
-            works.wait = lambda: received
+    def late(self, kind, works, nbytes):
+        arrive, takes, number = works.wait, nbytes * self.s_per_byte, len(self.tape)
+        start = time.perf_counter()
+        if self.busy:
+            start = max(start, self.busy[-1][1])
+        self.busy.append((start, start + takes))
+        self.tape.note("post", number, self.name, kind, nbytes)
+
+        def wait():
+            self.tape.note("wait", number)
+            received = arrive()
+            sleep_until((time.perf_counter() if self.at_once else start) + takes)
+            self.tape.go_on()
+            return received
+        works.wait = wait
         return works
 
     def shift(self, *tensors):
-        return self.late(super().shift(*tensors), sum(t.nbytes for t in tensors))
+        return self.late("shift", super().shift(*tensors), sum(t.nbytes for t in tensors))
 
     def start_gather(self, x, out=None):
-        return self.late(super().start_gather(x, out), x.nbytes * (self.size - 1))
+        return self.late("gather", super().start_gather(x, out), x.nbytes * (self.size - 1))
 
     def start_broadcast(self, x, owner):
-        return self.late(super().start_broadcast(x, owner), x.nbytes)
+        return self.late("broadcast", super().start_broadcast(x, owner), x.nbytes)
 
     def start_reduce(self, x, owner):
-        return self.late(super().start_reduce(x, owner), x.nbytes)
+        return self.late("reduce", super().start_reduce(x, owner), x.nbytes)
 
 
-def slow_layer(host, keys, what, rates, rounds):
-    """{(seconds a byte, at once): (median seconds of the slowest rank, seconds of messages on the busiest
-    axis)} of a layer's attention or MLP, forward, or of its backward."""
-    cfg = Config(**keys, tp=host.size, tensor_parallel="metp")
-    axes = {name: Slow(name, host.size, host.rank, host.group) for name in ("tp", "hops", "cp")}
-    model = GPT(cfg, CPU, torch.float32,
-                mesh=Mesh(weights=axes["tp"], hops=axes["hops"], tokens=axes["cp"], host=host))
-    model.load(initial_weights(cfg, 0, CPU))
-    model.reserve(1, cfg.block_size)
-    block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
-    x, seconds = torch.randn(s.x.shape), {}
-    work = {"attention": lambda: block.attention_half(s, model.turn[0], y, slice(None)),
-            "MLP": lambda: block.mlp_half(s, y, block.visits()),
-            "backward": lambda: block.backward(y, s, model.turn[0])}[what]
-
-    def slowed(rate, at_once):
-        for axis in axes.values():
-            axis.s_per_byte, axis.at_once, axis.busy_s, axis.free_at = rate, at_once, 0.0, 0.0
-    for _ in range(rounds):
-        for rate in rates:
-            for at_once in (False, True):
-                slowed(0.0, False)
-                s.x.copy_(x)
-                block.forward(s, model.turn[0], y)  # what a backward uses up
-                slowed(rate, at_once)
-                host.max(0)  # together
-                start = time.perf_counter()
-                work()
-                took = host.max(time.perf_counter() - start)[0]
-                messages = max(axis.busy_s for axis in axes.values())
-                seconds.setdefault((rate, at_once), []).append((took, messages))
-    model.close()
-    return {key: [statistics.median(x) for x in zip(*found, strict=True)] for key, found in seconds.items()}
+def replayed(tape, rates):
+    """What the order of a tape allows: ([seconds of each lap], {(lap, message): its exposed seconds}), where
+    messages take rates[lap's phase][axis] a byte, and nothing else holds them up."""
+    now, ends, there, laps, exposed = 0.0, {}, {}, [], Counter()
+    for computed_s, what, *of in tape:
+        now += computed_s
+        if what == "post":
+            number, axis, kind, nbytes = of
+            ends[axis] = max(now, ends.get(axis, 0.0)) + nbytes * rates[len(laps) // 2][axis]
+            there[number] = ends[axis], f"{axis} {kind}"
+        elif what == "wait":
+            end, message = there[of[0]]
+            exposed[len(laps), message] += max(0.0, end - now)
+            now = max(now, end)
+        else:
+            laps.append(now)
+    return [b - a for a, b in zip([0.0, *laps], laps, strict=False)], exposed
 
 
-WHAT = "attention", "MLP", "backward"
-SMALL = {"BERT-Large": (256, 4), "LLaMA-7B": (512, 8), "LLaMA-70B": (768, 8), "GPT-175B": (1024, 8)}
+# --- a layer, half by half ---
+
+HALVES = dict(attention=("tp", "cp"), MLP=("hops",))  # the communicators of each
+LAPS = (("attention", "forward"), ("MLP", "forward"), ("MLP", "backward"), ("attention", "backward"))
 
 
-def overlap(rounds, p=2, S=4096):
-    """Rows of the halves and the backward of four models' shapes, scaled down, over the seconds that messages
-    take."""
+class Bench:
+    """A layer of METP on slow communicators. The first messages of a half are posted where a step posts them,
+    before the half that precedes it."""
+
+    def __init__(self, host, keys):
+        cfg, p = Config(**keys, tp=host.size, tensor_parallel="metp"), host.size
+        self.host = host
+        self.axes = {name: Slow(name, p, host.rank, host.group) for name in ("tp", "hops", "cp")}
+        mesh = Mesh(weights=self.axes["tp"], hops=self.axes["hops"], tokens=self.axes["cp"], host=host)
+        self.prepare([dict.fromkeys(self.axes, 0.0)] * 2, False)
+        self.model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+        self.model.load(initial_weights(cfg, 0, CPU))
+        self.model.reserve(1, cfg.block_size)
+        self.x = torch.randn(self.model.swap.layers[0].x.shape)
+
+    def prepare(self, rates, at_once, phase=0):
+        self.tape = self.tape if phase else Tape()
+        for name, axis in self.axes.items():
+            axis.prepare(self.tape, rates[phase][name], at_once)
+
+    def run(self, rates, at_once=False):
+        """[(seconds of the slowest rank, of messages on the half's busiest communicator)] of each lap."""
+        model = self.model
+        block, s, turn, y = model.blocks[0], model.swap.layers[0], model.turn[0], model.swap.x[1]
+        s.x.copy_(self.x)
+        self.laps = []
+        self.prepare(rates, at_once)
+        self.start()
+        visits = block.visits()
+        block.attention_half(s, turn, y, slice(None))
+        self.lap()
+        block.mlp_half(s, y, visits)
+        self.lap()
+        self.prepare(rates, at_once, phase=1)
+        visits, coming = block.visits(), block.broadcasts(*block.projections, "proj_w")
+        dx = torch.empty_like(y)
+        block.mlp_half_backward(visits, y, s, dx)
+        self.lap()
+        block.attention_half_backward(coming, y, s, turn, dx)
+        self.lap()
+        return self.laps
+
+    def start(self):
+        self.host.max(0)  # together
+        self.tape.go_on()
+        self.started = time.perf_counter()
+
+    def lap(self):
+        end = time.perf_counter()
+        self.tape.note("lap")
+        half, _ = LAPS[len(self.laps)]
+        busy = max(sum(max(0.0, min(b, end) - max(a, self.started)) for a, b in self.axes[name].busy)
+                   for name in HALVES[half])
+        self.laps.append(self.host.max(end - self.started, busy))
+        self.start()
+
+    def rates(self, compute, ratio):
+        """Seconds a byte, by phase and axis: the messages of each lap take so many times its computing."""
+        sent, lap = [Counter(), Counter()], 0
+        for _, what, *of in self.tape:
+            lap += what == "lap"
+            if what == "post":
+                sent[lap // 2][of[1]] += of[3]
+        rates = [{}, {}]
+        for (half, way), seconds in zip(LAPS, compute, strict=True):
+            phase = way == "backward"
+            most = max(sent[phase][name] for name in HALVES[half])
+            rates[phase] |= dict.fromkeys(HALVES[half], ratio * seconds / most)
+        return rates
+
+
+def slow_layer(host, keys, rounds):
+    """(seconds of a layer whose products are not paced, rows of RATIOS and LAPS of one whose are)."""
+    bench = Bench(host, keys)
+    nothing = [dict.fromkeys(bench.axes, 0.0)] * 2
+    with Paced(0.0) as paced:
+        bench.run(nothing)
+        paced.flops = 0
+        unpaced_s = sum(seconds for seconds, _ in bench.run(nothing))
+        paced.s_per_flop = PACED_S / paced.flops
+        compute = [bench.run(nothing) for _ in range(rounds)]
+        compute = [statistics.median(seconds for seconds, _ in lap) for lap in zip(*compute, strict=True)]
+        tape, rows = bench.tape, []
+        for ratio in RATIOS:
+            rates = bench.rates(compute, ratio)
+            found = [bench.run(rates, at_once) for _ in range(rounds) for at_once in (False, True)]
+            order, exposed = replayed(tape, rates)
+            for i, (half, way) in enumerate(LAPS):
+                took, messages, at_once = (statistics.median(run[i][j] for run in runs) for runs, j in
+                                           ((found[::2], 0), (found[::2], 1), (found[1::2], 0)))
+                longer, [order_s] = max(compute[i], messages), host.max(order[i])
+                rows.append(dict(half=half, way=way, ratio=ratio, compute_s=compute[i], messages_s=messages,
+                                 seconds=took, at_once_s=at_once, order_s=order_s, over_longer=took / longer,
+                                 over_order=took / max(longer, order_s),
+                                 exposed_s={m: s for (lap, m), s in exposed.items() if lap == i and s > 0}))
+    bench.model.close()
+    return unpaced_s, rows
+
+
+RATIOS, RANKS = (0.25, 0.5, 1, 2), (2, 4)
+TOKENS, PACED_S = 256, 4.0  # of a rank; seconds that a layer's products last, forward and backward
+
+
+def overlap(rounds):
+    """Rows of four models' layers, a sixteenth as wide: their halves' forward and backward, where messages
+    take so many times as long as computing."""
     rows = []
-    for name, (h, heads) in SMALL.items():
-        keys = dict(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128)
-        for what in WHAT:  # at rates at which its messages take up to twice as long as its products
-            compute, messages = pool(p).run(slow_layer, keys, what, [1e-9], 2)[0][1e-9, False]
-            rates = [f * 1e-9 * compute / messages for f in (0, 0.5, 1, 2)]
-            found = pool(p).run(slow_layer, keys, what, rates, rounds)[0]
-            alone = found[0.0, False][0]
-            for rate in rates:
-                (took, messages), (at_once, _) = (found[rate, mode] for mode in (False, True))
-                over = took / max(alone, messages)
-                rows.append(dict(model=name, h=h, what=what, p=p, S=S, compute_s=alone, messages_s=messages,
-                                 seconds=took, at_once_s=at_once, over_longer=over))
-                print(f"{name:12} {what:10} messages {messages:6.3f} s: {took:6.3f} s, {over:.2f} of the "
-                      f"longer; waited for at once {at_once:6.3f} s", flush=True)
+    for p in RANKS:
+        for name, (h, heads) in MODELS.items():
+            keys = dict(n_layer=1, n_embd=h // 16, n_head=heads, block_size=p * TOKENS, vocab_size=128)
+            unpaced_s, found = pool(p).run(slow_layer, keys, rounds)[0]
+            print(f"{name}, {p} ranks: {h // 16} wide, {heads} heads, {unpaced_s:.2f} s if nothing sleeps")
+            for row in found:
+                show(row)
+                rows.append(dict(model=name, h=h // 16, heads=heads, p=p, unpaced_s=unpaced_s) | row)
     return rows
 
 
+def show(row):
+    exposed = ", ".join(f"{message} {s:.2f}" for message, s in row["exposed_s"].items())
+    print("  {half:9} {way:8} messages {messages_s:5.2f} s, computing {compute_s:5.2f} s, both "
+          "{seconds:5.2f} s, waited for at once {at_once_s:5.2f} s: {over_longer:.2f} of the longer, "
+          "{over_order:.2f} with what is exposed".format(**row), f"({exposed})", flush=True)
+
+
 def plot_overlap(rows, path):
-    fig, axes = plt.subplots(len(WHAT), len(SMALL), figsize=(12, 8), dpi=130, layout="constrained",
-                             sharey="row")
-    for i, what in enumerate(WHAT):
-        for ax, name in zip(axes[i], SMALL, strict=True):
-            mine = [r for r in rows if r["model"] == name and r["what"] == what]
-            one = mine[0]["compute_s"]
-            x = [r["messages_s"] / one for r in mine]
-            ax.plot(x, [r["at_once_s"] / one for r in mine], "o--", color="0.6", label="waited for at once")
-            ax.plot(x, [max(1, v) for v in x], color="0.3", label="the longer of the two")
-            ax.plot(x, [r["seconds"] / one for r in mine], "o", color="C0", label="beside the computing")
-            ax.set(title=f"{name}, {what}", ylim=(0, None))
+    fig, axes = plt.subplots(len(RANKS), len(LAPS), figsize=(12, 6.5), dpi=130, layout="constrained",
+                             sharey=True)
+    for line, p in zip(axes, RANKS, strict=True):
+        for ax, (half, way) in zip(line, LAPS, strict=True):
+            ax.plot(RATIOS, [max(1, r) for r in RATIOS], color="0.3", label="the longer of the two")
+            for i, name in enumerate(MODELS):
+                mine = [r for r in rows if (r["model"], r["p"], r["half"], r["way"]) == (name, p, half, way)]
+                for key, style, what in (("at_once_s", "x", ", waited for at once"), ("seconds", "o", "")):
+                    ax.plot(RATIOS, [r[key] / r["compute_s"] for r in mine], style, color=f"C{i}",
+                            label=name + what)
+            ax.set(title=f"{half}, {way}, {p} ranks", ylim=(0, None))
             plain(ax)
-    axes[0, 0].legend(frameon=False, fontsize=8)
+    axes[0, 0].legend(frameon=False, fontsize=7)
     fig.supxlabel("seconds of messages, over those of computing")
     fig.supylabel("seconds, over those of computing")
     fig.savefig(path)
@@ -147,7 +294,7 @@ def cpu(rounds):
     host, took, again = Axis("host"), {"today": [], "metp": []}, []
     for _ in range(rounds):
         for name, model in models.items():
-            rates = layer_rates(model.blocks[0], model.swap, model.turn[0], CPU, host)
+            rates = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
             took[name].append(rates[0] + rates[1])
             if name == "today":
                 again.append(sum(s for group, s in rates[2].items() if group != "mid"))

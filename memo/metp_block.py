@@ -5,16 +5,19 @@ rank has rows of its own alone and the matrices come by (memo/parallel/metp.py).
     n, p      the rank's rows, and the ranks that share the parameters, and the tokens
     q, k, v   of one group of heads at a time: (n, Q/groups) and (n, KV/groups)
 
+With several subsequences k and v lie in the layer's pieces, `s.pieces`: the first group that reads some heads
+of keys makes these, and the last one completes their gradients; for these two alone their matrices come.
+
 Source: METP (FITEE 2400602), algorithms 1 to 6.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 
-from memo.attention import Attention, attend, attend_backward
+from memo.attention import Attention, Gradients, attend, attend_backward
 from memo.block import EVERY_ROW, Block
 from memo.config import Config
 from memo.layer import head_groups, layer_of
@@ -33,7 +36,7 @@ from memo.parallel.metp import (
     metp_mlp_forward,
     row_pieces,
 )
-from memo.parallel.prefix import PrefixAttention
+from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, of_heads
 from memo.parallel.tp import accumulate_product, bias_backward
 
 
@@ -61,39 +64,71 @@ class MetpBlock(Block):
     def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         rows = self.no_rows | rows
         if len(s.attn_out[rows["attn_out"]]):
-            self.attention_half(s, turn, torch.empty_like(s.x), rows["mid"])
+            self.attention_half(s, turn, torch.empty_like(s.x), rows["mid"], again=True)
         elif len(s.mid[rows["mid"]]):
             self.project(s, self.tp.start_gather(self.w.proj_w), rows["mid"])
 
+    def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
+        coming = self.broadcasts(*self.names_of("kv"), keys_at=lambda group: group.first)
+        normed = self.normed("ln1", x, *self.statistics(x), EVERY_ROW)
+        for heads, matrices in coming:
+            self.fill_piece(s, normed, heads, matrices, turn)
+            del matrices  # before the next group's take memory
+
     def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, normed: torch.Tensor,
-                       r: slice) -> None:
-        """attn_out and lse from x, and rows r of mid. `normed` (n, C): memory for the norm's output. Source:
-        METP, algorithms 3 and 4."""
-        coming = self.broadcasts(*self.projections)
+                       r: slice, again: bool = False) -> None:
+        """attn_out and lse from x, and rows r of mid. `normed` (n, C): memory for the norm's output. `again`:
+        the unit's own piece is there already, where it has one. Source: METP, algorithms 3 and 4."""
+        names = self.names_of("q") if again and s.pieces else self.projections
+        coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
         for heads, matrices in coming:
-            if heads is self.groups[-1]:
-                whole = self.tp.start_gather(self.w.proj_w)  # comes while the last group computes
-            q, k, v = self.queries_keys_values_of(normed, matrices, turn, s.lse)
-            out, lse = self.of_heads(s.attn_out, s.lse, heads)
-            attend(self.attention_at(turn), q, k, v, True, self.scale, out, lse)  # over all ranks' tokens
-            del q, k, v, matrices  # before the next group's take memory
+            if heads is self.groups[-2:][0]:  # the last broadcast is posted: none waits for this message
+                whole = self.tp.start_gather(self.w.proj_w)  # comes while the last two groups compute
+            self.attend_group(s, normed, heads, matrices, turn)  # over all ranks' tokens
+            del matrices  # before the next group's take memory
         self.project(s, whole, r)
 
-    def queries_keys_values_of(self, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
-                               turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
-        """q, k, v of a group of heads, (B, T, heads, D), from (n, C)."""
-        B, _, T = lse.shape
-        made = []
-        for name in "qkv":
-            w, b = matrices[f"{name}_w"], matrices.get(f"{name}_b")
-            y = normed.new_empty(len(normed), len(w))
-            for r in row_pieces(len(normed)):
-                linear(normed[r], w, b, out=y[r])
-            if name != "v":
-                self.rotate(y, turn, back=False)
-            made.append(y.view(B, T, -1, self.head_dim))
-        return made
+    def attend_group(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
+                     matrices: dict[str, torch.Tensor], turn: torch.Tensor | None) -> None:
+        """The group's heads of attn_out and lse, and of the unit's own piece."""
+        q, *kv = self.made("q" if s.pieces else "qkv", normed, matrices, turn, s.lse)
+        out, lse = self.of_heads(s.attn_out, s.lse, heads)
+        if s.pieces:
+            self.fill_piece(s, normed, heads, matrices, turn)
+            attend_prefix(self.prefix_at(turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
+        else:
+            attend(self.attention_at(turn), q, *kv, True, self.scale, out, lse)
+
+    def made(self, names: str, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
+             turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
+        """Those of q, k, v of a group of heads, (B, T, heads, D), from (n, C)."""
+        new = [self.one_made(name, normed, matrices, turn,
+                             normed.new_empty(len(normed), len(matrices[f"{name}_w"]))) for name in names]
+        return self.heads(*new, like=lse)
+
+    def one_made(self, name: str, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
+                 turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """q, k or v of a group of heads from (n, C), over `out` (n, heads * D)."""
+        for r in row_pieces(len(normed)):
+            linear(normed[r], matrices[f"{name}_w"], matrices.get(f"{name}_b"), out=out[r])
+        if name != "v":
+            self.rotate(out, turn, back=False)
+        return out
+
+    def fill_piece(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
+                   matrices: dict[str, torch.Tensor], turn: torch.Tensor | None) -> None:
+        """The group's heads of the unit's own piece, where their matrices have come."""
+        if "k_w" not in matrices:
+            return
+        [own] = of_heads(s.pieces[-1:], heads.kv)
+        if self.keys_apart:
+            made = self.prefix_at(turn).to_pieces(*self.made("kv", normed, matrices, turn, s.lse))
+            for place, tensor in zip(own, made, strict=True):
+                place.copy_(tensor)
+        else:
+            for name, place in zip("kv", own, strict=True):
+                self.one_made(name, normed, matrices, turn, out=place.flatten(2).flatten(0, 1))
 
     def project(self, s: SimpleNamespace, whole: Works, r: slice) -> None:
         """Rows r of mid, from x and attn_out. `whole`: Works of the ranks' parts of the matrix (p, C, Q/p).
@@ -115,62 +150,90 @@ class MetpBlock(Block):
     # --- backward ---
 
     def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
-        w, dw, ops = self.w, self.dw, self.ops
-        visits, coming = self.visits(), self.broadcasts(*self.projections, "proj_w")
-        dx = torch.empty_like(dy)  # of a norm's output, whose parts the groups add one after the other
-        # out = mid + mlp(ln2 mid)
+        visits = self.visits()
+        coming = self.broadcasts(*self.projections, "proj_w",
+                                 keys_at=lambda group: group.last or not s.pieces)
+        dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
+        self.mlp_half_backward(visits, dy, s, dx)
+        return self.attention_half_backward(coming, dy, s, turn, dx)
+
+    def mlp_half_backward(self, visits: Visits, dy: torch.Tensor, s: SimpleNamespace,
+                          dx: torch.Tensor) -> None:
+        """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory."""
+        w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, dw.fc2_b)
         metp_mlp_backward(visits, partial(self.normed, "ln2", s.mid, mean, rstd), self.activation(), dy,
                           [getattr(dw, name) for name in self.mlp_names], dx)
-        ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
-        # mid = x + attention(ln1 x); of mid itself nothing is needed any more
-        mean, rstd = self.statistics(s.x)
-        normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)
-        bias_backward(dy, dw.proj_b)
-        self.attention_backward(coming, dy, s, turn, normed, dx)
-        return ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
+        self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
 
-    def attention_backward(self, coming: Broadcasts, dy: torch.Tensor, s: SimpleNamespace,
-                           turn: torch.Tensor | None, normed: torch.Tensor, dx: torch.Tensor) -> None:
-        """dy: the gradient of mid; writes that of `normed` (n, C) over dx. Source: METP, algorithms 5 and
-        6."""
+    def attention_half_backward(self, coming: Broadcasts, dy: torch.Tensor, s: SimpleNamespace,
+                                turn: torch.Tensor | None, dx: torch.Tensor) -> torch.Tensor:
+        """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
+        memory. Source: METP, algorithms 5 and 6."""
+        w, dw = self.w, self.dw
+        mean, rstd = self.statistics(s.x)
+        normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)  # nothing needs mid any more
+        bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.head_dim)
         for heads, matrices in coming:
             places = home.places(heads, matrices)
-            q, k, v = self.queries_keys_values_of(normed, matrices, turn, s.lse)
-            out, lse = self.of_heads(s.attn_out, s.lse, heads)
+            q, *kv = self.made("q" if s.pieces else "qkv", normed, matrices, turn, s.lse)
             dout = torch.empty_like(q)
             columns = s.attn_out[:, self.columns_of(heads)]
             for r in row_pieces(len(dy)):
                 accumulate_product(places["proj_w"], dy[r].t(), columns[r])
                 torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
-            gradients = attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale)
-            del dout, q, k, v
-            parts = [g.reshape(len(dy), -1) for g in gradients]
-            for name, g in zip("qkv", parts, strict=True):
+            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, *kv)
+            del dout, q, kv
+            parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
+            names = "qkv"[:len(parts)]                           # complete
+            for name, g in zip(names, parts, strict=True):
                 if name != "v":
                     self.rotate(g, turn, back=True)
                 bias_backward(g, places.get(f"{name}_b"))
                 for r in row_pieces(len(dy)):
                     accumulate_product(places[f"{name}_w"], g[r].t(), normed[r])
             # q, k and v at once: each sum rounds dx in the run's dtype
-            dqkv, w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in "qkv"])
+            dqkv, qkv_w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in names])
             del gradients, parts, g
             for r in row_pieces(len(dy)):
-                add_or_write(dx[r], dqkv[r], w, write=heads.q.start == 0)
-            del dqkv, w, matrices
+                add_or_write(dx[r], dqkv[r], qkv_w, write=heads.q.start == 0)
+            del dqkv, qkv_w, matrices
             home.start(heads, places)
             del places  # before the next group's take memory
-        home.finish()
+        self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
+        home.finish()  # the last group's came home beside the norm
+        return s.x
+
+    def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
+                              matrices: dict[str, torch.Tensor], turn: torch.Tensor | None,
+                              dout: torch.Tensor, q: torch.Tensor, *kv: torch.Tensor) -> Gradients:
+        """dq, dk, dv of a group of heads. With several subsequences dq alone where other groups, too, add to
+        the gradients of the heads of keys."""
+        out, lse = self.of_heads(s.attn_out, s.lse, heads)
+        if not s.pieces:
+            return attend_backward(self.attention_at(turn), dout, q, *kv, out, lse, True, self.scale)
+        prefix, sums = self.prefix_at(turn), of_heads(s.sums, heads.kv)
+        dq = attend_prefix_backward(prefix, dout, q, of_heads(s.pieces, heads.kv), sums, out, lse, self.scale)
+        if "k_w" not in matrices:
+            return [dq]
+        own = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in sums[-1]]
+        if self.keys_apart:  # the norm's backward wants k as it was before
+            [own[0]] = self.made("k", normed, matrices, turn, s.lse)
+        return [dq, *prefix.from_pieces(*sums[-1], *own)]
 
     # --- what both need ---
 
     def visits(self) -> Visits:
         return Visits(self.hops, [getattr(self.w, name) for name in self.mlp_names])
 
-    def broadcasts(self, *names: str) -> Broadcasts:
-        return Broadcasts(self.tp, self.w, names, self.groups, self.head_dim)
+    def broadcasts(self, *names: str, keys_at: Callable[[Heads], bool] = lambda group: True) -> Broadcasts:
+        return Broadcasts(self.tp, self.w, names, self.groups, self.head_dim, keys_at)
+
+    def names_of(self, which: str) -> list[str]:
+        """The parameters that make q, k, v."""
+        return [name for name in self.projections if name[0] in which]
 
     def columns_of(self, heads: Heads) -> slice:
         """Of attn_out (n, Q)."""

@@ -150,10 +150,13 @@ def add_or_write(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, write: boo
 # --- attention: by groups of heads ---
 
 class Heads(NamedTuple):
-    """A group of heads: `q` of queries, `kv` of the keys and values that they read."""
+    """A group of heads: `q` of queries, `kv` of the keys and values that they read. `first`, `last`: of the
+    groups that read these."""
 
     q: slice
     kv: slice
+    first: bool
+    last: bool
 
     def range_of(self, name: str, D: int) -> tuple[int, int, int]:
         """(dim, first, end) of the parameter `name` of attention, where the columns of D elements a head
@@ -179,7 +182,8 @@ class Heads(NamedTuple):
 def groups_of_heads(H: int, Hkv: int, groups: int) -> list[Heads]:
     """So many Heads of H heads and Hkv of keys and values."""
     n, sharing = H // groups, H // Hkv
-    return [Heads(slice(i, i + n), slice(i // sharing, -(-(i + n) // sharing))) for i in range(0, H, n)]
+    return [Heads(slice(i, i + n), slice(i // sharing, -(-(i + n) // sharing)), i % sharing == 0,
+                  (i + n) % sharing == 0) for i in range(0, H, n)]
 
 
 def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]]:
@@ -194,11 +198,13 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
 
 class Broadcasts:
     """Iterating gives (Heads, {name: the group's columns of parameter `name`}) for each group, in the same
-    order on all ranks; the next group's are on their way meanwhile. The first group's start now."""
+    order on all ranks; the next group's are on their way meanwhile. The first group's start now. Those of
+    keys and values come with the groups of keys_at(group) alone."""
 
-    def __init__(self, axis: Axis, w: SimpleNamespace, names: Sequence[str], groups: Sequence[Heads],
-                 D: int) -> None:
+    def __init__(self, axis: Axis, w: SimpleNamespace, names: Sequence[str], groups: Sequence[Heads], D: int,
+                 keys_at: Callable[[Heads], bool] = lambda group: True) -> None:
         self.axis, self.w, self.names, self.groups, self.D = axis, w, names, groups, D
+        self.keys_at = keys_at
         self.coming = self.start(groups[0])
 
     def __iter__(self) -> Iterator[tuple[Heads, dict[str, torch.Tensor]]]:
@@ -212,6 +218,8 @@ class Broadcasts:
     def start(self, group: Heads) -> tuple[dict[str, torch.Tensor], list[Works]]:
         here, works = {}, []
         for name in self.names:
+            if name[0] in "kv" and not self.keys_at(group):
+                continue
             mine = getattr(self.w, name)
             if self.axis.size == 1:
                 here[name] = group.own_columns(mine, name, self.D)

@@ -1,0 +1,91 @@
+"""Several subsequences on several ranks give the loss and gradients of one process with one subsequence; in a
+layout all modes give the same bits."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from memo.config import Config
+from memo.flat import views
+from memo.parallel.mesh import ALONE
+from tests.helpers import LLAMA, step
+from tests.test_parallel import build, layout_keys, on_ranks, relative_error
+
+KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150)
+FAMILIES = {"gpt": dict(position="learned", bias=True), "rope": dict(batch_size=2),
+            "llama": LLAMA | dict(qkv_bias=True, batch_size=2), "one": LLAMA | dict(n_kv_head=1),
+            "qwen": LLAMA | dict(n_kv_head=4, qk_norm=True)}
+MODES = {"keep": {}, "recompute": {}, "swap": {}, "memo": dict(alpha=0.5)}
+# {layout: [(kind, family, N, order, cut, mode)]}; N = 8 has subsequences of 48 tokens
+CASES = {
+    "tp2": [("ring", "rope", 3, "layer", "equal", "recompute"),
+            ("ring", "llama", 8, "subsequence", "flops", "keep"),
+            ("ring", "qwen", 2, "layer", "flops", "swap")],
+    "cp2": [("ring", "rope", 8, "subsequence", "equal", "recompute"),
+            ("ring", "one", 3, "layer", "flops", "swap"),
+            ("ring", "qwen", 2, "subsequence", "flops", "keep"),
+            ("ulysses", "gpt", 3, "layer", "equal", "swap"),
+            ("ulysses", "one", 2, "subsequence", "flops", "keep"),
+            ("ulysses", "qwen", 8, "layer", "flops", "recompute")],
+    "tp2 cp2": [("ring", "qwen", 3, "layer", "flops", "keep"),
+                ("ring", "llama", 8, "subsequence", "equal", "swap"),
+                ("ulysses", "gpt", 3, "subsequence", "flops", "recompute"),
+                ("ulysses", "llama", 2, "layer", "equal", "recompute")],
+    "metp2": [("metp", "gpt", 3, "layer", "equal", "swap"),
+              ("metp", "llama", 8, "subsequence", "flops", "recompute"),
+              ("metp", "qwen", 2, "layer", "flops", "recompute")],
+    "metp2 cp2": [("metp", "rope", 8, "layer", "flops", "recompute"),
+                  ("metp", "qwen", 3, "subsequence", "equal", "keep")],
+    "metp4": [("metp", "one", 3, "layer", "flops", "recompute"),
+              ("metp", "llama", 2, "subsequence", "equal", "swap")],
+    "dp2": [("ring", "rope", 3, "subsequence", "flops", "recompute"),
+            ("ring", "qwen", 8, "layer", "equal", "keep")]}
+
+
+def config(layout, kind, family, S, N, order="layer", cut="equal", mode="keep"):
+    keys = KEYS | FAMILIES[family] | layout_keys(layout, kind) | MODES[mode]
+    micro_batches = 2 if family in ("rope", "qwen") else 1
+    return Config(**keys, gradient_accumulation_steps=micro_batches, block_size=S, activation=mode, subsequences=N, unit_order=order,
+                  subsequence_cut=cut)
+
+
+@cache
+def alone(family, S):
+    """(loss, gradient norm, {name: gradient}) of one process, which does not cut the sequence."""
+    model, optimizer = build(cfg := config("", "ring", family, S, 1), ALONE)
+    loss = step(model, optimizer, cfg)
+    return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
+
+
+def agree(found, reference, what):
+    loss, norm, expected = reference
+    assert abs(found[0] - loss) <= 1e-5 * loss, what
+    assert abs(found[1] - norm) <= 1e-4 * norm, what
+    worst = max((relative_error(found[2], expected, name), name) for name in expected)
+    assert worst[0] <= 1e-5, (what, worst)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", list(CASES))
+def test_subsequences_give_the_gradients_of_one(layout):
+    text, cases = layout.replace("me", ""), CASES[layout]
+    cfgs = [config(text, case[0], case[1], 384, *case[2:]) for case in cases]
+    for case, found in zip(cases, on_ranks(text, cfgs, False), strict=True):
+        agree(found, alone(case[1], 384), case)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind,family,order", [("ring", "llama", "layer"), ("metp", "llama", "subsequence"),
+                                               ("metp", "one", "layer")])
+def test_all_modes_give_the_same_bits(kind, family, order):
+    """Units of 512 own rows, the fewest of which half can be recomputed alone; the memory is as planned."""
+    S = 2048 // FAMILIES[family].get("batch_size", 1)
+    cfgs = [config("tp2", kind, family, S, 2, order, mode=mode) for mode in MODES]
+    first, *others = on_ranks("tp2", cfgs, True)
+    agree(first, alone(family, S), "keep")
+    assert first[3] == 0
+    for mode, other in zip(list(MODES)[1:], others, strict=True):
+        assert other[:2] == first[:2] and other[3] == 0, mode
+        assert all(torch.equal(other[2][name], g) for name, g in first[2].items()), mode
