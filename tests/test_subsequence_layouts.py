@@ -46,8 +46,8 @@ CASES = {
 def config(layout, kind, family, S, N, order="layer", cut="equal", mode="keep"):
     keys = KEYS | FAMILIES[family] | layout_keys(layout, kind) | MODES[mode]
     micro_batches = 2 if family in ("rope", "qwen") else 1
-    return Config(**keys, gradient_accumulation_steps=micro_batches, block_size=S, activation=mode, subsequences=N, unit_order=order,
-                  subsequence_cut=cut)
+    return Config(**keys, gradient_accumulation_steps=micro_batches, block_size=S, activation=mode,
+                  subsequences=N, unit_order=order, subsequence_cut=cut)
 
 
 @cache
