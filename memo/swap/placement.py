@@ -63,6 +63,11 @@ class Placement:
         """(layer, subsequence) of each unit, in the order of the forward."""
         return units_in_order(self.n_layer, self.subsequences, self.order)
 
+    @cached_property
+    def number(self) -> dict[tuple[int, int], int]:
+        """{(layer, subsequence): the place of the unit in that order}."""
+        return {unit: k for k, unit in enumerate(self.units)}
+
     def rows(self, k: int) -> int:
         """Rows of unit k."""
         return self.cuts[self.units[k][1]] if self.several else self.n_rows
