@@ -9,10 +9,8 @@ other here.
 
 from math import sqrt
 
-from memo.config import Config
-from memo.estimate.hardware import Machine
 from memo.estimate.roofline import LayerSeconds, norm_of
-from memo.layer import ATTENTION, group_heads, head_groups, travelling
+from memo.layer import ATTENTION, head_groups, travelling
 
 
 class MetpSeconds(LayerSeconds):
@@ -161,7 +159,7 @@ class MetpSeconds(LayerSeconds):
         passes = self.pass_s("rotary", self.turned) if self.turned else 0.0
         if self.layer.head_norms:  # once more, then of their gradients
             passes += sum(map(self.head_norms_s, ("forward", "backward")))
-        if group_heads(self.cfg) < self.cfg.n_head // self.groups:
+        if self.at_once < self.cfg.n_head // self.groups:
             passes += self.copy_s(2 * (self.Q + 2 * self.KV))  # a group's dq, dk, dv go where q, k, v were
         return self.queries_keys_values_s() + products + passes + self.attention_backward_s()
 
@@ -170,8 +168,3 @@ class MetpSeconds(LayerSeconds):
         if part.get(ATTENTION):
             return self.attention_half_s(part.get("mid", 0.0))[0]
         return self.projection_again_s(part["mid"]) if part.get("mid") else 0.0
-
-
-def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds:
-    """The LayerSeconds of a config."""
-    return (MetpSeconds if cfg.metp else LayerSeconds)(cfg, machine, itemsize)
