@@ -81,6 +81,8 @@ class LayerSeconds:
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes = units_of_passes(cfg, self.speeds)
         self.attention_kernels_s = sum(self.kernels_s())
+        both = self.attention_forward_s() + self.attention_backward_s()
+        self.attention_messages_s = both - self.attention_kernels_s  # with what merges the blocks
         self.set_seconds()
 
     @property
@@ -98,9 +100,8 @@ class LayerSeconds:
         keys = fsum(map(self.operation_s, self.layer.keys))
         self.forward_s = sum(self.groups_s.values()) + self.attention_s + output + keys
         self.backward_s = self.backward()
-        in_attention = self.attention_forward_s() + self.attention_backward_s() - self.attention_kernels_s
         before, after = (sum(map(self.message_s, half)) for half in self.halves)
-        self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
+        self.messages_s = before + after + self.exposed_in_backward_s() + self.attention_messages_s
 
     def products_by_half(self) -> tuple[list[list[Operation]], list[list[Operation]]]:
         """(products before attention, products behind it): each a list, for every input, of the list of its
