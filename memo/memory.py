@@ -165,7 +165,7 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
     def make(device: torch.device) -> "GPT":
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
     B, T = model.shape
-    return traced_requests(make, B, T, model.swap.missing, like)
+    return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
 
 
 def plan_memory(cfg: Config, model: "GPT") -> None:
