@@ -62,7 +62,8 @@ def program_of(cfg, rank, dp, lost):
     B, T = cfg.batch_size, cfg.block_size // cfg.cp
     placement = None  # every unit keeps its own
     if cfg.activation == "recompute":
-        placement, _ = place_rows(cfg, AlphaProblem(tensors_of(cfg, 2), cfg.n_layer, 0.0, 1.0, 0), n_rows(cfg))
+        problem = AlphaProblem(tensors_of(cfg, 2), cfg.n_layer, 0.0, 1.0, 0)
+        placement, _ = place_rows(cfg, problem, n_rows(cfg))
     model.reserve(B, T, placement, streams=open_streams(torch.device("cpu")))
     if lost:
         rebuild(model, cfg, lost)
