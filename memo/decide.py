@@ -2,13 +2,14 @@
 estimate what it models. No torch. Source: MEMO 4.1.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from math import inf
 
 from memo.config import Config
-from memo.layer import groups_of, n_rows, tensors_of
+from memo.layer import KEYS, groups_of, keys_dealt, n_rows, tensors_of
 from memo.subsequences import subsequence_lengths
-from memo.swap.alpha import AlphaProblem, SwapPlan, n_buffers, place_rows, swaps_layers
+from memo.swap.alpha import AlphaProblem, SwapPlan, place_rows, placed, swaps_layers
 from memo.swap.placement import Placement
 
 GAPS = 32  # one part in so many of the device's memory is lost to gaps between the allocator's blocks
@@ -59,21 +60,43 @@ def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> A
     if not room.cpu and not cfg.pin_memory:
         seconds = 0.0  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
     N = len(subsequence_lengths(cfg))  # units share a layer's bytes and seconds equally, on average
-    tensors = {name: replace(t, nbytes=t.nbytes // N) for name, t in tensors_of(cfg, itemsize).items()}
-    return AlphaProblem(tensors, cfg.n_layer * N, seconds / N, rate, room.host_bytes)
+    travelling = tensors = tensors_of(cfg, itemsize)
+    if N > 1 and cfg.unit_order == "subsequence":  # keys and values stay on the device
+        travelling = {name: t for name, t in tensors.items() if name not in KEYS}
+    units = {name: replace(t, nbytes=t.nbytes // N) for name, t in travelling.items()}
+    problem = AlphaProblem(units, cfg.n_layer * N, seconds / N, rate, room.host_bytes)
+    if N == 1:
+        return problem
+    nothing = {name: 0 if t.group else n_rows(cfg) for name, t in tensors.items()}
+    least, most = (placed(cfg, 2, n_rows(cfg), kept).device_bytes(tensors, keys_dealt(cfg))
+                   for kept in (nothing, None))
+    return replace(problem, taken=(least, most))
 
 
-def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem:
-    """The problem with as many buffers as there is room for, where that is for memo to find."""
+def with_buffers(cfg: Config, itemsize: int, problem: AlphaProblem, room: Room) -> AlphaProblem:
+    """The problem with as many buffers as there is room for, where that is for memo to find.
+
+    A buffer more is a unit less to swap: where more than two fit whole, up to one a unit, they are taken;
+    with alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy
+    frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
+    alone bounds the two.
+    """
     if not (swaps_layers(cfg) and cfg.finds_alpha):
         return problem
-    n, device_bytes = n_buffers(cfg, problem, room.spare_bytes, room.cpu)
-    return replace(problem, n_buffers=n, device_bytes=device_bytes)
+    tensors, units = tensors_of(cfg, itemsize), problem.n_layer
+
+    def fits(n: int) -> bool:
+        return placed(cfg, n, n_rows(cfg)).device_bytes(tensors, keys_dealt(cfg)) <= room.spare_bytes
+    if fits(units):
+        return replace(problem, n_buffers=units)
+    if room.cpu or cfg.alpha_mode == "paper" or not fits(3):
+        return replace(problem, device_bytes=inf if room.cpu else room.spare_bytes)
+    return replace(problem, n_buffers=2 + bisect_left(range(3, units), True, key=lambda n: not fits(n)))
 
 
 def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> tuple[Placement, SwapPlan | None]:
     """Errors: OutOfHostMemory, before anything is allocated."""
-    problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
+    problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, rates, room), room)
     costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
     return place_rows(cfg, problem, n_rows(cfg), costs)
 

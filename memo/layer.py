@@ -11,7 +11,7 @@ of rows. Source: MEMO 3.1 and 4.1.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -112,6 +112,11 @@ class Layer:
     def groups(self) -> dict[str, Operation]:
         """{group: the operation that rebuilds it}, in the order of the forward."""
         return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
+
+    @property
+    def keys(self) -> tuple[Operation, ...]:
+        """What makes keys and values where these are in no group."""
+        return tuple(t.made_by for t in self.skeletal if t.name in KEYS and not t.group and t.made_by)
 
     @property
     def head_norms(self) -> bool:
@@ -315,17 +320,25 @@ def travelling(cfg: "Config") -> tuple[int, int]:
     return elements["mlp"] // cfg.tp, elements["q"] // groups + elements["kv"] // min(groups, layer.kv_heads)
 
 
+def keys_dealt(cfg: "Config") -> int:
+    """How often each head of keys lies in the pieces that attention over a prefix reads, of all ranks of cp:
+    Ulysses deals whole heads, each rank at least one."""
+    ranks = cfg.cp if cfg.context_parallel == "ulysses" else 1
+    return ranks // gcd(cfg.kv_heads // cfg.tp, ranks)
+
+
 def shares_heads(heads: int, sharing: int) -> bool:
     """Whether a group of so many query heads, of which `sharing` read one head of keys, has all that read
     some, or an equal part of those that read one."""
     return heads % sharing == 0 or sharing % heads == 0
 
 
-def group_heads(cfg: "Config") -> int:
-    """Query heads of a rank of a config that attention takes at a time."""
+def group_heads(cfg: "Config", S: int | None = None) -> int:
+    """Query heads of a rank of a config that attention takes at a time. S: the tokens of each sequence that
+    it takes, by default all."""
+    rows = cfg.batch_size * (S or cfg.block_size) // cfg.cp
     if cfg.metp:
-        return heads_at_once(n_rows(cfg), cfg.head_width, cfg.n_head // head_groups(cfg),
+        return heads_at_once(rows // cfg.tp, cfg.head_width, cfg.n_head // head_groups(cfg),
                              sharing=cfg.n_head // cfg.kv_heads)
-    rows = cfg.batch_size * cfg.block_size // cfg.cp
     multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
     return heads_at_once(rows, cfg.head_width, cfg.n_head // cfg.tp, multiple, cfg.n_head // cfg.kv_heads)

@@ -37,7 +37,7 @@ from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
 from memo.formulas import parameters, percent
 from memo.launch import Launch
-from memo.layer import groups_of, n_rows, tensors_of
+from memo.layer import groups_of, n_rows
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
@@ -127,7 +127,8 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free
     room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
-    all_fit = cpu and with_buffers(cfg, problem_of(cfg, itemsize, None, room), room).n_buffers == cfg.n_layer
+    problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, None, room), room)
+    all_fit = cpu and problem.n_buffers == problem.n_layer
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
@@ -201,7 +202,7 @@ def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Opt
     positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
-            *activation_lines(decision.placement, tensors_of(cfg, model.dtype.itemsize)),
+            *activation_lines(cfg, decision.placement, model.dtype.itemsize),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
             Line("positions", "positions", positions)]
 

@@ -45,7 +45,7 @@ KINDS += [(family, text, "metp") for family, layouts in METP_LAYOUTS.items() for
 
 
 def micros(family, text):
-    """Of a step: those of a rank are summed up in "rope" alone, whose layouts are all that there are."""
+    """Micro-batches of a step. A rank sums up the gradients of two in "rope" alone, which has all layouts."""
     return 2 if family == "rope" else degrees_of(text)["dp"]
 
 
@@ -312,10 +312,10 @@ def test_no_rank_ever_has_full_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("S", [2**20, 2**21])
-@pytest.mark.parametrize("tp,cp,kind",
-                         [(4, 2, "ring"), (4, 2, "ulysses"), (8, 1, "ring"), (2, 4, "ring"), (1, 8, "ring"),
-                          (1, 8, "ulysses")])
+@pytest.mark.parametrize("tp,cp,kind,S",
+                         [(4, 2, "ring", 2**20), (4, 2, "ulysses", 2**20), (8, 1, "ring", 2**20),
+                          (2, 4, "ring", 2**20), (1, 8, "ring", 2**20), (1, 8, "ulysses", 2**20),
+                          (4, 2, "ring", 2**21), (1, 8, "ulysses", 2**21)])
 def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     """At a million tokens and more: all of a step's temporary tensors in units of one (n, C)."""
     monkeypatch.setattr(GPT, "head", lambda *args: None)  # its many chunks take long to trace, little memory

@@ -191,7 +191,7 @@ def gpu_with(monkeypatch, free):
 def buffers(cfg, model, rates):
     """(rounding buffers, bytes that the device has for them)."""
     room = memory.gpu_room(cfg, model, rates, PLENTY)
-    p = with_buffers(cfg, problem_of(cfg, 4, rates, room), room)
+    p = with_buffers(cfg, 4, problem_of(cfg, 4, rates, room), room)
     return p.n_buffers, p.device_bytes
 
 

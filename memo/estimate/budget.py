@@ -2,6 +2,7 @@
 arithmetic; the arena of temporary tensors is handed in or had from arena.py.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,11 +11,11 @@ from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_byt
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
-from memo.estimate.metp_seconds import layer_seconds
-from memo.estimate.roofline import LayerSeconds, micro_batches, step_s
+from memo.estimate.roofline import LayerOfUnits, LayerSeconds, micro_batches, step_s
+from memo.estimate.unit_seconds import layer_seconds
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.formulas import mfu, parameters, tgs
-from memo.layer import INPUT, Tensor, n_rows, tensors_of
+from memo.layer import INPUT, KEYS, keys_dealt, n_rows, tensors_of
 from memo.swap import alpha
 from memo.swap.placement import Placement
 
@@ -45,7 +46,7 @@ class Estimate:
     lines: tuple[Line, ...]
     placement: Placement
     plan: alpha.SwapPlan | None
-    layer: LayerSeconds | None
+    layer: LayerSeconds | LayerOfUnits | None
     seconds: dict[str, float]
     mfu: float | None
     tgs: float | None
@@ -148,20 +149,30 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
-def activation_lines(placement: Placement, tensors: dict[str, Tensor]) -> list[Line]:
-    """[Line] of the skeletal activations, on device and host. `tensors` as from layer.tensors_of."""
-    buffers = placement.buffer_bytes(tensors)
-    inputs, n, layers = buffers.pop(INPUT), placement.n_buffers, placement.n_layer
-    always = ", ".join(name for name, t in tensors.items() if not t.group and name != INPUT)
+def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[Line]:
+    """[Line] of the skeletal activations, on device and host."""
+    p, tensors = placement, tensors_of(cfg, itemsize)
+    buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
+    inputs = buffers.pop(INPUT)
+    always = ", ".join(name for name, t in tensors.items()
+                       if not t.group and name != INPUT and not (p.several and name in KEYS))
     swapped = {INPUT: 0, always: 0, "others": 0}
-    for i in range(placement.n_layer):
-        for name, (_, nbytes) in placement.swapped(i, tensors).items():
-            swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
-    lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {layers} layer{'s' * (layers > 1)}",
-                  sum(buffers.values())),
-             Line("rounding_buffers", f"{placement.n_inputs} buffers for their inputs", inputs)]
-    of = f"of {placement.n_swapped} swapped layers"
-    return lines + [Line("swap", f"{name} {of}", 0, nbytes) for name, nbytes in swapped.items() if nbytes]
+    for k, units in Counter(p.like).items():
+        for name, (_, nbytes) in p.swapped(k, tensors).items():
+            swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += units * nbytes
+    of, swaps = f"{L} layer{'s' * (L > 1)}", f"{p.n_swapped} swapped layers"
+    if p.several:
+        of, swaps = f"{L} x {p.subsequences} units", f"{p.n_swapped} swapped units"
+    layers = [f"{held} layer{'s' * (held > 1)}" for held in
+              (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
+    what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
+            "stream": "stream between two layers", "sweep": "inputs to make keys again"}
+    regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_swapped(tensors)
+    lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
+             Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
+             *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
+             *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]
+    return lines + [Line("swap", f"keys and values of {len(keys)} units", 0, sum(keys.values()))] * bool(keys)
 
 
 def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> int:
@@ -171,7 +182,7 @@ def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> i
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
-def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | None,
+def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | LayerOfUnits | None,
             room: Room) -> tuple[Placement, alpha.SwapPlan | None, str | None]:
     """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
     rate = machine.node.pcie_bytes_per_s
@@ -179,8 +190,8 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
     try:
         return *decide(cfg, itemsize, rates, room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
-        problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room), room)
-        least = problem.swapped_layers * problem.nbytes[INPUT] if cfg.finds_alpha else 2**62
+        problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, rates, room), room)
+        least = problem.swapped_layers * problem.least_bytes if cfg.finds_alpha else 2**62
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         assert plan is not None  # of a mode that copies
         return placement, replace(plan, limits=problem.limits), str(e)
@@ -212,7 +223,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
         spare = spare_bytes(free, capacity, transient, head)
         lines.append(Line("margin", "margin for gaps", margin_bytes(capacity, transient, head)))
     placement, plan, why = decided(cfg, machine, itemsize, layer, Room(limit, spare, machine.cpu))
-    lines += activation_lines(placement, tensors_of(cfg, itemsize))
+    lines += activation_lines(cfg, placement, itemsize)
     travelling = min(transient, message_bytes(cfg, itemsize))
     lines += [Line("transient", "arena of temporary tensors", transient - travelling)]
     lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)

@@ -7,11 +7,11 @@ Source: MEMO 4.1.
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.layer import INPUT, SPLIT_ROWS, Tensor, groups_of
+from memo.layer import INPUT, KEYS, SPLIT_ROWS, Tensor, groups_of
 from memo.subsequences import unit_rows
 from memo.swap.placement import Placement, rows
 
@@ -47,6 +47,7 @@ class AlphaProblem:
     host_bytes: int  # this rank's share
     n_buffers: int = 2  # rounding buffers; the layers in them at the end of the forward are not swapped
     device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
+    taken: tuple[int, int] | None = None  # of these at alpha = 0, at alpha = 1; None: as the tensors say
 
     @property
     def swapped_layers(self) -> int:
@@ -67,13 +68,19 @@ class AlphaProblem:
 
     @property
     def always_bytes(self) -> int:
-        """x, attn_out and its logsumexp of one layer."""
+        """x, attn_out and its logsumexp of one layer; with several subsequences keys and values too."""
         return sum(self.nbytes.values()) - self.others_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """What a layer sends to the host that keeps only its input."""
+        return sum(t.nbytes for name, t in self.tensors.items()
+                   if name == INPUT or (name in KEYS and not t.group))
 
     @property
     def least_device_bytes(self) -> int:
         """Bytes of two buffers and three inputs at alpha = 0."""
-        return 2 * self.always_bytes + self.nbytes[INPUT] + self.others_bytes
+        return self.taken[0] if self.taken else 2 * self.always_bytes + self.nbytes[INPUT] + self.others_bytes
 
     @property
     def limits(self) -> dict[str, float]:
@@ -88,7 +95,8 @@ class AlphaProblem:
         always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
         device = {}
         if self.device_bytes < inf:
-            device = {"device": min(1.0, (self.device_bytes - self.least_device_bytes) / others)}
+            more = self.taken[1] - self.taken[0] if self.taken else others
+            device = {"device": min(1.0, (self.device_bytes - self.least_device_bytes) / more)}
         if not layers:
             return {"overlap": 1.0, "host": 1.0} | device
         hidden = self.forward_s * ((self.n_layer - 2) / layers) * self.offload_bytes_per_s
@@ -126,7 +134,7 @@ def what_set_it(cfg: Config, plan: SwapPlan, n_swapped: int) -> str:
 
 def plan(problem: AlphaProblem, fractions: dict[str, float]) -> SwapPlan:
     """The SwapPlan of these fractions, whether or not its copies hide."""
-    layers, x, limits = problem.swapped_layers, problem.nbytes[INPUT], problem.limits
+    layers, x, limits = problem.swapped_layers, problem.least_bytes, problem.limits
     others = sum(f * problem.nbytes[name] for name, f in fractions.items())
     layer = problem.always_bytes + int(others)
     lacking = layers * layer - problem.host_bytes
@@ -198,7 +206,7 @@ def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1
     """
     if not problem.swapped_layers:
         return inf
-    layer = problem.nbytes[INPUT]
+    layer = problem.least_bytes
     if alpha is not None:
         layer = problem.always_bytes + int(alpha * problem.others_bytes)
     tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * layer)
@@ -210,20 +218,15 @@ def swaps_layers(cfg: Config) -> bool:
     return cfg.activation in ("swap", "memo") and cfg.n_layer * cfg.subsequences > 2
 
 
-def n_buffers(cfg: Config, problem: AlphaProblem, spare_bytes: float, cpu: bool = False) -> tuple[int, float]:
-    """(rounding buffers, bytes that the device has for them if they are two) where `spare_bytes` of it are
-    left for them.
-
-    A buffer more is a layer less to swap: where more than two fit whole, up to one a layer, they are taken;
-    with alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy
-    frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
-    alone bounds the two.
-    """
-    units = cfg.n_layer * cfg.subsequences
-    fit = min(units, int(spare_bytes - problem.nbytes[INPUT]) // sum(problem.nbytes.values()))
-    if fit <= 2 or (fit < units and (cpu or cfg.alpha_mode == "paper")):
-        return 2, inf if cpu else spare_bytes
-    return fit, inf
+def placed(cfg: Config, n_buffers: int, n_rows: int, kept: dict[str, int] | None = None, input_only: int = 0,
+           x_stays: bool = False, keys: str = "copied") -> Placement:
+    """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
+    values that give way to the next layer's."""
+    several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
+    units = cfg.n_layer * max(1, len(several["cuts"]))
+    stay = units == cfg.n_layer or n_buffers >= units or cfg.unit_order == "subsequence"
+    return Placement(cfg.n_layer, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
+                     keys="stay" if stay else keys, **several)
 
 
 def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
@@ -234,17 +237,12 @@ def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
 
     Errors: OutOfHostMemory, before anything is allocated.
     """
-    L, N = cfg.n_layer, n_rows
-    several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
-    units = L * max(1, len(several["cuts"]))
-
-    def keys(fate: str) -> dict[str, Any]:
-        return several | dict(keys=fate if units > L and cfg.unit_order == "layer" else "stay")
+    N, units = n_rows, problem.n_layer
     if cfg.activation == "keep":
-        return Placement(L, units, N, **several), None
+        return placed(cfg, units, N), None
     only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
     if cfg.activation == "recompute":
-        return Placement(L, 1, N, only_input, units, x_stays=True, **keys("made")), None
+        return placed(cfg, 1, N, only_input, units, x_stays=True, keys="made"), None
     if not cfg.finds_alpha:
         alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
         chosen = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
@@ -254,12 +252,10 @@ def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
     else:
         chosen = paper(problem)
     if not chosen.fits:
-        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.nbytes[INPUT],
+        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes,
                                  "the largest block_size that fits is "
                                  f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
     granularity = max(1, min(SPLIT_ROWS, N // 16))
     kept = {name: rows(chosen.fractions.get(name, 1), N, granularity) for name in problem.tensors}
     chosen = replace(plan(problem, {name: kept[name] / N for name in problem.others}), binds=chosen.binds)
-    n = min(units, problem.n_buffers)
-    fate = several if n == units else keys("copied")
-    return Placement(L, n, N, kept, chosen.input_only_layers, **fate), chosen
+    return placed(cfg, problem.n_buffers, N, kept, chosen.input_only_layers), chosen

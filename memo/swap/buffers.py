@@ -119,25 +119,29 @@ class Swap:
         return ".".join(map(str, unit if self.placement.several else unit[:1]))
 
     def swapped_pairs(self) -> dict[Key, Pairs]:
-        """{step that copies: [(bytes on the device, their bytes in the slab)]}."""
-        pairs: dict[Key, Pairs] = {}
-        if self.slab is None:
-            return pairs
-        p, slab, end = self.placement, self.slab, 0
-        keys = p.keys_swapped(self.tensors)
+        """{step that copies: [(bytes of a buffer, their bytes in the slab, or where they stay)]}."""
+        p, pairs, end, stays = self.placement, dict[Key, Pairs](), 0, self.buffers.get("resident")
+        keys, slab = p.keys_swapped(self.tensors), self.slab
 
-        def travels(unit: Unit, what: str, tensor_bytes: torch.Tensor) -> None:
-            nonlocal end
+        def on_host(at: int, mine: torch.Tensor) -> Pairs:
+            assert slab is not None  # it is as large as all that is asked for here
+            return slab.pairs(at, mine)
+
+        def travels(unit: Unit, what: str, places: Pairs) -> int:
             for direction in ("offload", "prefetch"):
-                pairs.setdefault((direction + what, unit), []).extend(slab.pairs(end, tensor_bytes))
-            end += tensor_bytes.nbytes
+                pairs.setdefault((direction + what, unit), []).extend(places)
+            return sum(place.nbytes for place, _ in places)
         for k, unit in enumerate(p.units):
             for name, (first, n) in p.swapped(k, self.tensors).items():
                 if name == INPUT and unit in self.swept:  # comes back for the sweep, too
-                    pairs["prefetch input", unit] = slab.pairs(end, bytes_of(self.input_of_sweep(unit)))
-                travels(unit, "", bytes_of(getattr(self.units[unit], name))[first:first + n])
+                    pairs["prefetch input", unit] = on_host(end, bytes_of(self.input_of_sweep(unit)))
+                mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
+                end += travels(unit, "", on_host(end, mine))
+            for name, (first, n) in p.swapped(k, self.tensors, resident=True).items():
+                mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
+                stays = stays[travels(unit, "", [(mine, stays[:n])]):]
             for t in self.units[unit].pieces[-1] if k in keys else ():
-                travels(unit, " keys", bytes_of(t))
+                end += travels(unit, " keys", on_host(end, bytes_of(t)))
         return pairs
 
     def input_of_sweep(self, unit: Unit) -> torch.Tensor:
@@ -160,7 +164,7 @@ class Swap:
         if step.stream == "compute":
             stream.launch(label, work, *args)
         else:
-            pairs = self.pairs[step.key]
+            pairs = self.pairs.get(step.key, [])
             if step.stream == "offload":
                 pairs = [(host, device) for device, host in pairs]
             stream.launch(f"{step.kind} {self.name(step.unit)}", copy_bytes, pairs)

@@ -1,6 +1,7 @@
 """Where the skeletal activations of all units are between their forward and their backward. No torch.
 Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -23,10 +24,11 @@ class Placement:
         buffer 0   kept rows | shared rows                          n + kept rows in all, not 2 n
         buffer 1               shared rows | kept rows
 
-    The last n_buffers units are not swapped, only the last one is whole. A swapped unit that keeps x alone
-    recomputes its attention too: `input_only` of them, the earliest subsequences of all layers first, whose
-    attention costs least. The modes are points of this: keep (a buffer for each unit), recompute (one buffer,
-    x_stays, only inputs), swap and memo.
+    Of the rows that survive, the last `stays[name]` have their copy on the device in the place of the host
+    (SPPO's rest). The last n_buffers units are not swapped, only the last one is whole. A swapped unit that
+    keeps x alone recomputes its attention too: `input_only` of them, the earliest subsequences of all layers
+    first, whose attention costs least. The modes are points of this: keep (a buffer for each unit), recompute
+    (one buffer, x_stays, only inputs), swap and memo.
 
     With several subsequences, `cuts`, keys and values are in none of these buffers: later subsequences read
     them. Memory holds those of one layer, piece by piece, with a second place for the first piece, or those
@@ -43,6 +45,7 @@ class Placement:
     cuts: tuple[int, ...] = ()  # rows of each subsequence, which add up to n_rows; empty: there is one
     order: str = "layer"
     keys: str = "stay"
+    stays: dict = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
 
     @property
     def several(self) -> bool:
@@ -71,11 +74,14 @@ class Placement:
         """Rows of unit k."""
         return self.cuts[self.units[k][1]] if self.several else self.n_rows
 
+    def part(self, k: int, whole: int) -> int:
+        """Rows of unit k that are as large a part of its rows as `whole` of all, in multiples of
+        SPLIT_ROWS."""
+        return rows(whole / self.n_rows, self.rows(k), SPLIT_ROWS) if self.several else whole
+
     def kept_rows(self, k: int, name: str) -> int:
-        """Rows of tensor `name` that survive of unit k where it is swapped: of a subsequence a part as large
-        as of the whole, in multiples of SPLIT_ROWS."""
-        kept, n = self.kept.get(name, self.n_rows), self.rows(k)
-        return rows(kept / self.n_rows, n, SPLIT_ROWS) if self.several else kept
+        """Rows of tensor `name` that survive of unit k where it is swapped."""
+        return self.part(k, self.kept.get(name, self.n_rows))
 
     @property
     def n_inputs(self) -> int:
@@ -95,15 +101,16 @@ class Placement:
         return frozenset(swapped[:self.input_only])
 
     @cached_property
-    def buffers_known(self) -> dict[str, list[tuple[int, int]]]:
-        """What buffers_of has found."""
+    def buffers_known(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
         return {}
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
         """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory."""
-        if name not in self.buffers_known:
-            self.buffers_known[name] = self.find_buffers(name)
-        return self.buffers_known[name]
+        like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)
+        if like not in self.buffers_known:
+            self.buffers_known[like] = self.find_buffers(name)
+        return self.buffers_known[like]
 
     def find_buffers(self, name: str) -> list[tuple[int, int]]:
         n = self.n_inputs if name == INPUT else self.n_buffers
@@ -113,8 +120,8 @@ class Placement:
         if n != 2:
             return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
         # neighbours take turns: neither may reach into what the other keeps
-        spans = [self.rows(a) + self.kept_rows(b, name) for k in range(1, self.n_units)
-                 for a, b in ((k - 1, k), (k, k - 1))]
+        unlike = {(self.rows(k - 1), self.rows(k)): k for k in range(1, self.n_units)}.values()
+        spans = [self.rows(a) + self.kept_rows(b, name) for k in unlike for a, b in ((k - 1, k), (k, k - 1))]
         span = max(*lengths, *spans)
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
@@ -145,15 +152,18 @@ class Placement:
                 found[name] = slice(0, first) if first else slice(rows, n)
         return found
 
-    def swapped(self, k: int, tensors: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """{tensor: (first byte, bytes) of what unit k sends to the host}. `tensors`: of all rows."""
+    def swapped(self, k: int, tensors: dict[str, Tensor],
+                resident: bool = False) -> dict[str, tuple[int, int]]:
+        """{tensor: (first byte, bytes) of what unit k sends to the host; or, `resident`, to where it stays on
+        the device}. `tensors`: of all rows."""
         ranges = {}
         for name, t in tensors.items() if k < self.n_swapped else ():
             kept, first = self.first_kept(k, name)
             if kept and not (name == INPUT and self.x_stays) and not (self.several and name in KEYS):
-                row = self.row_bytes(t)
-                ranges[name] = row * first, row * kept
-        return ranges
+                row, stay = self.row_bytes(t), min(kept, self.part(k, self.stays.get(name, 0)))
+                first, n = (first + kept - stay, stay) if resident else (first, kept - stay)
+                ranges[name] = row * first, row * n
+        return {name: (first, n) for name, (first, n) in ranges.items() if n}
 
     def keys_swapped(self, tensors: dict[str, Tensor]) -> dict[int, int]:
         """{unit: bytes of its keys and values, which go to the host}."""
@@ -163,11 +173,20 @@ class Placement:
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
+    def like(self) -> list[int]:
+        """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
+        firsts: dict[tuple, int] = {}
+        return [firsts.setdefault((self.units[k][1], k < self.n_swapped, k in self.gives_up,
+                                   k % self.n_buffers % 2, k < self.n_units - 1), k)
+                for k in range(self.n_units)]
+
+    @cached_property
     def fates(self) -> Fates:
         """What the schedule needs to know of the units."""
         swapped = frozenset(range(self.n_swapped))
         copied = swapped - (self.gives_up if self.x_stays else frozenset())
-        rebuilt = frozenset(k for k in range(self.n_units) if self.missing(k))
+        lacking = {k for k in set(self.like) if self.missing(k)}
+        rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys)
 
     def key_place(self, unit: tuple[int, int]) -> int:
@@ -184,19 +203,21 @@ class Placement:
         return layer * self.n_rows * (self.order == "subsequence") + sum(self.cuts[:i])
 
     def region_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> dict[str, int]:
-        """{region: bytes on the device} of what several subsequences need besides buffers: keys and values,
-        the fp32 sums of their gradients, the stream between two layers, inputs for sweeps. `dealt`: times
-        that each head of keys lies in the pieces of all ranks."""
+        """{region: bytes on the device} of what is needed besides buffers: what stays; with several
+        subsequences keys and values, the fp32 sums of their gradients, the stream between two layers, inputs
+        for sweeps. `dealt`: times that each head of keys lies in the pieces of all ranks."""
+        resident = {"resident": self.survivor_bytes(tensors, resident=True)} if self.stays else {}
         if not self.several:
-            return {}
+            return resident
         elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS)
         layers = self.n_layer if self.keys == "stay" else 1
         x, sweeps = self.row_bytes(tensors[INPUT]), swept_inputs(self.fates, self.units)
         itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
         summed = self.n_layer if self.order == "subsequence" else 1
-        return {"keys": elements * (layers * self.n_rows + (self.cuts[0] if layers == 1 else 0)),
-                "key_gradients": elements * 4 // itemsize * summed * self.n_rows, "stream": x * self.n_rows,
-                "sweep": x * max(self.cuts) * min(SWEEP_PLACES, len(sweeps))}
+        return resident | {
+            "keys": elements * (layers * self.n_rows + (self.cuts[0] if self.keys != "stay" else 0)),
+            "key_gradients": elements * 4 // itemsize * summed * self.n_rows, "stream": x * self.n_rows,
+            "sweep": x * max(self.cuts) * min(SWEEP_PLACES, len(sweeps))}
 
     def row_bytes(self, t: Tensor) -> int:
         """Bytes of one own row of a tensor that holds all of them."""
@@ -204,8 +225,12 @@ class Placement:
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of all rows."""
-        rows = sum(n for k in range(self.n_units) for _, n in self.swapped(k, tensors).values())
-        return rows + sum(self.keys_swapped(tensors).values())
+        return self.survivor_bytes(tensors) + sum(self.keys_swapped(tensors).values())
+
+    def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> int:
+        """Bytes of swapped() of all units."""
+        return sum(units * n for k, units in Counter(self.like).items()
+                   for _, n in self.swapped(k, tensors, resident).values())
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer,
@@ -216,6 +241,10 @@ class Placement:
                 first, length = self.buffers_of(name)[-1]
                 found[name] = self.row_bytes(t) * (first + length)
         return found
+
+    def device_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> int:
+        """Bytes of all buffers and regions on the device. Arguments as for region_bytes."""
+        return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors, dealt).values())
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:
