@@ -8,7 +8,8 @@ seconds  a step's seconds over those with one subsequence, for shorter sequences
 memory   bytes of the device in each region at full size, of tensors without memory, beside the formula.
 curve    200 steps on the stdlib data, as one curve.
 
-Writes bench/results/subsequences.json, subsequences_memory.png and subsequences_curve.png. A part that is not named keeps what the file has.
+Writes bench/results/subsequences.json, subsequences_memory.png and subsequences_curve.png. A part that is
+not named keeps what the file has.
 """
 
 import json

@@ -22,7 +22,7 @@ import torch
 from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
-from memo.layer import KEYS, layer_of
+from memo.layer import KEYS_VALUES, layer_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward
@@ -154,7 +154,7 @@ class Block:
         names = [name for name in ("ln1_out", "ln1_mean", "ln1_rstd") if hasattr(s, name)]
         normed = {name: torch.empty_like(getattr(s, name)) for name in names}
         again = SimpleNamespace(x=x, pieces=s.pieces, lse=s.lse, **normed)
-        rows = self.no_rows | dict.fromkeys((*names, *KEYS), EVERY_ROW)
+        rows = self.no_rows | dict.fromkeys((*names, *KEYS_VALUES), EVERY_ROW)
         self.queries_keys_values(self.with_keys(again), turn, rows)
 
     def prefix_backward(self, dout: torch.Tensor, s: SimpleNamespace,

@@ -255,7 +255,7 @@ def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line]
     plan = decision.swap_plan
     return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
-                placement=asdict(decision.placement), device_bytes=model.swap.device_bytes,
+                placement=decision.placement.as_dict(), device_bytes=model.swap.device_bytes,
                 host_bytes=model.swap.host_bytes,
                 host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
                 regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
