@@ -21,10 +21,10 @@ ALIGNED = 128  # multiples of what the layout needs
 @lru_cache(16)  # an estimate asks again and again
 def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
-    block_size). A sequence too short for cfg.subsequences has as many as fit."""
-    S = S or cfg.block_size
-    N = max(1, min(cfg.subsequences, S // cfg.block_multiple))
-    aligned = ALIGNED * cfg.block_multiple
+    block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
+    layout needs."""
+    S, aligned = S or cfg.block_size, ALIGNED * cfg.block_multiple
+    N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if S == cfg.block_size else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
     if cfg.subsequence_cut == "flops":
