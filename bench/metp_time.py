@@ -147,7 +147,7 @@ def cpu(rounds):
     host, took, again = Axis("host"), {"today": [], "metp": []}, []
     for _ in range(rounds):
         for name, model in models.items():
-            rates = layer_rates(model.blocks[0], model.swap, model.turn[0], CPU, host)
+            rates = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
             took[name].append(rates[0] + rates[1])
             if name == "today":
                 again.append(sum(s for group, s in rates[2].items() if group != "mid"))
