@@ -7,7 +7,7 @@ The block and its buffers are handed in; measuring overwrites their contents, th
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -61,36 +61,46 @@ def least_seconds(device: torch.device, call: Callable, before: Callable = lambd
     return best
 
 
-def layer_rates(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device,
-                host: Axis) -> tuple[float, float, dict[str, float], int | None]:
-    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer."""
-    s, x, y = swap.layers[0], swap.x[0], swap.x[1]
-    generator = torch.Generator(device).manual_seed(0)
+def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, device: torch.device,
+               host: Axis) -> tuple[float, float, dict[str, float]]:
+    """(forward_s, backward_s, recompute_s) of `block` at subsequence i, in the buffer of the first layer's
+    unit; those of the subsequences before have run."""
+    s, y = swap.units[0, i], swap.between[1][i]
+    generator = torch.Generator(device).manual_seed(i)
 
     forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)
 
     def refill() -> None:
-        x.normal_(generator=generator)
+        s.x.normal_(generator=generator)
         forward()
 
     def recompute_s(tensors: Iterable[str]) -> float:  # of all rows of these, and none of the others
         rows = dict.fromkeys(tensors, slice(None))
         return least_seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
     refill()  # untimed: libraries load, attention's kernels are chosen
     forward_s = least_seconds(device, forward, host=host)
     launches_s = recompute_s(())
     groups_s = {name: max(0.0, recompute_s(tensors) - launches_s)
                 for name, tensors in groups_of(swap.tensors).items()}
     backward()
-    backward_s = least_seconds(device, backward, before=refill, host=host)
+    return forward_s, least_seconds(device, backward, before=refill, host=host), groups_s
+
+
+def layer_rates(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
+                host: Axis) -> tuple[float, float, dict[str, float], int | None]:
+    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`: seconds of all units together.
+    `turns`: rotations of each subsequence."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    forward, backward, groups = zip(*(unit_rates(block, swap, i, turn, device, host)
+                                      for i, turn in enumerate(turns)), strict=True)
     transient = None
     if device.type == "cuda":
         transient = int(*host.max(torch.cuda.max_memory_allocated(device) - before))
-    return forward_s, backward_s, groups_s, transient
+    groups_s = {name: sum(seconds[name] for seconds in groups) for name in groups[0]}
+    return sum(forward), sum(backward), groups_s, transient
 
 
 def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, float]:
@@ -118,13 +128,13 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, floa
     return rate("offload"), rate("prefetch")
 
 
-def measure(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device, pin: bool = True,
-            host: Axis = ALONE.host) -> Rates:
+def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
+            pin: bool = True, host: Axis = ALONE.host) -> Rates:
     """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them
     decide alike."""
     synchronize(device)
     swap.streams.timeline.take()
-    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device, host)
+    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turns, device, host)
     offload, prefetch = host.max(*(-rate for rate in copy_rates(swap, device, pin)))  # of the slowest
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient)
 

@@ -54,3 +54,13 @@ def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:
         nearest = min((max(0, k - 1), k), key=lambda k: abs(flops(k) - wanted))
         ends.append(min(max(nearest, ends[-1] + 1), count - (N - i)))
     return [end - first for first, end in pairwise([*ends, count])]
+
+
+def subsequences_line(cfg: "Config") -> str:
+    """What a sequence is cut into, and in which order the units run; empty where it is not cut."""
+    lengths = subsequence_lengths(cfg)
+    if len(lengths) == 1:
+        return ""
+    shortest, most = min(lengths), max(lengths)
+    each = f"{most:,}" if shortest == most else f"{shortest:,} to {most:,}"
+    return f"sequence    {len(lengths)} subsequences of {each} tokens, {cfg.unit_order} by {cfg.unit_order}"

@@ -67,7 +67,8 @@ def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena") -> Trace:
         model.grads.zero_()
 
 
-def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int, missing: Sequence[dict[str, slice]],
+def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int,
+                    missing: Sequence[dict[str, slice]],
                     device: str = "meta", requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
     "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each unit recomputes, see

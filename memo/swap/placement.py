@@ -185,9 +185,9 @@ class Placement:
     def like(self) -> list[int]:
         """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
         firsts: dict[tuple, int] = {}
-        return [firsts.setdefault((self.units[k][1], k < self.n_swapped, k in self.gives_up,
-                                   k % self.n_buffers % 2, k < self.n_units - 1), k)
-                for k in range(self.n_units)]
+        swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
+        return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last), k)
+                for k, (_, i) in enumerate(self.units)]
 
     @cached_property
     def fates(self) -> Fates:
