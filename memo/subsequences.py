@@ -24,7 +24,7 @@ def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
     layout needs."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.block_multiple
-    N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if S == cfg.block_size else aligned)))
+    N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
     if cfg.subsequence_cut == "flops":
