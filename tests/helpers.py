@@ -2,6 +2,7 @@
 
 import re
 import resource
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from memo import checkpoint, convert
 from memo.command import run
 from memo.loggers import read_metrics
+from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_mesh
 from model import initial_weights
@@ -133,3 +135,11 @@ def resident_bytes():
     """Bytes of host memory that the process has now."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * resource.getpagesize()
+
+
+def save_header(folder, cfg, iter=5):
+    """A checkpoint of which nothing but the first file is there."""
+    path = folder / "ckpt" / str(iter) / "checkpoint.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(manifest_text(dict(format=FORMAT, iter=iter, config=asdict(cfg),
+                                       files={METADATA: [0, 0]})))

@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from memo.formulas import flops_per_sample, parameters
 from memo.keys import check_value
 from memo.layer import model_parameters
 from memo.load_config import keys_help, load_config
-from memo.manifest import FORMAT, METADATA, manifest_text
 from model import GPT
 from testing.paper import PAPER
-from tests.helpers import ROOT
+from tests.helpers import ROOT, save_header
 
 
 def test_the_set_of_keys_is_frozen():
@@ -230,13 +228,6 @@ def test_alpha_and_the_hosts_memory_are_numbers_or_auto(tmp_path):
     assert (cfg.alpha, cfg.host_memory_gb) == (1.0, "auto") and type(cfg.alpha) is float
     cfg = load_config([str(tmp_path / "c.py"), "--alpha=auto", "--host_memory_gb=1.5"])
     assert (cfg.alpha, cfg.host_memory_gb) == ("auto", 1.5)
-
-
-def save_header(folder, cfg, iter=5):
-    path = folder / "ckpt" / str(iter) / "checkpoint.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(manifest_text(dict(format=FORMAT, iter=iter, config=asdict(cfg),
-                                       files={METADATA: [0, 0]})))
 
 
 def test_a_broken_checkpoint_is_named(tmp_path):

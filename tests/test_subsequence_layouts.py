@@ -10,7 +10,7 @@ from memo.config import Config
 from memo.flat import views
 from memo.parallel.mesh import ALONE
 from tests.helpers import LLAMA, step
-from tests.test_parallel import build, layout_keys, on_ranks, relative_error
+from tests.layouts import build, layout_keys, on_ranks, relative_error
 
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150)
 FAMILIES = {"gpt": dict(position="learned", bias=True),

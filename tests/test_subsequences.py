@@ -18,8 +18,7 @@ from memo.parallel.cp import interleaved, local_positions, token_columns
 from memo.parallel.mesh import Axis, Mesh
 from memo.subsequences import ALIGNED, subsequence_lengths
 from model import GPT
-from tests.helpers import CPU, VOCAB, error, perturbed_weights, random_batch
-from tests.test_config import save_header
+from tests.helpers import CPU, VOCAB, error, perturbed_weights, random_batch, save_header
 
 LAYOUTS = [dict(), dict(tp=2), dict(cp=2), dict(cp=4, tp=2), dict(cp=2, context_parallel="ulysses"),
            dict(cp=4, tp=2, context_parallel="ulysses"), dict(tp=2, tensor_parallel="metp"),

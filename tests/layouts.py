@@ -1,0 +1,107 @@
+"""What the tests of several ranks share: models in a layout, and their gradients put together."""
+
+import pytest
+import torch
+
+from memo import memory
+from memo.layer import n_rows, tensors_of
+from memo.optim import Optimizer
+from memo.planner.allocator import Arena
+from memo.swap.alpha import AlphaProblem, place_rows
+from model import GPT
+from testing.ranks import pool
+from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, step
+
+
+def layout_keys(text, kind):
+    """The config's keys of a layout such as "tp2 cp2"; `kind`: ring, ulysses, metp."""
+    size = degrees_of(text)
+    what = dict(tensor_parallel="metp") if kind == "metp" else dict(context_parallel=kind)
+    return dict(tp=size["tp"], cp=size["cp"]) | what
+
+
+def build(cfg, mesh, dtype=torch.float32):
+    """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
+    gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
+    model = GPT(cfg, CPU, dtype, mesh=mesh)
+    optimizer = Optimizer(model, cfg)
+    large = ("q_w", "k_w", "wte", "wpe")
+    optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
+    tensors = tensors_of(cfg, dtype.itemsize)
+    hidden = 0.6 if cfg.finds_alpha else 1.0
+    p = AlphaProblem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
+    placement, _ = place_rows(cfg, p, n_rows(cfg), costs_of(tensors))
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
+    return model, optimizer
+
+
+def whole(optimizer, flat):
+    """[(name, offsets, values)] of what this rank has to add to a whole copy of `flat`, a shard."""
+    states = optimizer.states
+    optimizer.states = lambda: {"it": flat}
+    try:
+        return [(p.name.removeprefix("it."), p.shape, p.offsets, p.tensor.clone())
+                for p in optimizer.pieces(saved=True)]
+    finally:
+        optimizer.states = states
+
+
+def assembled(ranks):
+    """{name: tensor} from what whole() gave on every rank; each element must come once."""
+    tensors, seen = {}, {}
+    for pieces in ranks:
+        for name, shape, offsets, values in pieces:
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+            tensors.setdefault(name, torch.zeros(shape))[box] = values
+            seen.setdefault(name, torch.zeros(shape))[box] += 1
+    assert all((s == 1).all() for s in seen.values())
+    return tensors
+
+
+def gradients(host, cfgs, plan, dtype=torch.float32):
+    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
+    mesh, made = mesh_of(host, cfgs[0]), []
+    for cfg in cfgs:
+        model, optimizer = build(cfg, mesh, dtype)
+        if plan:
+            arena = Arena(CPU, "greedy", guard=True)
+            arena.replay(memory.requests_of_a_step(model, arena))
+            model.arena = arena
+        loss = step(model, optimizer, cfg)
+        norm = optimizer.clip(0.0)
+        shard = torch.cat([model.grads[own.flat] for own in optimizer.own])
+        made.append((loss.item(), norm.item(), whole(optimizer, shard), model.arena.stats().misses))
+        model.close()
+    return made
+
+
+def make_small(m):
+    """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU;
+    groups of heads are small too."""
+    m.setattr("memo.parallel.tp.CHUNK_ROWS", 256)
+    m.setattr("memo.parallel.tp.pieces_at_once", lambda axis, device: 2)
+    m.setattr("memo.layer.GROUP_ELEMENTS", 1)
+    m.setattr("memo.layer.METP_ELEMENTS", 1)
+    m.setattr("memo.parallel.metp.METP_ROWS", 256)
+
+
+def gradients_in_pieces(*args):
+    with pytest.MonkeyPatch.context() as m:
+        make_small(m)
+        return gradients(*args)
+
+
+def on_ranks(text, cfgs, *how, work=gradients):
+    """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; ranks agree on loss and norm."""
+    size = degrees_of(text)
+    ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(work, cfgs, *how)
+    made = []
+    for case in zip(*ranks, strict=True):
+        assert len({r[:2] for r in case}) == 1
+        made.append((*case[0][:2], assembled([r[2] for r in case]), sum(r[3] for r in case)))
+    return made
+
+
+def relative_error(mine, reference, name):
+    like = name.replace("k_b", "q_b")  # no loss depends on k's bias: its gradient is small noise beside q's
+    return ((mine[name] - reference[name]).norm() / reference[like].norm()).item()
