@@ -42,6 +42,7 @@ from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
+from memo.subsequences import unit_rows
 from memo.swap.alpha import OutOfHostMemory, place_rows, swaps_layers, what_set_it
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
@@ -131,9 +132,9 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     all_fit = cpu and problem.n_buffers == problem.n_layer
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
-        model.reserve(B, T, Placement(1, 1, n_rows(cfg)), **how)
-        rates = profiler.measure(model.blocks[0], model.swap, model.turn[0], model.device, cfg.pin_memory,
-                                 host)
+        nothing = dict.fromkeys(problem.tensors, 0)  # survives of a layer's subsequences but of the last one
+        model.reserve(B, T, Placement(1, 1, n_rows(cfg), nothing, **unit_rows(cfg, B, T)), **how)
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()
         model.close()
         if not cpu:

@@ -7,8 +7,7 @@ The block and its buffers are handed in; measuring overwrites their contents, th
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -42,6 +41,7 @@ from memo.swap.slab import HostSlab
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
 LONG_S = 0.5  # a call that takes longer is measured once
+Turns = Sequence[torch.Tensor | None]
 
 
 def least_seconds(device: torch.device, call: Callable, before: Callable = lambda: None,
@@ -61,21 +61,33 @@ def least_seconds(device: torch.device, call: Callable, before: Callable = lambd
     return best
 
 
-def layer_rates(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device,
+def layer_rates(block: Block, swap: Swap, turns: Turns, device: torch.device,
                 host: Axis) -> tuple[float, float, dict[str, float], int | None]:
-    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer."""
-    s, x, y = swap.layers[0], swap.x[0], swap.x[1]
+    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer, which
+    its subsequences share."""
+    units = [(swap.units[0, i], swap.between[1][i], turn) for i, turn in enumerate(turns)]
     generator = torch.Generator(device).manual_seed(0)
 
-    forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)
+    def forward() -> None:
+        for s, y, turn in units:
+            block.forward(s, turn, y)
+
+    def backward() -> None:
+        for s, y, turn in reversed(units):
+            block.backward(y, s, turn)
 
     def refill() -> None:
-        x.normal_(generator=generator)
+        for s, _, _ in units:
+            s.x.normal_(generator=generator)
         forward()
 
     def recompute_s(tensors: Iterable[str]) -> float:  # of all rows of these, and none of the others
-        rows = dict.fromkeys(tensors, slice(None))
-        return least_seconds(device, partial(block.recompute, s, turn, rows), host=host)
+        rows = dict.fromkeys(set(tensors) & set(swap.buffers), slice(None))  # keys' pieces are not among them
+
+        def recompute() -> None:
+            for s, _, turn in units:
+                block.recompute(s, turn, rows)
+        return least_seconds(device, recompute, host=host)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -118,13 +130,13 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, floa
     return rate("offload"), rate("prefetch")
 
 
-def measure(block: Block, swap: Swap, turn: torch.Tensor | None, device: torch.device, pin: bool = True,
+def measure(block: Block, swap: Swap, turns: Turns, device: torch.device, pin: bool = True,
             host: Axis = ALONE.host) -> Rates:
     """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them
-    decide alike."""
+    decide alike. `turns`: each subsequence's rotations, or None."""
     synchronize(device)
     swap.streams.timeline.take()
-    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turn, device, host)
+    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turns, device, host)
     offload, prefetch = host.max(*(-rate for rate in copy_rates(swap, device, pin)))  # of the slowest
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient)
 
