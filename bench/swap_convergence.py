@@ -36,7 +36,7 @@ def plot(curves, labels, first, limit, title, path):
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1),
                                       layout="constrained")
     for i, (name, c) in enumerate(curves.items()):
-        style = dict(lw=9 - 1.5 * i, alpha=0.7)
+        style = dict(lw=9 - 8 * i / len(curves), alpha=0.7)
         top.plot(smooth(c["loss"], 0.95), label=f"{name}: {labels[name]}", **style)
         bottom.plot([a - b for a, b in zip(c["loss"], curves[first]["loss"], strict=True)], **style)
     top.set(ylabel="training loss, smoothed", title=title)

@@ -114,6 +114,11 @@ class Layer:
         return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
 
     @property
+    def keys(self) -> tuple[Operation, ...]:
+        """What makes keys and values where these are in no group."""
+        return tuple(t.made_by for t in self.skeletal if t.name in KEYS and not t.group and t.made_by)
+
+    @property
     def head_norms(self) -> bool:
         """Whether q and k are normed head by head, each time that attention takes them."""
         return "q_norm_w" in self.parameters
@@ -328,11 +333,12 @@ def shares_heads(heads: int, sharing: int) -> bool:
     return heads % sharing == 0 or sharing % heads == 0
 
 
-def group_heads(cfg: "Config") -> int:
-    """Query heads of a rank of a config that attention takes at a time."""
+def group_heads(cfg: "Config", S: int | None = None) -> int:
+    """Query heads of a rank of a config that attention takes at a time. S: the tokens of each sequence that
+    it takes, by default all."""
+    rows = cfg.batch_size * (S or cfg.block_size) // cfg.cp
     if cfg.metp:
-        return heads_at_once(n_rows(cfg), cfg.head_width, cfg.n_head // head_groups(cfg),
+        return heads_at_once(rows // cfg.tp, cfg.head_width, cfg.n_head // head_groups(cfg),
                              sharing=cfg.n_head // cfg.kv_heads)
-    rows = cfg.batch_size * cfg.block_size // cfg.cp
     multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
     return heads_at_once(rows, cfg.head_width, cfg.n_head // cfg.tp, multiple, cfg.n_head // cfg.kv_heads)

@@ -6,6 +6,7 @@ of what the layout needs alone.
 """
 
 from bisect import bisect_left
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 ALIGNED = 128  # multiples of what the layout needs
 
 
+@lru_cache(16)  # an estimate asks again and again
 def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
     block_size). A sequence too short for cfg.subsequences has as many as fit."""

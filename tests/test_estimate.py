@@ -20,8 +20,8 @@ from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.metp_seconds import layer_seconds
 from memo.estimate.roofline import LayerSeconds, swap_s
+from memo.estimate.unit_seconds import layer_seconds
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
 from memo.load_config import load_config
@@ -41,6 +41,7 @@ A800, H100 = hardware.machine("a800-80gb"), hardware.machine("h100-80gb")
 LLAMA = dict(n_head=4, n_kv_head=2, head_dim=24, n_inner=192, norm="rmsnorm", mlp="swiglu", qk_norm=True,
              tie_embeddings=False)  # every key of the family, each width unlike GPT's
 METP = dict(tensor_parallel="metp")
+PARTS = dict(subsequences=4)
 SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
 
 
@@ -148,7 +149,12 @@ def test_every_byte_is_in_a_line_and_a_region():
                           dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
                           dict(activation="recompute"), LLAMA, dict(LLAMA, tp=2, cp=2),
                           dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True),
-                          dict(METP, tp=2, cp=2), dict(LLAMA, tp=4, **METP)])
+                          dict(METP, tp=2, cp=2), dict(LLAMA, tp=4, **METP),
+                          dict(PARTS, activation="keep"), dict(PARTS, activation="recompute", tp=2),
+                          dict(PARTS, **LLAMA, alpha=0.5, subsequence_cut="flops", block_size=2048),
+                          dict(PARTS, alpha=0.0, cp=2, unit_order="subsequence"),
+                          dict(PARTS, activation="swap", unit_order="subsequence", optimizer_device="cpu"),
+                          dict(PARTS, **LLAMA | dict(cp=4, context_parallel="ulysses", qk_norm=False))])
 def test_lines_are_the_bytes_of_a_real_model(keys):
     shape = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
     cfg = Config(**shape | dict(gradient_accumulation_steps=2) | keys)
@@ -165,7 +171,8 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     for line in memory.where_it_lives(cfg, decision, model, optimizer):
         if line.region != "transient":
             assert line in got.lines
-    assert model.swap.device_bytes == got.bytes_of("rounding_buffers")[0]
+    regions = "rounding_buffers", "keys", "key_gradients", "stream", "sweep"
+    assert model.swap.device_bytes == sum(got.bytes_of(region)[0] for region in regions)
     assert model.swap.host_bytes == got.bytes_of("swap")[1]
     model.close()
 
@@ -266,8 +273,11 @@ def test_the_schedule_event_by_event(n_buffers, rate):
     tensors, N = tensors_of(cfg, 4), n_rows(cfg)
     p = Placement(8, n_buffers, N, {"gelu_out": N // 2, "fc1_out": 0}, input_only=2)
     recompute_s = [0.003 * (i % 3) * bool(p.missing(i)) for i in range(8)]
+
+    def compute_s(step):
+        return dict(forward=0.01, backward=0.02, recompute=recompute_s[step.unit[0]]).get(step.kind, 0)
+    forward, backward, stall = swap_s(p, tensors, compute_s, rate)
     args = p, tensors, 0.01, 0.02, recompute_s.__getitem__, rate
-    forward, backward, stall = swap_s(*args)
     assert (forward, backward) == pytest.approx(by_events(*args))
     assert forward + backward == pytest.approx(8 * 0.03 + sum(recompute_s) + stall)
     assert stall > 0 or rate > 5e7 or n_buffers == 8
@@ -312,6 +322,62 @@ def test_seconds_follow_the_widths_of_the_layer():
     gated = 3 * 14336 * rows // 2 * 2 / H100.speeds.rate("memory")
     output = got.layer.operations[-1]
     assert gated < got.operation_s(output) - got.product_s(output) - got.message_s([output]) < 1.5 * gated
+
+
+# --- several subsequences ---
+
+def test_seconds_of_units_add_up_to_a_layers():
+    """The FLOPs are the same. What comes on top: merged partial results, sums of keys' gradients."""
+    cfg = load_config(["config/llama3_8b_1m.py", "--tp=1", "--cp=1"])
+    whole, half = (layer_seconds(replace(cfg, block_size=S), H100, 2) for S in (2**20, 2**19))
+    for keys in (PARTS, dict(subsequences=16), dict(PARTS, subsequence_cut="flops")):
+        got = layer_seconds(replace(cfg, **keys), H100, 2)
+        kernels = [unit.attention_kernels_s for unit in got.units]
+        assert got.attention_kernels_s == pytest.approx(whole.attention_kernels_s, rel=1e-4)
+        assert whole.forward_s < got.forward_s < 1.05 * whole.forward_s
+        assert whole.backward_s < got.backward_s < 1.05 * whole.backward_s
+        if "subsequence_cut" in keys:
+            seconds = [unit.forward_s for unit in got.units]
+            assert max(seconds) < 1.05 * min(seconds)
+        else:
+            N = keys["subsequences"]  # the first half of the units are the layer of half the sequence
+            assert sum(kernels[:N // 2]) == pytest.approx(half.attention_kernels_s, rel=1e-4)
+        assert got.messages_s == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("keys", [dict(), dict(context_parallel="ulysses"), dict(context_parallel="ulysses",
+                                                                                  n_kv_head=2)])
+def test_the_messages_of_a_unit_are_those_of_a_layer(keys):
+    cfg = Config(**dict(n_layer=1, n_head=8, n_embd=64, block_size=2048, vocab_size=300, cp=4) | PARTS | keys)
+    mesh = Mesh(tokens=Axis("cp", 4), replicas=Axis("data", 4))
+    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+    model.reserve(1, 512, streams=open_streams(torch.device("cpu")))
+    for i, unit in enumerate(layer_seconds(cfg, H100, 2).units):
+        Q, KV, row, fp32 = unit.Q, unit.dealt, unit.row_bytes, 2 * unit.row_bytes
+        wanted = [3 * (Q * row + Q * fp32 + 8 * fp32), 3 * (3 * Q * row + 8 * fp32 + Q * fp32)]
+        if unit.ulysses:
+            wanted = [3 * row * (2 * Q + 2 * KV) // 4, 3 * row * (4 * Q + 2 * KV) // 4]
+        s, y = model.swap.units[0, i], model.swap.between[1][i]
+        model.blocks[0].forward(s, model.turn[i], y)
+        sent = [mesh.take_sent_bytes()["cp"]]
+        model.blocks[0].backward(y, s, model.turn[i])
+        assert [*sent, mesh.take_sent_bytes()["cp"]] == wanted
+
+
+def test_what_is_copied_and_made_again_of_units_takes_its_time():
+    cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--subsequences=16"])
+    got = {name: budget.estimate(replace(cfg, **keys), A800, 8, fast_arena) for name, keys in dict(
+        memo={}, keep=dict(activation="keep"), recompute=dict(activation="recompute"),
+        order=dict(unit_order="subsequence")).items()}
+    parts = {name: one.seconds for name, one in got.items()}
+    assert parts["keep"]["recompute"] == parts["keep"]["stall"] == 0
+    sweeps = (cfg.n_layer - 1) * sum(unit.sweep_s for unit in got["recompute"].layer.units)
+    again = parts["recompute"]["recompute"]
+    assert 0 < sweeps < again and parts["recompute"]["stall"] == 0
+    assert got["memo"].bytes_of("keys")[0] < got["order"].bytes_of("keys")[0] / 30
+    slow = replace(A800, node=replace(A800.node, pcie_bytes_per_s=1e8))
+    late = budget.estimate(replace(cfg, activation="swap"), slow, 8, fast_arena)
+    assert late.seconds["stall"] > 0.9 * late.host_bytes / 8 / 1e8
 
 
 # --- METP ---
@@ -443,7 +509,8 @@ def test_json_is_the_contracts(capsys):
                            "--pcie_bytes_per_s=10.5e9", "--device_memory_bytes=80e9", capsys=capsys)
     got = json.loads(out)
     assert code == 0 and got["fits"] is True and got["reason"] is None
-    assert got["layout"] == dict(tp=4, cp=2, pp=1, dp=1, tensor_parallel="megatron")
+    assert got["layout"] == dict(tp=4, cp=2, pp=1, dp=1, tensor_parallel="megatron",
+                                 subsequences=1)
     assert {"overlap", "host"} <= set(got["alpha_limits"])
     regions = {"params", "grads", "optimizer", "rounding_buffers", "transient", "head", "total", "capacity"}
     assert regions <= set(got["device_bytes"])

@@ -116,13 +116,21 @@ def test_the_messages_of_a_step_meet(text, kind, keys):
     validate_programs(programs)
 
 
-# --- programs that were changed ---
-
 def places(program, name, **wanted):
     """Where a program has posts on a communicator, with these attributes."""
     return [at for at, step in enumerate(program) if isinstance(step, Post) and step.communicator.name == name
             and all(getattr(step, attribute) == value for attribute, value in wanted.items())]
 
+
+def test_the_projections_matrix_comes_beside_the_last_two_groups():
+    program = real_programs("tp2", "metp")[0]
+    gather = places(program, "tp", kind="gather")[0]
+    assert program[gather - 1].kind == "broadcast"
+    meanwhile = program[gather + 1:program.index(Wait(gather))]  # the keys of two groups, and no broadcast
+    assert [step.communicator.name for step in meanwhile if isinstance(step, Post)] == ["cp", "cp"]
+
+
+# --- programs that were changed ---
 
 def swapped(programs, rank, a, b):
     """The programs, of which a rank's has two steps in each other's place."""

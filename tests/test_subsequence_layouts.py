@@ -13,7 +13,8 @@ from tests.helpers import LLAMA, step
 from tests.test_parallel import build, layout_keys, on_ranks, relative_error
 
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150)
-FAMILIES = {"gpt": dict(position="learned", bias=True), "rope": dict(batch_size=2),
+FAMILIES = {"gpt": dict(position="learned", bias=True),
+            "rope": dict(batch_size=2, gradient_accumulation_steps=2),
             "llama": LLAMA | dict(qkv_bias=True, batch_size=2), "one": LLAMA | dict(n_kv_head=1),
             "qwen": LLAMA | dict(n_kv_head=4, qk_norm=True)}
 MODES = {"keep": {}, "recompute": {}, "swap": {}, "memo": dict(alpha=0.5)}
@@ -35,19 +36,20 @@ CASES = {
     "metp2": [("metp", "gpt", 3, "layer", "equal", "swap"),
               ("metp", "llama", 8, "subsequence", "flops", "recompute"),
               ("metp", "qwen", 2, "layer", "flops", "recompute")],
-    "metp2 cp2": [("metp", "rope", 8, "layer", "flops", "recompute"),
-                  ("metp", "qwen", 3, "subsequence", "equal", "keep")],
+    "metp2 cp2": [("metp", "gpt", 3, "layer", "flops", "recompute"),
+                  ("metp", "qwen", 2, "subsequence", "equal", "keep")],
     "metp4": [("metp", "one", 3, "layer", "flops", "recompute"),
               ("metp", "llama", 2, "subsequence", "equal", "swap")],
     "dp2": [("ring", "rope", 3, "subsequence", "flops", "recompute"),
-            ("ring", "qwen", 8, "layer", "equal", "keep")]}
+            ("ring", "rope", 8, "layer", "equal", "keep")]}
 
 
 def config(layout, kind, family, S, N, order="layer", cut="equal", mode="keep"):
     keys = KEYS | FAMILIES[family] | layout_keys(layout, kind) | MODES[mode]
-    micro_batches = 2 if family in ("rope", "qwen") else 1
-    return Config(**keys, gradient_accumulation_steps=micro_batches, block_size=S, activation=mode,
-                  subsequences=N, unit_order=order, subsequence_cut=cut)
+    if kind == "metp":
+        keys |= dict(head_groups=8)  # several read one head of keys
+    return Config(**keys, block_size=S, activation=mode, subsequences=N, unit_order=order,
+                  subsequence_cut=cut)
 
 
 @cache

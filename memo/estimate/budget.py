@@ -11,8 +11,8 @@ from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_byt
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
-from memo.estimate.metp_seconds import layer_seconds
-from memo.estimate.roofline import LayerSeconds, micro_batches, step_s
+from memo.estimate.roofline import LayerOfUnits, LayerSeconds, micro_batches, step_s
+from memo.estimate.unit_seconds import layer_seconds
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.formulas import mfu, parameters, tgs
 from memo.layer import INPUT, KEYS, keys_dealt, n_rows, tensors_of
@@ -46,7 +46,7 @@ class Estimate:
     lines: tuple[Line, ...]
     placement: Placement
     plan: alpha.SwapPlan | None
-    layer: LayerSeconds | None
+    layer: LayerSeconds | LayerOfUnits | None
     seconds: dict[str, float]
     mfu: float | None
     tgs: float | None
@@ -182,7 +182,7 @@ def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> i
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
-def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | None,
+def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | LayerOfUnits | None,
             room: Room) -> tuple[Placement, alpha.SwapPlan | None, str | None]:
     """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
     rate = machine.node.pcie_bytes_per_s

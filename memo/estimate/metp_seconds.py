@@ -9,10 +9,8 @@ other here.
 
 from math import sqrt
 
-from memo.config import Config
-from memo.estimate.hardware import Machine
 from memo.estimate.roofline import LayerSeconds, norm_of
-from memo.layer import ATTENTION, group_heads, head_groups, travelling
+from memo.layer import ATTENTION, head_groups, travelling
 
 
 class MetpSeconds(LayerSeconds):
@@ -36,8 +34,7 @@ class MetpSeconds(LayerSeconds):
         self.attention_s, _ = self.attention_half_s(0.0)
         self.forward_s, messages = self.forward()
         self.backward_s, more = self.backward_and_messages()
-        in_attention = self.attention_forward_s() + self.attention_backward_s() - self.attention_kernels_s
-        self.messages_s = messages + more + in_attention
+        self.messages_s = messages + more + self.attention_messages_s
 
     # --- one operation ---
 
@@ -91,9 +88,11 @@ class MetpSeconds(LayerSeconds):
         work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
         # without the projection's, which come by themselves
         nbytes = self.group_bytes - self.C * self.q_width * self.itemsize * (self.tp > 1)
-        exposed = self.exposed_beside(self.travel_s("gather", nbytes), self.norm_s)
-        exposed += self.steps_s("gather", "", nbytes, 0, self.groups, work / self.groups)
-        exposed += self.exposed_beside(self.projection_comes_s(), work / self.groups)  # behind the last group
+        coming, step = self.travel_s("gather", nbytes), work / self.groups
+        exposed = self.exposed_beside(coming, self.norm_s)
+        exposed += self.steps_s("gather", "", nbytes, 0, self.groups, step)
+        # behind the last broadcast, beside the last two groups
+        exposed += self.exposed_beside(self.projection_comes_s(), step + max(0.0, step - coming))
         return self.norm_s + work + exposed, exposed
 
     def queries_keys_values_s(self) -> float:
@@ -143,7 +142,7 @@ class MetpSeconds(LayerSeconds):
         exposed += self.exposed_beside(self.travel_s("gather", self.group_bytes), mlp)
         exposed += self.steps_s("gather", "scatter", self.group_bytes, fp32 * self.group_bytes, self.groups,
                                 attention / self.groups)
-        exposed += self.travel_s("scatter", fp32 * self.group_bytes)  # nor behind the last
+        exposed += self.exposed_beside(self.travel_s("scatter", fp32 * self.group_bytes), norm_backward)
         sums = self.sums_s((self.hop_bytes * (self.tp - 1) + self.group_bytes * self.groups) / self.itemsize)
         return mlp + attention + self.norm_s + 2 * norm_backward + sums + exposed, exposed
 
@@ -161,7 +160,7 @@ class MetpSeconds(LayerSeconds):
         passes = self.pass_s("rotary", self.turned) if self.turned else 0.0
         if self.layer.head_norms:  # once more, then of their gradients
             passes += sum(map(self.head_norms_s, ("forward", "backward")))
-        if group_heads(self.cfg) < self.cfg.n_head // self.groups:
+        if self.at_once < self.cfg.n_head // self.groups:
             passes += self.copy_s(2 * (self.Q + 2 * self.KV))  # a group's dq, dk, dv go where q, k, v were
         return self.queries_keys_values_s() + products + passes + self.attention_backward_s()
 
@@ -170,8 +169,3 @@ class MetpSeconds(LayerSeconds):
         if part.get(ATTENTION):
             return self.attention_half_s(part.get("mid", 0.0))[0]
         return self.projection_again_s(part["mid"]) if part.get("mid") else 0.0
-
-
-def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds:
-    """The LayerSeconds of a config."""
-    return (MetpSeconds if cfg.metp else LayerSeconds)(cfg, machine, itemsize)

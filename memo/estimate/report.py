@@ -96,7 +96,8 @@ def as_dict(got: Estimate) -> dict:
             regions[line.region] = regions.get(line.region, 0) + line.device_bytes
     limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
     cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
-    layout = dict(tp=cfg.tp, cp=cfg.cp, pp=1, dp=got.dp, tensor_parallel=cfg.tensor_parallel)
+    layout = dict(tp=cfg.tp, cp=cfg.cp, pp=1, dp=got.dp, tensor_parallel=cfg.tensor_parallel,
+                  subsequences=cfg.subsequences)
     if cfg.metp:
         layout["head_groups"] = head_groups(cfg)
     return dict(layout=layout, alpha=got.alpha, alpha_limits=limits, binds=got.binds,

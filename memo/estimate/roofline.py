@@ -7,7 +7,8 @@ matrix product the geometric mean of the weight's dims, of attention the keys of
 elementwise passes their bytes. Source: MEMO 4.1 on which copies and messages hide behind which operations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import fsum, gcd, sqrt
 
 from memo.backends import kernel_of
@@ -16,6 +17,7 @@ from memo.estimate.hardware import Machine, Speeds
 from memo.layer import (
     ATTENTION,
     CHUNK_ROWS,
+    INPUT,
     SPLIT_ROWS,
     Operation,
     Tensor,
@@ -54,26 +56,39 @@ def norm_of(cfg: Config) -> str:
 class LayerSeconds:
     """Seconds of one layer's operations on one rank, with tensor_parallel=megatron; with metp see
     metp_seconds.py. `groups_s`: to rebuild each group of the layer, all rows; `kernel`: of attention, see
-    memo/backends.py; `ring`: ranks that its keys and values go round."""
+    memo/backends.py; `ring`: ranks that its keys and values go round. `lengths`: of several subsequences
+    those up to the one that is computed, see unit_seconds.py; `sweep_s`: to make its keys and values
+    again."""
 
-    def __init__(self, cfg: Config, machine: Machine, itemsize: int) -> None:
+    sweep_s = 0.0
+
+    def __init__(self, cfg: Config, machine: Machine, itemsize: int, lengths: tuple[int, ...] = ()) -> None:
         assert machine.speeds is not None  # seconds are asked for only where they are known
         self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
         self.kernel = kernel_of(cfg, machine)
         self.layer = layer_of(cfg)
-        B, T, C = cfg.batch_size, cfg.block_size // cfg.cp, cfg.n_embd
+        *self.before, self.S = lengths or (cfg.block_size,)
+        B, T, C = cfg.batch_size, self.S // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
         self.ring = cfg.token_ranks
         self.Q, self.KV = (heads * self.layer.head_dim for heads in (self.layer.heads, self.layer.kv_heads))
         self.row_bytes, self.itemsize = B * T // cfg.tp * itemsize, itemsize
         # keys and values that several groups of heads read travel once for each of these
-        self.groups_a_key = max(1, self.layer.heads // self.layer.kv_heads // group_heads(cfg))
+        self.at_once = group_heads(cfg, max([*self.before, self.S]))
+        self.groups_a_key = max(1, self.layer.heads // self.layer.kv_heads // self.at_once)
         self.kv_bytes = 2 * self.KV * self.row_bytes * self.groups_a_key
-        scores = B * cfg.block_size**2 / 2 * self.Q  # that the mask leaves, times H D
+        scores = B * self.S**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes = units_of_passes(cfg, self.speeds)
         self.attention_kernels_s = sum(self.kernels_s())
+        both = self.attention_forward_s() + self.attention_backward_s()
+        self.attention_messages_s = both - self.attention_kernels_s  # with what merges the blocks
         self.set_seconds()
+
+    @property
+    def units(self) -> list["LayerSeconds"]:
+        """Those that add up to the layer: there is one subsequence."""
+        return [self]
 
     def set_seconds(self) -> None:
         """attention_s (to rebuild attn_out), groups_s, forward_s, backward_s; messages_s, the exposed seconds
@@ -82,11 +97,11 @@ class LayerSeconds:
         self.groups_s = {group: self.operation_s(op) for group, op in self.layer.groups.items()}
         self.attention_s = self.attention_out_s()
         output = self.operation_s(self.layer.operations[-1])
-        self.forward_s = sum(self.groups_s.values()) + self.attention_s + output
+        keys = fsum(map(self.operation_s, self.layer.keys))
+        self.forward_s = sum(self.groups_s.values()) + self.attention_s + output + keys
         self.backward_s = self.backward()
-        in_attention = self.attention_forward_s() + self.attention_backward_s() - self.attention_kernels_s
         before, after = (sum(map(self.message_s, half)) for half in self.halves)
-        self.messages_s = before + after + self.exposed_in_backward_s() + in_attention
+        self.messages_s = before + after + self.exposed_in_backward_s() + self.attention_messages_s
 
     def products_by_half(self) -> tuple[list[list[Operation]], list[list[Operation]]]:
         """(products before attention, products behind it): each a list, for every input, of the list of its
@@ -132,10 +147,14 @@ class LayerSeconds:
 
     def kernels_s(self) -> list[float]:
         """Seconds of attention's kernels (forward, backward) on this rank's share of the scores."""
-        size = self.cfg.block_size // (1 if self.cfg.context_parallel == "ulysses" else self.ring)
+        return [self.kernel_s(way, self.attention_flops, self.S) for way in ("forward", "backward")]
+
+    def kernel_s(self, way: str, flops: float, keys: int) -> float:
+        """Seconds of a forward of so many FLOPs over so many keys of a sequence, or of its backward."""
+        size = keys // (1 if self.cfg.context_parallel == "ulysses" else self.ring)
         name = self.kernel if f"{self.kernel} forward" in self.speeds.table else "attention"
-        return [self.speeds.seconds(f"{name} {way}", part * self.attention_flops, size)
-                for way, part in (("forward", 1.0), ("backward", ATTENTION_BACKWARD))]
+        part = ATTENTION_BACKWARD if way == "backward" else 1.0
+        return self.speeds.seconds(f"{name} {way}", part * flops, size)
 
     def matmul_s(self, gives: int, takes: int) -> float:
         """Seconds of all rows times a weight of (gives, takes) elements, shared by the tp ranks."""
@@ -208,7 +227,7 @@ class LayerSeconds:
         passes += fsum(self.pass_s("rotary", op.gives) for op in ops if op.rotary)
         if self.layer.head_norms:  # once more, then of their gradients
             passes += sum(map(self.head_norms_s, ("forward", "backward")))
-        if group_heads(self.cfg) < self.cfg.n_head // self.tp:
+        if self.at_once < self.cfg.n_head // self.tp:
             passes += self.copy_s(2 * (self.Q + 2 * self.KV))  # a group's dq, dk, dv go where q, k, v were
         # dx and dw of each product
         return 2 * products + passes + self.exposed_in_backward_s() + self.attention_backward_s()
@@ -232,7 +251,7 @@ class LayerSeconds:
     def exchanges_s(self) -> float:
         """Seconds of the all-to-alls of q, k, v and attention's output, group of heads by group. A head of
         keys and values that several ranks read goes to each."""
-        kv_heads = max(1, group_heads(self.cfg) * self.layer.kv_heads // self.layer.heads)  # of a group
+        kv_heads = max(1, self.at_once * self.layer.kv_heads // self.layer.heads)  # of a group
         dealt = self.cp // gcd(kv_heads, self.cp) * self.groups_a_key * self.KV
         return 2 * self.exchange_s(self.Q) + 2 * self.exchange_s(dealt)
 
@@ -269,27 +288,41 @@ class LayerSeconds:
         return seconds + (self.attention_s if part.get(ATTENTION) else 0.0)
 
 
-def swap_s(placement: Placement, tensors: dict[str, Tensor], forward_s: float, backward_s: float,
-           recompute_s: Callable[[int], float], bytes_per_s: float) -> tuple[float, float, float]:
-    """(forward, backward, stall) seconds of all layers, as the schedule runs. recompute_s(i): of layer i."""
-    copied = [sum(nbytes for _, nbytes in placement.swapped(i, tensors).values())
-              for i in range(placement.n_layer)]
+class LayerOfUnits:
+    """Seconds of a layer that is computed by subsequences: the sums of LayerSeconds, of `units`."""
+
+    def __init__(self, units: Sequence[LayerSeconds]) -> None:
+        self.units, self.speeds = units, units[0].speeds
+        self.forward_s, self.backward_s, self.attention_kernels_s, self.messages_s = (
+            fsum(getattr(unit, name) for unit in units)
+            for name in ("forward_s", "backward_s", "attention_kernels_s", "messages_s"))
+        self.groups_s = {group: fsum(unit.groups_s[group] for unit in units) for group in units[0].groups_s}
+
+
+def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable[[Step], float],
+           bytes_per_s: float) -> tuple[float, float, float]:
+    """(forward, backward, stall) seconds of all layers, as the schedule runs. compute_s(step): of a step that
+    computes; embedding and head are counted by themselves."""
+    p = placement
+    copied = {k: sum(nbytes for _, nbytes in p.swapped(k, tensors).values()) for k in set(p.like)}
+    keys = p.keys_swapped(tensors)
 
     def seconds(step: Step) -> float:
-        i, _ = step.unit
+        k = p.number[step.unit]
         match step.kind:
-            case "forward":
-                return forward_s
-            case "recompute":
-                return recompute_s(i)
-            case "backward":
-                return backward_s
             case "offload" | "prefetch":
-                return copied[i] / bytes_per_s
-        return 0.0  # embedding and head are counted by themselves
-    times = times_of(schedule(placement.fates, placement.n_layer), seconds)
-    forward = times.spans["forward", (placement.n_layer - 1, 0)][1]
-    return forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s
+                return copied[p.like[k]] / bytes_per_s
+            case "offload keys" | "prefetch keys":
+                return keys[k] / bytes_per_s
+            case "prefetch input":
+                return p.row_bytes(tensors[INPUT]) * p.rows(k) / bytes_per_s
+        return compute_s(step)
+    times = times_of(steps_of(p.fates, p.n_layer, p.subsequences, p.order), seconds)
+    forward = times.spans["forward", p.units[-1]][1]
+    return forward, times.spans["backward", p.units[0]][1] - forward, times.stall_s
+
+
+steps_of = lru_cache(8)(schedule)  # most of the layouts that a search tries have the same
 
 
 def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
@@ -349,15 +382,32 @@ def micro_batches(cfg: Config, world: int) -> int:
     return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
 
 
-def step_s(cfg: Config, machine: Machine, world: int, itemsize: int, layer: LayerSeconds,
-           placement: Placement, numel: int, data: int) -> dict[str, float]:
+def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
+           layer: LayerSeconds | LayerOfUnits, placement: Placement, numel: int,
+           data: int) -> dict[str, float]:
     """{part: seconds} of a step, which add up to its "step"."""
-    tensors, micros = tensors_of(cfg, itemsize), micro_batches(cfg, world)
-    recompute = [layer.recompute_s(placement.missing(i)) for i in range(cfg.n_layer)]
-    forward, backward, stall = swap_s(placement, tensors, layer.forward_s, layer.backward_s,
-                                      recompute.__getitem__, machine.node.pcie_bytes_per_s)
+    p, tensors, micros = placement, tensors_of(cfg, itemsize), micro_batches(cfg, world)
+    of_likes = {k: layer.units[p.units[k][1]].recompute_s(p.missing(k)) for k in set(p.like)}
+    recompute = [of_likes[like] for like in p.like]
+    sweeps = 0.0
+
+    def compute_s(step: Step) -> float:
+        nonlocal sweeps
+        unit = layer.units[step.unit[1]]
+        match step.kind:
+            case "forward":
+                return unit.forward_s
+            case "recompute":
+                return recompute[p.number[step.unit]]
+            case "backward":
+                return unit.backward_s
+            case "sweep":
+                sweeps += unit.sweep_s
+                return unit.sweep_s
+        return 0.0
+    forward, backward, stall = swap_s(p, tensors, compute_s, machine.node.pcie_bytes_per_s)
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
-             "recompute": sum(recompute), "stall": stall}
+             "recompute": sum(recompute) + sweeps, "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
     parts = {name: micros * seconds for name, seconds in parts.items()}

@@ -1,0 +1,232 @@
+"""What subsequences cost and save.
+
+    python -m bench.subsequences [run] [seconds] [memory] [curve] [--rounds=3]
+
+run      65,536 tokens of the stdlib data (python data/stdlib/prepare.py makes it) in one sequence, two
+         layers, everything swapped: losses, seconds and bytes with 1 and 16 subsequences, in turns.
+seconds  a step's seconds over those with one subsequence, for shorter sequences and 2 to 16 subsequences.
+memory   bytes of the device in each region at full size, of tensors without memory, beside the formula.
+curve    200 steps on the stdlib data, as one curve.
+
+Writes bench/results/subsequences.json, subsequences_memory.png and subsequences_curve.png. A part that is not named keeps what the file has.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import matplotlib.pyplot as plt
+import torch
+
+import train
+from bench.metp import store_parts
+from bench.parallel_convergence import MODEL
+from bench.swap_convergence import curve as curve_of
+from bench.swap_convergence import plot
+from memo.batch import open_dataset
+from memo.config import Config
+from memo.layer import layer_of
+from memo.load_config import load_config
+from memo.loggers import read_metrics
+from memo.optim import Optimizer
+from memo.plots import plain
+from memo.swap.alpha import placed
+from memo.swap.buffers import Swap
+from memo.swap.streams import open_streams
+from model import GPT, initial_weights
+
+RESULTS = Path(__file__).parent / "results"
+SMALL = dict(n_layer=2, n_head=4, n_embd=256, batch_size=1, gradient_accumulation_steps=1, dataset="stdlib",
+             device="cpu", learning_rate=1e-3, activation="swap")
+GIB = 2**30
+
+
+# --- real runs ---
+
+def run(rounds):
+    """A run of train.py with 1 and with 16 subsequences, `rounds` times in turns."""
+    S, rows = 2**16, {}
+    for _ in range(rounds):
+        for N in (1, 16):
+            with tempfile.TemporaryDirectory() as out:
+                keys = SMALL | dict(block_size=S, max_iters=3, warmup_iters=0, eval_interval=0,
+                                    save_interval=0, subsequences=N, out_dir=out)
+                train.main([f"--{k}={v}" for k, v in keys.items()])
+                steps = read_metrics(Path(out) / "metrics.jsonl")
+                regions = json.loads((Path(out) / "plan.json").read_text())["regions"]
+            held = {"parameters": ("params", "grads", "optimizer"), "arena": ("transient",)}
+            of = {what: sum(r["device_bytes"] for r in regions if r["region"] in names)
+                  for what, names in held.items()}
+            of["activations"] = sum(r["device_bytes"] for r in regions) - sum(of.values())
+            row = rows.setdefault(N, dict(N=N, S=S, losses=[r["loss"] for r in steps], step_s=[], **of))
+            row["step_s"] += [r["step_s"] for r in steps[1:]]
+    one, many = rows[1], rows[16]
+    differences = [abs(a - b) for a, b in zip(one["losses"], many["losses"], strict=True)]
+    found = dict(rows=list(rows.values()), largest_difference=max(differences),
+                 activations=many["activations"] / one["activations"],
+                 seconds=median(a / b for a, b in zip(many["step_s"], one["step_s"], strict=True)))
+    print(f"65,536 tokens, 16 subsequences: losses differ by {found['largest_difference']:.1e}, activations "
+          f"{found['activations']:.3f} of those of one, a step's seconds {found['seconds']:.3f}")
+    return found
+
+
+def seconds(rounds):
+    """A step's seconds over those of one subsequence, in turns."""
+    rows = []
+    for S in (2**14, 2**15):
+        cases = {N: small_model(S, N) for N in (1, 2, 4, 8, 16)}
+        taken = {N: [] for N in cases}
+        for turn in range(rounds + 1):
+            for N, (model, batch) in cases.items():
+                start = time.perf_counter()
+                model.forward(*batch, scale=1.0)
+                model.backward()
+                for stream in model.swap.streams[:3]:
+                    stream.synchronize()
+                model.grads.zero_()
+                if turn:  # the first warms up
+                    taken[N].append(time.perf_counter() - start)
+        for N, times in taken.items():
+            ratio = median(a / b for a, b in zip(times, taken[1], strict=True))
+            rows.append(dict(S=S, N=N, tokens=S // N, step_s=times, over_one=ratio))
+            print(f"S={S:6} N={N:2}: {S // N:6} tokens each, {median(times):7.2f} s, {ratio:.3f} of one")
+        for model, *_ in cases.values():
+            model.close()
+    return rows
+
+
+def small_model(S, N):
+    cfg = Config(**SMALL | dict(block_size=S, vocab_size=4096, subsequences=N))
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(initial_weights(cfg, 0, torch.device("cpu")))
+    n = S * cfg.batch_size
+    tensors = layer_of(cfg).tensors(1, S, 4)
+    model.reserve(1, S, placed(cfg, 2, n, dict.fromkeys(tensors, n)))
+    return model, open_dataset("stdlib", S).batch("train", 0, 0, 1, S, 0)
+
+
+# --- bytes, of tensors without memory ---
+
+SIZES = {"7B": "config/7b_1m.py", "Llama-3-8B": "config/llama3_8b_1m.py"}
+REGIONS = {"keys": "keys and values", "key_gradients": "their gradients, fp32",
+           "stream": "between two layers", "buffers": "two rounding buffers"}
+
+
+def regions_of(cfg):
+    """{region: bytes} of a rank's activations, of the tensors that a run would make, on the meta device."""
+    n = cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
+    half = {t.name: n // 2 if t.group else n for t in layer_of(cfg).skeletal}
+    placement = placed(cfg, 2, n, half)
+    heads = layer_of(cfg).kv_heads // cfg.tp
+    with patch("memo.swap.buffers.HostSlab", NoSlab):
+        swap = Swap(placement, layer_of(cfg), cfg.batch_size, cfg.block_size // cfg.cp, torch.bfloat16,
+                    torch.device("meta"), cfg.tp, open_streams(torch.device("cpu")),
+                    key_shape=(cfg.tp, heads))
+    found = dict.fromkeys(REGIONS, 0)
+    for name, buffer in swap.buffers.items():
+        found[name if name in REGIONS else "buffers"] += buffer.nbytes
+    swap.close()
+    return found
+
+
+class NoSlab:
+    """A host slab without memory."""
+
+    def __init__(self, nbytes, device, pin):
+        self.nbytes = nbytes
+
+    def pairs(self, at, mine):
+        return [(mine, mine)]
+
+    def close(self):
+        pass
+
+
+def memory(rounds):
+    """Regions for sequences of 128K to 8M tokens, in subsequences of 64K."""
+    rows = []
+    for name, config in SIZES.items():
+        for S in (2**k for k in range(17, 24)):
+            for N in (1, max(2, S // 2**16)):
+                cfg = load_config([config, "--tp=8", "--cp=1", f"--block_size={S}", f"--subsequences={N}",
+                                   "--dtype=bfloat16"])
+                unit = cfg.n_embd * S // cfg.tp * 2  # bytes of B*T*C/tp elements
+                found = regions_of(cfg)
+                share = cfg.kv_heads / cfg.n_head
+                formula = unit * (6 * share + 1) if N > 1 else 0
+                whole = sum(found[region] for region in ("keys", "key_gradients", "stream"))
+                rows.append(dict(model=name, S=S, N=N, regions=found, unit_bytes=unit,
+                                 units=sum(found.values()) / unit, formula_units=formula / unit,
+                                 whole_over_formula=whole / formula if N > 1 else None))
+                print(f"{name:12} S={S:8} N={N:3}: {sum(found.values()) / GIB:7.2f} GiB, "
+                      f"{sum(found.values()) / unit:5.2f} units, of which {whole / unit:5.2f} grow with S "
+                      f"(formula {formula / unit:.2f})")
+    return rows
+
+
+def plot_memory(rows, path):
+    fig, axes = plt.subplots(1, len(SIZES), figsize=(11, 4.5), dpi=130, layout="constrained", sharey=True)
+    for ax, name in zip(axes, SIZES, strict=True):
+        many = [r for r in rows if r["model"] == name and r["N"] > 1]
+        one = [r for r in rows if r["model"] == name and r["N"] == 1]
+        S = [r["S"] for r in many]
+        ax.stackplot(S, *([r["regions"][region] / GIB for r in many] for region in REGIONS),
+                     labels=REGIONS.values(), alpha=0.7)
+        ax.plot(S, [r["formula_units"] * r["unit_bytes"] / GIB for r in many], "k--", lw=1.2,
+                label="formula of what grows")
+        ax.plot([r["S"] for r in one], [sum(r["regions"].values()) / GIB for r in one], "o-", color="#b03a3a",
+                ms=4, label="one subsequence")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.set_xticks(S, [f"{n // 2**10}K" if n < 2**20 else f"{n // 2**20}M" for n in S])
+        ax.set(title=f"{name}, tp=8, subsequences of 64K tokens", xlabel="tokens of a sequence",
+               ylim=(0.25, None))
+        plain(ax)
+    axes[0].set_ylabel("activations on a device, GiB")
+    axes[0].legend(frameon=False, fontsize=8)
+    fig.savefig(path)
+
+
+# --- one curve ---
+
+CURVES = {"one subsequence": {}, "4, layer by layer": dict(subsequences=4),
+          "4 of equal FLOPs": dict(subsequences=4, subsequence_cut="flops"),
+          "4, subsequence by subsequence": dict(subsequences=4, unit_order="subsequence"),
+          "8, recomputed": dict(subsequences=8, activation="recompute")}
+
+
+def curve(rounds):
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (name, keys) in enumerate(CURVES.items()):
+            out = Path(folder) / str(i)
+            keys = MODEL | keys | dict(max_iters=200, out_dir=out)
+            train.main([f"--{k}={v}" for k, v in keys.items()])
+            curves[name] = curve_of(out, "device_peak_bytes")
+    one = curves["one subsequence"]["loss"]
+    for name, c in curves.items():
+        c["largest_difference"] = max(abs(a - b) for a, b in zip(c["loss"], one, strict=True))
+        print(f"{name:32} largest difference {c['largest_difference']:.1e}, "
+              f"validation loss {c['val_loss'][-1]:.6f}")
+    return curves
+
+
+def main():
+    found = store_parts(__doc__, RESULTS / "subsequences.json",
+                        dict(run=run, seconds=seconds, memory=memory, curve=curve))
+    if "memory" in found:
+        plot_memory(found["memory"], RESULTS / "subsequences_memory.png")
+    if "curve" in found:
+        curves = found["curve"]
+        labels = {name: f"validation {c['val_loss'][-1]:.5f}" for name, c in curves.items()}
+        plot(curves, labels, "one subsequence", 1e-3,
+             f"memo on the stdlib data, 4 layers, context 2,048: {len(curves)} runs, one curve",
+             RESULTS / "subsequences_curve.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Seconds of a layer at one of several subsequences, whose queries meet the keys and values of all
+subsequences up to it (memo/parallel/prefix.py)."""
+
+from math import fsum
+
+from memo.config import Config
+from memo.estimate.hardware import Machine
+from memo.estimate.metp_seconds import MetpSeconds
+from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of
+from memo.layer import ATTENTION, keys_dealt
+from memo.subsequences import subsequence_lengths
+
+
+class UnitSeconds(LayerSeconds):
+    """See LayerSeconds. Sizes are those of the subsequence; attention grows with those `before`."""
+
+    def set_seconds(self) -> None:
+        super().set_seconds()
+        copied = self.copy_s(2 * self.C)  # the input between the stream and the unit, and dx back
+        self.forward_s, self.backward_s = self.forward_s + copied, self.backward_s + copied
+        self.messages_s -= self.merging_s("forward") + self.merging_s("backward")
+        if self.layer.head_norms:  # their backward wants keys as they were before these
+            self.backward_s += fsum(self.product_s(op) for op in self.layer.keys[:1])
+        self.sweep_s = self.pass_s(f"{norm_of(self.cfg)} forward", self.C) + self.keys_s()
+        if self.ulysses:
+            self.sweep_s += 2 * self.exchange_s(self.dealt)
+
+    def keys_s(self) -> float:
+        """Seconds to make k and v from the norm's output."""
+        return fsum(map(self.operation_s, self.layer.keys))
+
+    @property
+    def ulysses(self) -> bool:
+        return self.ring > 1 and self.cfg.context_parallel == "ulysses"
+
+    @property
+    def dealt(self) -> int:
+        """Width of keys in the pieces of all ranks."""
+        return keys_dealt(self.cfg) * self.KV
+
+    def before_s(self, way: str) -> float:
+        """Seconds of attention's kernels over the keys of all subsequences before."""
+        return fsum(self.kernel_s(way, self.attention_flops * 2 * n / self.S, n) for n in self.before)
+
+    def kernels_s(self) -> list[float]:
+        return [own + self.before_s(way)
+                for own, way in zip(super().kernels_s(), ("forward", "backward"), strict=True)]
+
+    def passing_s(self, way: str, leaving: float, home: float) -> float:
+        """Exposed seconds of what passes the ring: `leaving` bytes of queries, and their sums on the way
+        home, a rank behind. The first hop hides behind the own queries' pieces before, the last one behind
+        their own piece."""
+        before, own = self.before_s(way) / self.ring, super().kernels_s()[way == "backward"] / self.ring
+        between = (self.ring - 2) * self.late_s(leaving + home, before + own)
+        return self.late_s(leaving, before) + between + self.late_s(home, own)
+
+    def merging_s(self, way: str) -> float:
+        """Seconds to merge partial results, and to add up partial gradients, in fp32."""
+        n, p = len(self.before) + 1, 1 if self.ulysses else self.ring
+        # of a visitor's own piece half of the queries meet a rank before it
+        merges = n - 1 if p == 1 else p * n - 0.25 * (p - 1)
+        if way == "forward":  # 6: to fp32 and back
+            return self.copy_s((6 + merges * self.passes["merge"]) * self.Q) if merges else 0.0
+        keys = p * (1 + sum(self.before) / self.S)  # pieces whose sums grow, in units of the own one
+        added = 1 + 8 // self.itemsize
+        return self.copy_s((2 + added * merges) * self.Q + (2 + added * keys) * 2 * self.KV)
+
+    def attention_forward_s(self) -> float:
+        seconds = self.kernels_s()[0] + self.merging_s("forward")
+        if self.ulysses:
+            return seconds + 2 * self.exchange_s(self.Q) + 2 * self.exchange_s(self.dealt)
+        if self.ring > 1:
+            fp32 = self.row_bytes * 4 // self.itemsize
+            lse = fp32 * self.layer.heads
+            seconds += self.passing_s("forward", self.Q * self.row_bytes, self.Q * fp32 + lse)
+        return seconds
+
+    def attention_backward_s(self) -> float:
+        seconds = self.kernels_s()[1] + self.merging_s("backward")
+        if self.ulysses:  # dout, q, out and dq; dk and dv
+            return seconds + 4 * self.exchange_s(self.Q) + 2 * self.exchange_s(self.dealt)
+        if self.ring > 1:
+            fp32 = self.row_bytes * 4 // self.itemsize
+            leaving = 3 * self.Q * self.row_bytes + fp32 * self.layer.heads
+            seconds += self.passing_s("backward", leaving, self.Q * fp32)
+        return seconds
+
+
+class MetpUnitSeconds(UnitSeconds, MetpSeconds):
+    """See MetpSeconds. The matrices travel once a unit. Keys and values are kept: the backward makes queries
+    again alone."""
+
+    def keys_s(self) -> float:
+        turned = sum(max(self.layer.head_dim * self.groups, op.gives) for op in self.layer.keys if op.rotary)
+        rotary = self.pass_s("rotary", turned) if turned else 0.0
+        return sum(self.parts_s(self.groups, width, self.C) for width in self.widths[1:]) + rotary
+
+    def attention_half_backward_s(self) -> float:
+        return super().attention_half_backward_s() - self.keys_s()
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        rows = missing.get(ATTENTION, slice(0, 0))
+        return super().recompute_s(missing) - (self.keys_s() if rows.stop > rows.start else 0.0)
+
+
+def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
+    """The seconds of a layer of a config."""
+    lengths = subsequence_lengths(cfg)
+    if len(lengths) == 1:
+        return (MetpSeconds if cfg.metp else LayerSeconds)(cfg, machine, itemsize)
+    kind = MetpUnitSeconds if cfg.metp else UnitSeconds
+    return LayerOfUnits([kind(cfg, machine, itemsize, lengths[:i + 1]) for i in range(len(lengths))])
