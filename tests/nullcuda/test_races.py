@@ -21,10 +21,11 @@ PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="
 # {layout: {what the swap waits for: the two sides of the race without}}
 COPIES = {"computed": ("offload", "forward"), "offloaded": ("offload", "forward"),
           "done": ("prefetch", "backward"), "prefetched": ("prefetch", "backward")}
-KEYS = {"computed": ("offload keys", "forward"), "done": ("prefetch keys", "backward")}
-SWAP_WAITS = {"one": COPIES, "four": COPIES | KEYS, "four in order": COPIES,
-              "four, six buffers": KEYS | {"keys offloaded": ("offload keys", "forward"),
-                                           "keys prefetched": ("prefetch keys", "backward")},
+UNITS = {"computed": ("offload keys", "forward"), "done": ("prefetch keys", "backward")}
+KEYS = UNITS | {"offloaded": ("offload keys", "forward"), "prefetched": ("prefetch keys", "backward")}
+SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
+              "four, six buffers": UNITS | {"keys offloaded": ("offload keys", "forward"),
+                                            "keys prefetched": ("prefetch keys", "backward")},
               "four, keys made": COPIES | {"head computed": ("prefetch input", "offload"),
                                            "input prefetched": ("prefetch input", "sweep"),
                                            "swept": ("prefetch input", "sweep")}}
