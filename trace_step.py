@@ -56,16 +56,18 @@ class Short(GPT):
 
 def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
     """The Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
-    so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's. dtype=auto is
-    resolved for `device`."""
+    so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's; but keys and
+    values that are made again need some. dtype=auto is resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: dict[str, Any] = dict(activation="keep", alpha="auto")
-    cfg = replace(cfg, n_layer=1, **keep)
+    sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.unit_order == "layer"
+    cfg = replace(cfg, n_layer=2 if sweeps else 1, **keep)  # the layer above makes them
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
     return traced_requests(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
-                           cfg.block_size // cfg.cp, [{}], "cpu" if device == "cpu" else "meta", requests)
+                           cfg.block_size // cfg.cp, [{}] * (cfg.n_layer * cfg.subsequences),
+                           "cpu" if device == "cpu" else "meta", requests, "made" if sweeps else "stay")
 
 
 def main(argv: list[str]) -> None:

@@ -47,7 +47,7 @@ def main():
     alone = curves["one process"]["loss"]
     rows = [dict(layout=name, ranks=RUNS[name][0],
                  largest_difference=max(abs(a - b) for a, b in zip(c["loss"], alone, strict=True)),
-                 losses_compared=len(alone), last_loss=c["loss"][-1], val_loss=c["val_loss"],
+                 losses_compared=len(alone), loss=c["loss"], val_loss=c["val_loss"],
                  sent_bytes=c["sent_bytes"])
             for name, c in curves.items()]
     results = Path(__file__).parent / "results"

@@ -1,14 +1,16 @@
 """What subsequences cost and save.
 
-    python -m bench.subsequences [run] [seconds] [memory] [curve] [--rounds=3]
+    python -m bench.subsequences [run] [seconds] [memory] [messages] [curve] [--rounds=3]
 
 run      65,536 tokens of the stdlib data (python data/stdlib/prepare.py makes it) in one sequence, two
          layers, everything swapped: losses, seconds and bytes with 1 and 16 subsequences, in turns.
 seconds  a step's seconds over those with one subsequence, for shorter sequences and 2 to 16 subsequences.
 memory   bytes of the device in each region at full size, of tensors without memory, beside the formula.
+messages bytes that a layer sends in a ring, of tensors without memory, beside those of keys and values.
 curve    200 steps on the stdlib data, as one curve.
 
-Writes bench/results/subsequences.json, subsequences_memory.png and subsequences_curve.png. A part that is not named keeps what the file has.
+Writes bench/results/subsequences.json, subsequences_memory.png and subsequences_curve.png. A part that is not
+named keeps what the file has.
 """
 
 import json
@@ -32,6 +34,8 @@ from memo.layer import layer_of
 from memo.load_config import load_config
 from memo.loggers import read_metrics
 from memo.optim import Optimizer
+from memo.parallel.mesh import noted_mesh
+from memo.parallel.rendezvous import validate_programs
 from memo.plots import plain
 from memo.swap.alpha import placed
 from memo.swap.buffers import Swap
@@ -191,6 +195,48 @@ def plot_memory(rows, path):
     fig.savefig(path)
 
 
+# --- messages, of tensors without memory ---
+
+RINGS = {"cp2": dict(cp=2), "cp4": dict(cp=4), "metp4": dict(tp=4, cp=1, tensor_parallel="metp")}
+
+
+def sent_by(cfg, rank):
+    """({axis: bytes that a rank sends in a layer's forward and backward}, its Program)."""
+    mesh, program = noted_mesh(rank, cfg.tp, cfg.cp, metp=cfg.metp)
+    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, streams=open_streams(torch.device("cpu")))
+    swap, [block] = model.swap, model.blocks
+    for unit in (units := swap.placement.units):
+        block.forward(swap.units[unit], model.turn[unit[1]], swap.between[1][unit[1]])
+    for unit in reversed(units):
+        block.backward(swap.between[1][unit[1]], swap.units[unit], model.turn[unit[1]])
+    model.close()
+    return mesh.take_sent_bytes(), program
+
+
+def messages(rounds):
+    """A sequence of 128K tokens in 1, 4 and 16 subsequences. One passes keys and values with their gradients,
+    several pass queries."""
+    rows = []
+    for name, config in SIZES.items():
+        for layout, keys in RINGS.items():
+            one = 0
+            for N in (1, 4, 16):
+                keys = dict(tp=1) | keys | dict(block_size=2**17, subsequences=N, n_layer=1)
+                cfg = load_config([config, *(f"--{k}={v}" for k, v in keys.items())])
+                sent, programs = zip(*(sent_by(cfg, rank) for rank in range(cfg.cp * cfg.tp)), strict=True)
+                validate_programs(dict(enumerate(programs)))
+                [ring] = {by_axis["cp"] for by_axis in sent}  # all ranks send equally much
+                matrices = max(by_axis.get("tp", 0) + by_axis.get("hops", 0) for by_axis in sent)
+                if N == 1:
+                    one = ring
+                rows.append(dict(model=name, layout=layout, N=N, ring_bytes=ring, matrix_bytes=matrices,
+                                 keys_and_values_bytes=one * (N + 1) // 2))
+                print(f"{name:12} {layout:6} N={N:3}: {ring / GIB:6.3f} GiB; passing keys and values "
+                      f"{one * (N + 1) / 2 / GIB:6.3f}; matrices {matrices / GIB:6.3f}")
+    return rows
+
+
 # --- one curve ---
 
 CURVES = {"one subsequence": {}, "4, layer by layer": dict(subsequences=4),
@@ -217,7 +263,7 @@ def curve(rounds):
 
 def main():
     found = store_parts(__doc__, RESULTS / "subsequences.json",
-                        dict(run=run, seconds=seconds, memory=memory, curve=curve))
+                        dict(run=run, seconds=seconds, memory=memory, messages=messages, curve=curve))
     if "memory" in found:
         plot_memory(found["memory"], RESULTS / "subsequences_memory.png")
     if "curve" in found:

@@ -37,7 +37,7 @@ def plot(curves, labels, first, limit, title, path):
                                       layout="constrained")
     for i, (name, c) in enumerate(curves.items()):
         style = dict(lw=9 - 8 * i / len(curves), alpha=0.7)
-        top.plot(smooth(c["loss"], 0.95), label=f"{name}: {labels[name]}", **style)
+        top.plot(smooth(c["loss"]), label=f"{name}: {labels[name]}", **style)
         bottom.plot([a - b for a, b in zip(c["loss"], curves[first]["loss"], strict=True)], **style)
     top.set(ylabel="training loss, smoothed", title=title)
     top.legend(frameon=False)

@@ -22,7 +22,7 @@ import torch
 from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
-from memo.layer import KEYS, layer_of
+from memo.layer import KEYS_VALUES, layer_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward
@@ -96,24 +96,21 @@ class Block:
         self.projection(s, rows)
         self.mlp(s, rows)
 
-    def extend(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: slice, attention: Attention,
-               out: torch.Tensor) -> None:
-        """The forward of one sequence's `rows` alone, whose queries see the keys and values of the rows
-        before: `s` has those already. So text is generated. `attention`: an Attention that takes fewer
-        queries than keys."""
-        tensors = dict.fromkeys(self.every_row, rows)
-        self.queries_keys_values(s, turn, tensors)
-        before = slice(rows.stop)
-        q, k, v = (t.view(1, len(t), -1, self.head_dim) for t in (s.q[rows], s.k[before], s.v[before]))
-        if self.w.q_norm_w is not None:  # the keys of before are normed and rotated already
-            own_turn = None if turn is None else turn[rows]
-            q, _ = normed_heads(self.ops, q, self.w.q_norm_w, self.eps, own_turn)
-            new, _ = normed_heads(self.ops, k[:, rows], self.w.k_norm_w, self.eps, own_turn)
-            k[:, rows] = new
-        s.attn_out[rows].view(q.shape).copy_(attention.forward(q, k, v, rows.start == 0, self.scale)[0])
-        self.projection(s, tensors)
-        self.mlp(s, tensors)
-        self.output(s, out, rows)
+    def extend(self, s: SimpleNamespace, turn: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
+               attention: Attention, out: torch.Tensor) -> None:
+        """The forward of one sequence's last token alone, whose query sees all `keys` and `values` (1, T,
+        Hkv, D), as pieces hold them; the last ones are the token's own, and written here. So text is
+        generated. `attention`: an Attention of one query."""
+        self.queries_keys_values(s, turn, self.every_row)
+        q, k, v = self.heads(s.q, s.k, s.v, like=s.lse)
+        if self.w.q_norm_w is not None:
+            q, k = (normed_heads(self.ops, x, w, self.eps, turn)[0]
+                    for x, w in ((q, self.w.q_norm_w), (k, self.w.k_norm_w)))
+        keys[:, -1:], values[:, -1:] = k, v
+        s.attn_out.view(q.shape).copy_(attention.forward(q, keys, values, False, self.scale)[0])
+        self.projection(s, self.every_row)
+        self.mlp(s, self.every_row)
+        self.output(s, out)
 
     def queries_keys_values(self, s: SimpleNamespace, turn: torch.Tensor | None,
                             rows: dict[str, slice]) -> None:
@@ -154,7 +151,7 @@ class Block:
         names = [name for name in ("ln1_out", "ln1_mean", "ln1_rstd") if hasattr(s, name)]
         normed = {name: torch.empty_like(getattr(s, name)) for name in names}
         again = SimpleNamespace(x=x, pieces=s.pieces, lse=s.lse, **normed)
-        rows = self.no_rows | dict.fromkeys((*names, *KEYS), EVERY_ROW)
+        rows = self.no_rows | dict.fromkeys((*names, *KEYS_VALUES), EVERY_ROW)
         self.queries_keys_values(self.with_keys(again), turn, rows)
 
     def prefix_backward(self, dout: torch.Tensor, s: SimpleNamespace,
@@ -225,9 +222,9 @@ class Block:
         r = rows["gelu_out"]
         gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
 
-    def output(self, s: SimpleNamespace, out: torch.Tensor, r: slice = EVERY_ROW) -> torch.Tensor:
-        """Rows r of `out` (n, C), the next layer's x, from mid and gelu_out."""
-        return row_linear_forward(self.tp, s.mid[r], s.gelu_out[r], self.w.fc2_w, self.w.fc2_b, out=out[r])
+    def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
+        """`out` (n, C), the next layer's x, from mid and gelu_out."""
+        return row_linear_forward(self.tp, s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
 
     # --- backward ---
 
@@ -326,9 +323,9 @@ class GatedBlock(Block):
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
         self.columns(s, {"gate_out": (w.gate_w, None), "up_out": (w.up_w, None)}, s.ln2_out, rows)
 
-    def output(self, s: SimpleNamespace, out: torch.Tensor, r: slice = EVERY_ROW) -> torch.Tensor:
-        product = Gated(self.ops, s.gate_out[r], s.up_out[r])
-        return row_linear_forward(self.tp, s.mid[r], product, self.w.down_w, None, out=out[r])
+    def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
+        product = Gated(self.ops, s.gate_out, s.up_out)
+        return row_linear_forward(self.tp, s.mid, product, self.w.down_w, None, out=out)
 
     def mlp_backward(self, dy: torch.Tensor, s: SimpleNamespace, r: slice) -> Iterator[None]:
         w, dw, tp, dy, gate, up = self.w, self.dw, self.tp, dy[r], s.gate_out[r], s.up_out[r]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from memo.config import Config
-from memo.layer import KEYS, groups_of, keys_dealt, n_rows, tensors_of
+from memo.layer import KEYS_VALUES, groups_of, keys_dealt, n_rows, tensors_of
 from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem, SwapPlan, place_rows, placed, swaps_layers
 from memo.swap.placement import Placement
@@ -62,7 +62,7 @@ def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> A
     N = len(subsequence_lengths(cfg))  # units share a layer's bytes and seconds equally, on average
     travelling = tensors = tensors_of(cfg, itemsize)
     if N > 1 and cfg.unit_order == "subsequence":  # keys and values stay on the device
-        travelling = {name: t for name, t in tensors.items() if name not in KEYS}
+        travelling = {name: t for name, t in tensors.items() if name not in KEYS_VALUES}
     units = {name: replace(t, nbytes=t.nbytes // N) for name, t in travelling.items()}
     problem = AlphaProblem(units, cfg.n_layer * N, seconds / N, rate, room.host_bytes)
     if N == 1:

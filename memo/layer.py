@@ -29,7 +29,7 @@ SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller produc
 
 # the skeletal tensors that every family has: the layer's input, attention's output
 INPUT, ATTENTION = "x", "attn_out"
-KEYS = "k", "v"  # what later tokens read; with several subsequences it has memory of its own
+KEYS_VALUES = "k", "v"  # what later tokens read; with several subsequences it has memory of its own
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Layer:
     @property
     def keys(self) -> tuple[Operation, ...]:
         """What makes keys and values where these are in no group."""
-        return tuple(t.made_by for t in self.skeletal if t.name in KEYS and not t.group and t.made_by)
+        return tuple(t.made_by for t in self.skeletal if t.name in KEYS_VALUES and not t.group and t.made_by)
 
     @property
     def head_norms(self) -> bool:
@@ -216,10 +216,10 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         *hidden)
     operations = (*(t.made_by for t in skeletal if t.made_by), output)
     if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
-        kept = INPUT, ATTENTION, "lse", "mid", *(KEYS if subsequences else ())
+        kept = INPUT, ATTENTION, "lse", "mid", *(KEYS_VALUES if subsequences else ())
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
     if subsequences:
-        skeletal = tuple(replace(t, group=None) if t.name in KEYS else t for t in skeletal)
+        skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
     absent = tuple(name for name in OPTIONAL if name not in parameters)
     return Layer(parameters, absent, skeletal, operations, H, Hkv, D)
 

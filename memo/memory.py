@@ -42,7 +42,7 @@ from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
-from memo.subsequences import unit_rows
+from memo.subsequences import subsequences_line, unit_rows
 from memo.swap.alpha import OutOfHostMemory, place_rows, swaps_layers, what_set_it
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
@@ -132,7 +132,8 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     all_fit = cpu and problem.n_buffers == problem.n_layer
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
-        nothing = dict.fromkeys(problem.tensors, 0)  # survives of a layer's subsequences but of the last one
+        # one buffer, in which the layer's units take turns, and no row that outlives any
+        nothing = dict.fromkeys(problem.tensors, 0) if cfg.subsequences > 1 else {}
         model.reserve(B, T, Placement(1, 1, n_rows(cfg), nothing, **unit_rows(cfg, B, T)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()
@@ -166,7 +167,7 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
     def make(device: torch.device) -> "GPT":
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
     B, T = model.shape
-    return traced_requests(make, B, T, model.swap.missing, like)
+    return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
 
 
 def plan_memory(cfg: Config, model: "GPT") -> None:
@@ -212,7 +213,8 @@ def memory_table(cfg: Config, decision: Decision, lines: list[Line], expected: E
     """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
     nothing is); what set alpha, and how fast things go."""
     unit = "GiB, (estimated)" if expected else "GiB"
-    out = [f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   {unit}"]
+    out = [*filter(None, [subsequences_line(cfg)]),
+           f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   {unit}"]
 
     def row(what: str, device: int, host: int, region: str | None) -> None:
         shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
@@ -256,7 +258,7 @@ def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line]
     plan = decision.swap_plan
     return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
-                placement=asdict(decision.placement), device_bytes=model.swap.device_bytes,
+                placement=decision.placement.as_dict(), device_bytes=model.swap.device_bytes,
                 host_bytes=model.swap.host_bytes,
                 host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
                 regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),

@@ -98,7 +98,8 @@ class MetpBlock(Block):
             self.fill_piece(s, normed, heads, matrices, turn)
             attend_prefix(self.prefix_at(turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
         else:
-            attend(self.attention_at(turn), q, *kv, True, self.scale, out, lse)
+            k, v = kv
+            attend(self.attention_at(turn), q, k, v, True, self.scale, out, lse)
 
     def made(self, names: str, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
              turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
@@ -184,7 +185,7 @@ class MetpBlock(Block):
             for r in row_pieces(len(dy)):
                 accumulate_product(places["proj_w"], dy[r].t(), columns[r])
                 torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
-            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, *kv)
+            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv)
             del dout, q, kv
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
@@ -208,12 +209,13 @@ class MetpBlock(Block):
 
     def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
                               matrices: dict[str, torch.Tensor], turn: torch.Tensor | None,
-                              dout: torch.Tensor, q: torch.Tensor, *kv: torch.Tensor) -> Gradients:
-        """dq, dk, dv of a group of heads. With several subsequences dq alone where other groups, too, add to
-        the gradients of the heads of keys."""
+                              dout: torch.Tensor, q: torch.Tensor, kv: Sequence[torch.Tensor]) -> Gradients:
+        """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
+        is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
         if not s.pieces:
-            return attend_backward(self.attention_at(turn), dout, q, *kv, out, lse, True, self.scale)
+            k, v = kv
+            return attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale)
         prefix, sums = self.prefix_at(turn), of_heads(s.sums, heads.kv)
         dq = attend_prefix_backward(prefix, dout, q, of_heads(s.pieces, heads.kv), sums, out, lse, self.scale)
         if "k_w" not in matrices:

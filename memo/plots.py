@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
-KINDS = {"forward": PALE, "recompute": ORANGE, "backward": BLUE, "offload": GREEN, "prefetch": GREEN,
-         "gradients": GREEN, "stall": RED}
+KINDS = {"forward": PALE, "recompute": ORANGE, "sweep": ORANGE, "backward": BLUE, "offload": GREEN,
+         "prefetch": GREEN, "gradients": GREEN, "stall": RED}
 STREAMS = ("compute", "offload", "prefetch")
 
 
@@ -109,12 +109,13 @@ def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> 
     fig, ax = plt.subplots(figsize=(12, 3.2), dpi=130, layout="constrained")
     length = max(s.end_s for s in shown)
     for s in shown:
-        work, _, layer = s.label.partition(" ")
-        colour = KINDS.get("stall" if s.kind == "wait" else work, GREY)
+        work, _, unit = s.label.rpartition(" ")
+        colour = KINDS.get("stall" if s.kind == "wait" else work.partition(" ")[0], GREY)
         y, width = -STREAMS.index(s.stream), s.end_s - s.start_s
         ax.broken_barh([(s.start_s, width)], (y - 0.4, 0.8), facecolors=colour, edgecolor="white", lw=0.4)
-        if layer.isdigit() and s.kind == "launch" and width > 0.012 * length:
-            ax.text(s.start_s + width / 2, y, layer, ha="center", va="center", fontsize=8,
+        named = work in KINDS and s.kind == "launch"
+        if named and width > 0.004 * max(3, len(unit)) * length:
+            ax.text(s.start_s + width / 2, y, unit, ha="center", va="center", fontsize=8,
                     color="black" if work == "forward" else "white")
     stall = sum(s.end_s - s.start_s for s in shown if s.kind == "wait")
     colours = (PALE, ORANGE, BLUE, GREEN, RED, GREY)

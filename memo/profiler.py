@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -41,7 +42,6 @@ from memo.swap.slab import HostSlab
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
 LONG_S = 0.5  # a call that takes longer is measured once
-Turns = Sequence[torch.Tensor | None]
 
 
 def least_seconds(device: torch.device, call: Callable, before: Callable = lambda: None,
@@ -61,48 +61,46 @@ def least_seconds(device: torch.device, call: Callable, before: Callable = lambd
     return best
 
 
-def layer_rates(block: Block, swap: Swap, turns: Turns, device: torch.device,
-                host: Axis) -> tuple[float, float, dict[str, float], int | None]:
-    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`, in the first layer's buffer, which
-    its subsequences share."""
-    units = [(swap.units[0, i], swap.between[1][i], turn) for i, turn in enumerate(turns)]
-    generator = torch.Generator(device).manual_seed(0)
+def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, device: torch.device,
+               host: Axis) -> tuple[float, float, dict[str, float]]:
+    """(forward_s, backward_s, recompute_s) of `block` at subsequence i, in the buffer of the first layer's
+    unit; those of the subsequences before have run."""
+    s, y = swap.units[0, i], swap.between[1][i]
+    generator = torch.Generator(device).manual_seed(i)
 
-    def forward() -> None:
-        for s, y, turn in units:
-            block.forward(s, turn, y)
-
-    def backward() -> None:
-        for s, y, turn in reversed(units):
-            block.backward(y, s, turn)
+    forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)
 
     def refill() -> None:
-        for s, _, _ in units:
-            s.x.normal_(generator=generator)
+        s.x.normal_(generator=generator)
         forward()
 
     def recompute_s(tensors: Iterable[str]) -> float:  # of all rows of these, and none of the others
-        rows = dict.fromkeys(set(tensors) & set(swap.buffers), slice(None))  # keys' pieces are not among them
+        rows = dict.fromkeys(tensors, slice(None))
+        return least_seconds(device, partial(block.recompute, s, turn, rows), host=host)
 
-        def recompute() -> None:
-            for s, _, turn in units:
-                block.recompute(s, turn, rows)
-        return least_seconds(device, recompute, host=host)
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
     refill()  # untimed: libraries load, attention's kernels are chosen
     forward_s = least_seconds(device, forward, host=host)
     launches_s = recompute_s(())
     groups_s = {name: max(0.0, recompute_s(tensors) - launches_s)
                 for name, tensors in groups_of(swap.tensors).items()}
     backward()
-    backward_s = least_seconds(device, backward, before=refill, host=host)
+    return forward_s, least_seconds(device, backward, before=refill, host=host), groups_s
+
+
+def layer_rates(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
+                host: Axis) -> tuple[float, float, dict[str, float], int | None]:
+    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`: seconds of all units together.
+    `turns`: rotations of each subsequence."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    forward, backward, groups = zip(*(unit_rates(block, swap, i, turn, device, host)
+                                      for i, turn in enumerate(turns)), strict=True)
     transient = None
     if device.type == "cuda":
         transient = int(*host.max(torch.cuda.max_memory_allocated(device) - before))
-    return forward_s, backward_s, groups_s, transient
+    groups_s = {name: sum(seconds[name] for seconds in groups) for name in groups[0]}
+    return sum(forward), sum(backward), groups_s, transient
 
 
 def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, float]:
@@ -130,10 +128,10 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, floa
     return rate("offload"), rate("prefetch")
 
 
-def measure(block: Block, swap: Swap, turns: Turns, device: torch.device, pin: bool = True,
-            host: Axis = ALONE.host) -> Rates:
+def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
+            pin: bool = True, host: Axis = ALONE.host) -> Rates:
     """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them
-    decide alike. `turns`: each subsequence's rotations, or None."""
+    decide alike."""
     synchronize(device)
     swap.streams.timeline.take()
     forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turns, device, host)

@@ -4,8 +4,8 @@
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -41,14 +41,6 @@ from memo.tokens import check_vocab_size, load_tokenizer
 from model import GPT
 
 
-def open_cache(model: GPT, length: int) -> list[SimpleNamespace]:
-    """The activations of each layer for one sequence of so many tokens. Each layer has keys and values of its
-    own, which later tokens read; all else is the same memory for all layers."""
-    model.reserve_forward(1, length)
-    return [SimpleNamespace(**vars(s) | dict(k=torch.empty_like(s.k), v=torch.empty_like(s.v)))
-            for s in model.swap.layers]
-
-
 def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
                       scale: float) -> tuple[torch.Tensor, None]:
     """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D), in fp32, head of keys by
@@ -64,14 +56,39 @@ def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal:
 ONE_QUERY = Attention("one query", one_query_forward, None)
 
 
-def forward_rows(model: GPT, cache: list[SimpleNamespace], tokens: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Runs the tokens at positions `rows` of a sequence; returns the last one's logits (V,) in fp32. `cache`
-    has the keys and values of the positions before. Either `rows` starts at 0, or it is a single row."""
-    swap, attention = model.swap, model.attention if len(tokens) > 1 else ONE_QUERY
-    model.embed(tokens, model.positions[0][rows], out=swap.x[0][rows])
-    for block, s, out in zip(model.blocks, cache, swap.x[1:], strict=True):
-        block.extend(s, model.turn[0], rows, attention, out)
-    return model.logits(swap.x[-1][rows][-1:])[3][0, :model.cfg.vocab_size].float()
+Cache = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, (1, tokens, Hkv, D)
+
+
+def open_cache(model: GPT, tokens: int) -> Cache:
+    """Memory for the keys and values of one sequence of so many tokens."""
+    cfg = model.cfg
+    shape = 1, tokens, cfg.kv_heads, cfg.head_width
+    return [tuple(torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+            for _ in range(cfg.n_layer)]
+
+
+def prefill(model: GPT, cache: Cache, prompt: list[int]) -> torch.Tensor:
+    """The logits (V,) of the token behind a prompt of several tokens, in fp32; fills the cache."""
+    model.reserve_forward(1, len(prompt))
+    ends = [0, *accumulate(model.lengths)]
+    for (layer, i), s in model.swap.units.items():
+        s.pieces = [[t[:, first:end] for t in cache[layer]] for first, end in pairwise(ends[:i + 2])]
+    return last_logits(model, model.hidden(torch.tensor([prompt], device=model.device)))
+
+
+def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
+    """The same of one token more. The cache has the keys and values of all positions before."""
+    swap, positions = model.swap, torch.tensor([position], device=model.device)
+    turn = model.rotations_of(positions)
+    model.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
+    for block, s, (k, v), y in zip(model.blocks, swap.layers, cache, swap.x[1:], strict=True):
+        block.extend(s, turn, k[:, :position + 1], v[:, :position + 1], ONE_QUERY, y)
+    return last_logits(model, swap.x[-1])
+
+
+def last_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """(n, C) -> (V,) in fp32, of the last row."""
+    return model.logits(x[-1:])[3][0, :model.cfg.vocab_size].float()
 
 
 def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: float = 1.0,
@@ -82,29 +99,32 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
         raise ConfigError(f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} must be at "
                           f"least 1 each and at most block_size={model.cfg.block_size} together; change "
                           "one of them")
-    cache = open_cache(model, length)
-    generator = torch.Generator(model.device).manual_seed(seed)
-    tokens, start = prompt, 0
+    cache, generator = open_cache(model, length), torch.Generator(model.device).manual_seed(seed)
+    one = len(prompt) == 1  # not every kernel takes a single query
+    logits = None if one else prefill(model, cache, prompt)
+    model.reserve_forward(1, 1)
+    token = prompt[0]
     for end in range(len(prompt), length):
-        ids = torch.tensor(tokens, device=model.device)
-        logits = forward_rows(model, cache, ids, slice(start, end)).double()
-        if temperature == 0:
-            token = logits.argmax().item()
-        else:
-            if top_k:
-                logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
-            logits -= logits.max()  # no temperature is too low then: the likeliest one stays at 0
-            token = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator).item()
+        logits = decode(model, cache, token, end - 1) if logits is None else logits
+        token, logits = choose(logits.double(), temperature, top_k, generator), None
         yield token
-        tokens, start = [token], end
+
+
+def choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """The id of a token by its logits (V,)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
+    logits -= logits.max()  # no temperature is too low then: the likeliest one stays at 0
+    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
 
 
 def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> GPT:
     """The model of a checkpoint, for evaluation only."""
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
-        # one process, which keeps the keys and values of whole sequences: those of METP exist for a group of
-        # heads only
-        alone = dict(tp=1, cp=1, tensor_parallel="megatron", head_groups="auto", subsequences=1)
+        # one process, which keeps all keys and values: those of METP exist for a group of heads only
+        alone = dict(tp=1, cp=1, tensor_parallel="megatron", head_groups="auto")
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", **alone)
         model = GPT(cfg, *pick_device(cfg), grads=False)
         checkpoint.restore(ckpt, model)

@@ -21,10 +21,10 @@ ALIGNED = 128  # multiples of what the layout needs
 @lru_cache(16)  # an estimate asks again and again
 def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
-    block_size). A sequence too short for cfg.subsequences has as many as fit."""
-    S = S or cfg.block_size
-    N = max(1, min(cfg.subsequences, S // cfg.block_multiple))
-    aligned = ALIGNED * cfg.block_multiple
+    block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
+    layout needs."""
+    S, aligned = S or cfg.block_size, ALIGNED * cfg.block_multiple
+    N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
     if cfg.subsequence_cut == "flops":
@@ -54,3 +54,13 @@ def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:
         nearest = min((max(0, k - 1), k), key=lambda k: abs(flops(k) - wanted))
         ends.append(min(max(nearest, ends[-1] + 1), count - (N - i)))
     return [end - first for first, end in pairwise([*ends, count])]
+
+
+def subsequences_line(cfg: "Config") -> str:
+    """What a sequence is cut into, and in which order the units run; empty where it is not cut."""
+    lengths = subsequence_lengths(cfg)
+    if len(lengths) == 1:
+        return ""
+    shortest, most = min(lengths), max(lengths)
+    each = f"{most:,}" if shortest == most else f"{shortest:,} to {most:,}"
+    return f"sequence    {len(lengths)} subsequences of {each} tokens, {cfg.unit_order} by {cfg.unit_order}"

@@ -221,10 +221,22 @@ def test_the_fast_bound_is_one_and_is_near_for_metp(preset, text):
     assert exact <= bound <= 1.6 * exact
 
 
+@pytest.mark.parametrize("preset, text", [
+    ("7b_1m", "--tp=8 --cp=1 --block_size=262144"), ("7b_1m", "--tp=1 --cp=8 --block_size=524288"),
+    ("7b_1m", "--tp=1 --cp=2 --block_size=262144 --activation=recompute"),
+    ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses --block_size=524288"),
+    ("qwen3_8b_1m", "--tp=1 --cp=1 --block_size=131072 --subsequence_cut=flops")])
+def test_the_fast_bound_is_one_and_is_near_for_several_subsequences(preset, text):
+    keys = ["--subsequences=4", *text.split()]
+    exact, bound = (sum(arena) for arena in traced_arenas(*keys, preset=preset))
+    assert exact <= bound <= 1.7 * exact
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False,
                                                         qkv_bias=True),
-                                    dict(LLAMA, head_groups=4, **METP)])
+                                    dict(LLAMA, head_groups=4, **METP), PARTS,
+                                    dict(LLAMA, subsequences=3, unit_order="subsequence")])
 def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
     train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1,
                          warmup_iters=0, **family))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memo.config import Config
-from memo.layer import layer_of, n_rows
+from memo.layer import layer_of, n_rows, tensors_of
 from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
 from memo.parallel.rendezvous import (
@@ -26,6 +26,7 @@ from memo.parallel.rendezvous import (
     Wait,
     validate_programs,
 )
+from memo.swap.alpha import AlphaProblem, place_rows
 from memo.swap.placement import Placement
 from memo.swap.schedule import schedule
 from memo.swap.streams import open_streams
@@ -59,7 +60,11 @@ def program_of(cfg, rank, dp, lost):
     mesh, program = noted_mesh(rank, cfg.tp, cfg.cp, dp, cfg.metp)
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     B, T = cfg.batch_size, cfg.block_size // cfg.cp
-    model.reserve(B, T, streams=open_streams(torch.device("cpu")))
+    placement = None  # every unit keeps its own
+    if cfg.activation == "recompute":
+        problem = AlphaProblem(tensors_of(cfg, 2), cfg.n_layer, 0.0, 1.0, 0)
+        placement, _ = place_rows(cfg, problem, n_rows(cfg))
+    model.reserve(B, T, placement, streams=open_streams(torch.device("cpu")))
     if lost:
         rebuild(model, cfg, lost)
     optimizer, tokens = Optimizer(model, cfg), torch.zeros(B, T, dtype=torch.int64, device="meta")
@@ -95,6 +100,13 @@ GROUPED = tuple(LLAMA.items())  # its messages differ in size
 SLOW = pytest.mark.slow
 
 
+def in_four(order, *family, **keys):
+    """Four subsequences; a layer's keys and values are made again before its backward, where they do not
+    stay."""
+    several = dict(subsequences=4, unit_order=order, activation="recompute")
+    return keys | dict(family=(*family, *several.items()))
+
+
 @pytest.mark.parametrize("text,kind,keys", [
     ("tp2 cp2", "ring", dict(micros=2)), ("tp2 cp2", "ulysses", dict(micros=2)), ("tp4", "ring", {}),
     ("tp2 dp2", "ring", {}), ("cp2 dp2", "ring", dict(family=GROUPED)),
@@ -102,6 +114,10 @@ SLOW = pytest.mark.slow
     ("tp2", "metp", dict(micros=2)), ("tp4", "metp", {}), ("tp2 cp2", "metp", {}),
     ("tp2 cp2", "metp", dict(groups=8)), ("tp2 dp2", "metp", {}), ("tp4", "metp", dict(family=GROUPED)),
     ("tp2 cp2", "metp", dict(lost=others)), ("tp2", "metp", dict(lost=all_but_inputs)),
+    ("cp2", "ring", in_four("layer")), ("cp4", "ring", in_four("subsequence", micros=2)),
+    ("tp2 cp2", "ring", in_four("layer", ("subsequence_cut", "flops"))),
+    ("cp2", "ulysses", in_four("subsequence", *GROUPED)), ("cp4", "ulysses", in_four("layer", *GROUPED)),
+    ("tp4", "metp", in_four("layer", *GROUPED)), ("tp2 cp2", "metp", in_four("subsequence")),
     pytest.param("tp8", "metp", {}, marks=SLOW), pytest.param("tp2 cp2 dp2", "metp", {}, marks=SLOW),
     pytest.param("tp2 cp2 dp2", "ring", {}, marks=SLOW)])
 def test_the_messages_of_a_step_meet(text, kind, keys):

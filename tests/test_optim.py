@@ -7,6 +7,8 @@ import torch
 
 from memo import checkpoint, flat
 from memo.config import Config
+from memo.estimate import hardware
+from memo.estimate.budget import states
 from memo.optim import Optimizer, square_sum
 from memo.parallel.mesh import ALONE
 from model import GPT
@@ -114,18 +116,35 @@ def test_an_optimizer_on_the_host_changes_no_bit_in_any_layout(text, micro_batch
         assert device == host
 
 
-def test_layers_whose_gradients_leave_take_turns_in_two_places():
-    for micro_batches, layers in ((1, 2), (2, 5)):
-        cfg = replace(SMALL, optimizer_device="cpu", gradient_accumulation_steps=micro_batches)
-        model = GPT(cfg, CPU, torch.float32)
-        first, layer, *_, last = (end - start for start, end in model.buckets)
-        assert model.grads.numel() == first + layers * layer + last
-        places = [grads.data_ptr() for grads in model.bucket_grads]
-        assert len(set(places)) == layers + 2 and (places[1] == places[3]) == (layers == 2)
-        for k, (block, grads) in enumerate(zip(model.blocks, model.bucket_grads[1:-1], strict=True)):
-            for name in ("q_w", "ln1_w"):
-                dw, p = getattr(block.dw, name), model.layout[f"h.{k}.{name}"]
-                assert dw.data_ptr() == grads.data_ptr() + 4 * (p.offset - model.buckets[k + 1][0])
+@pytest.mark.parametrize("order", ["layer", "subsequence"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_with_subsequences_it_changes_no_bit(micro_batches, order, one_thread):
+    """And the gradients of all micro batches, and of all subsequences, add up."""
+    cfg = replace(SMALL, n_layer=3, gradient_accumulation_steps=micro_batches, grad_clip=0.1)
+    several = replace(cfg, subsequences=3, unit_order=order)
+    shown, _ = trained(ALONE, cfg, torch.float32, steps=2)
+    device, host = (trained(ALONE, replace(several, optimizer_device=where), torch.float32, steps=2)
+                    for where in ("auto", "cpu"))
+    assert device == host
+    assert torch.tensor(device[0]).allclose(torch.tensor(shown), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("keys,layers", [
+    ({}, 2), (dict(gradient_accumulation_steps=2), 5), (dict(subsequences=4), 2),
+    (dict(subsequences=4, unit_order="subsequence"), 5)], ids=str)
+def test_layers_whose_gradients_leave_take_turns_in_two_places(keys, layers):
+    cfg = replace(SMALL, optimizer_device="cpu", **keys)
+    model = GPT(cfg, CPU, torch.float32)
+    first, layer, *_, last = (end - start for start, end in model.buckets)
+    assert model.grads.numel() == first + layers * layer + last
+    _, _, lines = states(cfg, hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None), 1, 4)
+    assert [line.device_bytes for line in lines if line.region == "grads"] == [model.grads.nbytes]
+    places = [grads.data_ptr() for grads in model.bucket_grads]
+    assert len(set(places)) == layers + 2 and (places[1] == places[3]) == (layers == 2)
+    for k, (block, grads) in enumerate(zip(model.blocks, model.bucket_grads[1:-1], strict=True)):
+        for name in ("q_w", "ln1_w"):
+            dw, p = getattr(block.dw, name), model.layout[f"h.{k}.{name}"]
+            assert dw.data_ptr() == grads.data_ptr() + 4 * (p.offset - model.buckets[k + 1][0])
 
 
 def test_gradients_leave_while_the_backward_goes_on():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from memo import sample
 from memo.batch import open_dataset
 from memo.config import Config
 from memo.errors import ConfigError
@@ -17,7 +18,7 @@ from memo.parallel.cp import interleaved, local_positions, token_columns
 from memo.parallel.mesh import Axis, Mesh
 from memo.subsequences import ALIGNED, subsequence_lengths
 from model import GPT
-from tests.helpers import CPU, VOCAB
+from tests.helpers import CPU, VOCAB, error, perturbed_weights, random_batch
 from tests.test_config import save_header
 
 LAYOUTS = [dict(), dict(tp=2), dict(cp=2), dict(cp=4, tp=2), dict(cp=2, context_parallel="ulysses"),
@@ -87,8 +88,9 @@ def test_some_lengths_in_figures():
 def test_another_sequence_has_as_many_as_fit():
     cfg = made(4096, 16, cp=2)
     assert subsequence_lengths(cfg, 8192) == (512,) * 16
-    assert subsequence_lengths(cfg, 64) == (4,) * 16
-    assert subsequence_lengths(cfg, 12) == (4,) * 3
+    assert subsequence_lengths(cfg, 1536) == (512,) * 3  # 128 times 4
+    assert subsequence_lengths(cfg, 1028) == (516, 512)
+    assert subsequence_lengths(cfg, 64) == (64,)
     assert subsequence_lengths(replace(cfg, cp=1), 1) == (1,)
 
 
@@ -197,11 +199,26 @@ def test_one_subsequence_lies_as_without_subsequences():
 def test_a_model_has_positions_and_rotations_by_subsequence(position):
     cfg, B = made(96, 3, position=position, cp=2), 2
     model = GPT(cfg, CPU, torch.float32, mesh=Mesh(tokens=Axis("cp", 2, 1)))
-    for S in (96, 48):
+    for S, N in ((96, 3), (48, 1)):
         model.reserve(B, S // 2)
         here = local_positions(cfg, S, model.mesh)
-        assert [t.tolist() for t in model.positions] == [t.tolist() * B for t in here] and len(here) == 3
+        assert [t.tolist() for t in model.positions] == [t.tolist() * B for t in here] and len(here) == N
         for positions, turn in zip(model.positions, model.turn, strict=True):
             want = rotations(positions, cfg.head_width, cfg.rope_theta)[:, None]
             assert turn is None if position == "learned" else turn.equal(want)
     model.close()
+
+
+@pytest.mark.parametrize("keys", [dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True)], ids=["gpt", "qwen"])
+def test_a_prompt_is_read_by_subsequences(keys):
+    prompt, seen = random_batch(made(320, 1), 1, 300, CPU)[0][0].tolist(), []
+    for N in (1, 2):
+        model = GPT(made(320, N, **keys), CPU, torch.float32, grads=False)
+        model.load(perturbed_weights(model.cfg, CPU))
+        cache = sample.open_cache(model, 301)
+        logits = [sample.prefill(model, cache, prompt)]
+        assert len(model.lengths) == N
+        model.reserve_forward(1, 1)
+        seen.append(torch.stack([*logits, sample.decode(model, cache, 7, 300)]))
+        model.close()
+    assert error(seen[1], seen[0]) < 1e-5

@@ -26,11 +26,11 @@ from memo.layer import (
     group_heads,
     head_groups,
     head_rows,
-    n_rows,
     travelling,
 )
 from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
 from memo.planner.trace import Trace, parse_trace
+from memo.subsequences import subsequence_lengths
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +47,8 @@ ATTENTION_GROUPS = 4.2  # one rank of cp
 ULYSSES_GROUPS = 8.6  # with the tensors that all-to-alls send and receive
 RING_GROUPS = {"two ranks": 4.6, "more": 6.6}  # blocks of keys and values on their way, in the run's dtype
 RING_FP32_GROUPS = 5  # partial results and gradients, in fp32
+# The same over a prefix, in the run's dtype and in fp32; two tensors like k besides:
+PREFIX_GROUPS = {"one rank": (3.2, 1), "ulysses": (8.2, 1), "two ranks": (7.6, 3), "more": (10.6, 4)}
 MATH_SCORE_BYTES = 13  # of attention=math, a score: scores, mask, their gradients
 CPU_QUERIES, CPU_KEYS = 256, 512  # of a thread, the largest block: FlashAttentionKernel.cpp of torch
 # Of the rest of a layer:
@@ -99,6 +101,8 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
     value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
+    if cfg.subsequences > 1:
+        keys["activation"] = cfg.activation  # in which keys may be made again
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
                  multiprocessors=machine.multiprocessors)
     try:
@@ -136,22 +140,28 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
 
 def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
     """Of fast_arena, what a layer takes."""
-    e, tp, cp, C, D = itemsize_of(cfg, machine), cfg.tp, cfg.cp, cfg.n_embd, cfg.head_width
-    rows, f = cfg.batch_size * cfg.block_size // cp, 4 / e  # f: fp32 in units of e
+    e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
+    rows, f = cfg.batch_size * S // cfg.cp, 4 / e  # f: fp32 in units of e
     own, chunk, gathered = chunk_bytes(cfg, e)
-    heads, sharing = group_heads(cfg), cfg.n_head // cfg.kv_heads
+    heads, sharing, sweep = group_heads(cfg, S), cfg.n_head // cfg.kv_heads, 0
     group, kv = (rows * n * D * e for n in (heads, -(-heads // sharing)))
     several = heads < cfg.n_head // tp
     # several groups write dq, dk, dv over q, k, v, and sum those of a shared head of keys and values in fp32
     gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
     Q, F = cfg.n_head * D, cfg.inner_width
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
+    if cfg.subsequences > 1:
+        gradients, sums = 0 if several else group, 0  # those of keys have memory of their own
+        if cfg.unit_order == "layer" and cfg.activation == "recompute":
+            sweep = rows * C // tp * e + gathered  # the norm of a unit's input
+        if cfg.qk_norm or (cfg.context_parallel == "ulysses" and cfg.cp > 1):
+            dout += 2 * rows * cfg.kv_heads * D // tp * e  # keys and values as the layer makes them
     product, norm_chunks = chunk * F // C / tp if cfg.mlp == "swiglu" else 0, NORM_CHUNKS
     if cfg.ops == "torch" and not machine.cpu:  # a CPU goes by smaller chunks
         product *= 2  # with the gradient of `up`
         norm_chunks = RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS
     layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + norm_chunks * f * own,
-                gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product)
+                gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product, sweep)
     return layer + dout
 
 
@@ -159,8 +169,9 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     """A bound of the bytes of a layer by METP. Its backward takes most: beside the matrices on their way a
     gradient (n, C), and q, k, v and the gradient of attention's output, of a group of heads, or a piece of
     rows of a norm's output and of the MLP's inside. Embedding and head are as in tensor parallelism."""
-    e, tp, C, D, n = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, n_rows(cfg)
-    f, heads, sharing = 4 / e, group_heads(cfg), cfg.n_head // cfg.kv_heads
+    e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
+    n = cfg.batch_size * S // (cfg.cp * tp)
+    f, heads, sharing = 4 / e, group_heads(cfg, S), cfg.n_head // cfg.kv_heads
     together = cfg.n_head // head_groups(cfg)  # the query heads of a group, which attention may take in turns
     q, kv, group, group_kv = (n * D * e * k for k in (together, -(-together // sharing), heads,
                                                       -(-heads // sharing)))
@@ -179,9 +190,15 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
 
+def tokens_at_once(cfg: Config) -> int:
+    """Of a sequence: those of the longest subsequence."""
+    return max(subsequence_lengths(cfg))
+
+
 def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
     """Bytes of a chunk of own rows (rows, C); of one of all tp ranks' rows; of gathered ones, at a time."""
-    own, rows = n_rows(cfg), n_rows(cfg) * cfg.tp
+    rows = cfg.batch_size * tokens_at_once(cfg) // cfg.cp
+    own = rows // cfg.tp
     one, chunk = (min(n, CHUNK_ROWS) * cfg.n_embd * itemsize for n in (own, rows))
     return one, chunk, 0 if cfg.tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
 
@@ -200,11 +217,12 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
     `kv`: bytes of the group's queries, and of its keys."""
     e, D, ulysses = itemsize_of(cfg, machine), cfg.head_width, cfg.context_parallel == "ulysses"
     cp, own_heads = cfg.token_ranks, cfg.n_head // (1 if cfg.metp else cfg.tp)
-    f, B, T, H, several = 4 / e, cfg.batch_size, cfg.block_size // cp, heads, heads < own_heads
+    S = tokens_at_once(cfg)
+    f, B, T, H, several = 4 / e, cfg.batch_size, S // cp, heads, heads < own_heads
     kv_heads = dealt = kv // (group // heads)
     if ulysses:  # what the kernel of attention sees
         dealt *= cp // gcd(kv_heads, cp)
-        T, H, kv_heads = cfg.block_size, heads // cp, dealt // cp
+        T, H, kv_heads = S, heads // cp, dealt // cp
     name = backends.kernel_of(cfg, machine)
     kernel = sum(backends.workspaces(name, (B, T, H, D), (B, T, kv_heads, D), cfg.deterministic,
                                      machine.multiprocessors))
@@ -216,6 +234,10 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
         kernel = MATH_SCORE_BYTES * B * H * T * T
     if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
         kernel += (1 + several) * (group + kv)
+    if cfg.subsequences > 1:
+        kind = "one rank" if cp == 1 else "ulysses" if ulysses else "two ranks" if cp == 2 else "more"
+        own, fp32 = PREFIX_GROUPS[kind]
+        return (own + fp32 * f) * group + 2 * group // heads * dealt + kernel
     fewer = group - kv  # bytes by which a tensor like k is shorter than one like q
     if cp > 1 and ulysses:
         fewer, wide = group - group // heads * dealt, group // heads * dealt

@@ -15,7 +15,7 @@ from memo.estimate.roofline import LayerOfUnits, LayerSeconds, micro_batches, st
 from memo.estimate.unit_seconds import layer_seconds
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.formulas import mfu, parameters, tgs
-from memo.layer import INPUT, KEYS, keys_dealt, n_rows, tensors_of
+from memo.layer import INPUT, KEYS_VALUES, keys_dealt, n_rows, tensors_of
 from memo.swap import alpha
 from memo.swap.placement import Placement
 
@@ -155,7 +155,7 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[L
     buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
     inputs = buffers.pop(INPUT)
     always = ", ".join(name for name, t in tensors.items()
-                       if not t.group and name != INPUT and not (p.several and name in KEYS))
+                       if not t.group and name != INPUT and not (p.several and name in KEYS_VALUES))
     swapped = {INPUT: 0, always: 0, "others": 0}
     for k, units in Counter(p.like).items():
         for name, (_, nbytes) in p.swapped(k, tensors).items():

@@ -10,6 +10,7 @@ from memo.estimate.search import at_its_end, config_with, estimate_or_none, reme
 from memo.formulas import parameters, percent
 from memo.layer import head_groups
 from memo.plots import dry_run
+from memo.subsequences import subsequences_line
 from memo.swap.alpha import what_set_it
 
 
@@ -45,6 +46,7 @@ def table(got: Estimate) -> list[str]:
              f"{layout_of(got)}",
              f"activation  {mode_of(got)}",
              f"attention   {kernel_of(cfg, got.machine)}{groups}",
+             *filter(None, [subsequences_line(cfg)]),
              f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
     rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]

@@ -44,7 +44,7 @@ PrefixAttention.__doc__ = """Attention over a prefix on the ranks that share the
 """
 
 Pieces = Sequence[tuple[torch.Tensor, torch.Tensor]]
-Part = tuple[slice, slice, bool]  # queries, keys, causal: what meets of a piece
+Meeting = tuple[slice, slice, bool]  # queries, keys, causal: what meets of a piece
 
 EVERYTHING = slice(None)
 FULL, DIAGONAL = (EVERYTHING, EVERYTHING, False), (EVERYTHING, EVERYTHING, True)
@@ -52,7 +52,7 @@ FULL, DIAGONAL = (EVERYTHING, EVERYTHING, False), (EVERYTHING, EVERYTHING, True)
 
 # --- group by group of heads ---
 
-def groups_of(prefix: PrefixAttention, q: torch.Tensor, pieces: Pieces) -> list[tuple[slice, slice]]:
+def prefix_groups(prefix: PrefixAttention, q: torch.Tensor, pieces: Pieces) -> list[tuple[slice, slice]]:
     """attention.slices_of_heads, of the heads that each rank is dealt; the longest of queries and keys bounds
     them."""
     B, T, H, D = q.shape
@@ -72,7 +72,7 @@ def of_heads(pairs: Pieces, kv: slice) -> Pieces:
 def attend_prefix(prefix: PrefixAttention, q: torch.Tensor, pieces: Pieces, scale: float, out: torch.Tensor,
                   lse: torch.Tensor) -> None:
     """Writes prefix.forward into out (B, T, H, D) and lse (B, H, T)."""
-    for h, kv in groups_of(prefix, q, pieces):
+    for h, kv in prefix_groups(prefix, q, pieces):
         got, rows = dealt(prefix, out, h), slice(h.start * prefix.ranks, h.stop * prefix.ranks)
         out_, lse[:, rows] = prefix.forward(dealt(prefix, q, h).flatten(2, 3), of_heads(pieces, kv), scale)
         got.copy_(out_.view(got.shape))
@@ -82,7 +82,7 @@ def attend_prefix(prefix: PrefixAttention, q: torch.Tensor, pieces: Pieces, scal
 def attend_prefix_backward(prefix: PrefixAttention, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
                            sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float) -> torch.Tensor:
     """-> dq; adds to `sums`. Several groups of heads write it over q: each gradient exists once."""
-    groups = groups_of(prefix, q, pieces)
+    groups = prefix_groups(prefix, q, pieces)
     for h, kv in groups:
         dout_, q_, out_ = (dealt(prefix, x, h).flatten(2, 3) for x in (dout, q, out))
         lse_ = lse[:, h.start * prefix.ranks:h.stop * prefix.ranks].contiguous()
@@ -98,13 +98,13 @@ def attend_prefix_backward(prefix: PrefixAttention, dout: torch.Tensor, q: torch
 
 # --- the pieces that lie on this rank ---
 
-def rows_met(pieces: Pieces, last: Part) -> slice:
+def rows_met(pieces: Pieces, last: Meeting) -> slice:
     """The queries that meet any of the pieces, where `last` says what meets of the last one."""
     return last[0] if len(pieces) == 1 else EVERYTHING
 
 
 def pieces_forward(attention: Attention, merge: Callable, q: torch.Tensor, pieces: Pieces, scale: float,
-                   last: Part = DIAGONAL) -> Result:
+                   last: Meeting = DIAGONAL) -> Result:
     """Of the rows_met: out, fp32 where there are several pieces, and lse."""
     out: Any = None
     for number, (k, v) in enumerate(pieces, 1):
@@ -121,7 +121,7 @@ def pieces_forward(attention: Attention, merge: Callable, q: torch.Tensor, piece
 
 def pieces_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
                     out: torch.Tensor, lse: torch.Tensor, scale: float,
-                    last: Part = DIAGONAL) -> torch.Tensor:
+                    last: Meeting = DIAGONAL) -> torch.Tensor:
     """dq of the rows_met, fp32 where there are several pieces; adds to `sums`."""
     dq: Any = None
     for number, ((k, v), totals) in enumerate(zip(pieces, sums, strict=True), 1):

@@ -67,19 +67,21 @@ def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena") -> Trace:
         model.grads.zero_()
 
 
-def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int, missing: list[dict[str, slice]],
-                    device: str = "meta", requests: RequestsOf | None = None) -> Trace:
+def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int,
+                    missing: Sequence[dict[str, slice]],
+                    device: str = "meta", requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
-    "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each layer recomputes, see
-    Placement.missing. requests(name of an operation, its arguments) -> bytes of each request of an attention
-    kernel for itself, see kernel_requests; None leaves them out."""
+    "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each unit recomputes, see
+    Placement.missing; `keys`: as there. requests(name of an operation, its arguments) -> bytes of each
+    request of an attention kernel for itself, see kernel_requests; None leaves them out."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
         swap = model.swap
-        swap.missing, p = missing, swap.placement
+        swap.missing, p = list(missing), swap.placement
         rebuilt = frozenset(k for k, rows in enumerate(missing) if rows)
-        swap.set_steps(schedule(replace(p.fates, rebuilt=rebuilt), p.n_layer, p.subsequences, p.order))
+        fates = replace(p.fates, rebuilt=rebuilt, keys=keys)
+        swap.set_steps(schedule(fates, p.n_layer, p.subsequences, p.order))
         return rehearsed_requests(model, FakeArena(requests))
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.layer import INPUT, KEYS, SPLIT_ROWS, Tensor, groups_of
+from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor, groups_of
 from memo.subsequences import unit_rows
 from memo.swap.placement import Placement, rows
 
@@ -75,7 +75,7 @@ class AlphaProblem:
     def least_bytes(self) -> int:
         """What a layer sends to the host that keeps only its input."""
         return sum(t.nbytes for name, t in self.tensors.items()
-                   if name == INPUT or (name in KEYS and not t.group))
+                   if name == INPUT or (name in KEYS_VALUES and not t.group))
 
     @property
     def least_device_bytes(self) -> int:

@@ -2,12 +2,13 @@
 Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import Any
 
-from memo.layer import INPUT, KEYS, SPLIT_ROWS, Tensor
+from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.swap.schedule import SWEEP_PLACES, Fates, keys_leave, swept_inputs, units_in_order
 
 
@@ -46,6 +47,14 @@ class Placement:
     order: str = "layer"
     keys: str = "stay"
     stays: dict = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
+
+    def as_dict(self) -> dict[str, Any]:
+        """For plan.json. What says nothing with one subsequence, and with no copies on the device, is left
+        out."""
+        said = asdict(self)
+        for name in () if self.several else ("cuts", "order", "keys"):
+            del said[name]
+        return said if self.stays else {name: value for name, value in said.items() if name != "stays"}
 
     @property
     def several(self) -> bool:
@@ -148,7 +157,7 @@ class Placement:
         n, found = self.rows(k), {}
         for name in self.kept:
             rows, first = self.first_kept(k, name)
-            if rows < n and not (self.several and name in KEYS):
+            if rows < n and not (self.several and name in KEYS_VALUES):
                 found[name] = slice(0, first) if first else slice(rows, n)
         return found
 
@@ -159,7 +168,7 @@ class Placement:
         ranges = {}
         for name, t in tensors.items() if k < self.n_swapped else ():
             kept, first = self.first_kept(k, name)
-            if kept and not (name == INPUT and self.x_stays) and not (self.several and name in KEYS):
+            if kept and not (name == INPUT and self.x_stays) and not (self.several and name in KEYS_VALUES):
                 row, stay = self.row_bytes(t), min(kept, self.part(k, self.stays.get(name, 0)))
                 first, n = (first + kept - stay, stay) if resident else (first, kept - stay)
                 ranges[name] = row * first, row * n
@@ -169,16 +178,16 @@ class Placement:
         """{unit: bytes of its keys and values, which go to the host}."""
         if not self.several or self.keys != "copied":
             return {}
-        row = sum(self.row_bytes(tensors[name]) for name in KEYS)
+        row = sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
     def like(self) -> list[int]:
         """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
         firsts: dict[tuple, int] = {}
-        return [firsts.setdefault((self.units[k][1], k < self.n_swapped, k in self.gives_up,
-                                   k % self.n_buffers % 2, k < self.n_units - 1), k)
-                for k in range(self.n_units)]
+        swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
+        return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last), k)
+                for k, (_, i) in enumerate(self.units)]
 
     @cached_property
     def fates(self) -> Fates:
@@ -209,7 +218,7 @@ class Placement:
         resident = {"resident": self.survivor_bytes(tensors, resident=True)} if self.stays else {}
         if not self.several:
             return resident
-        elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS)
+        elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
         layers = self.n_layer if self.keys == "stay" else 1
         x, sweeps = self.row_bytes(tensors[INPUT]), swept_inputs(self.fates, self.units)
         itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
@@ -237,7 +246,7 @@ class Placement:
         but for keep. `tensors`: of all rows."""
         found = {}
         for name, t in tensors.items():
-            if not (self.several and name in KEYS):
+            if not (self.several and name in KEYS_VALUES):
                 first, length = self.buffers_of(name)[-1]
                 found[name] = self.row_bytes(t) * (first + length)
         return found
