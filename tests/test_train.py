@@ -91,6 +91,16 @@ def test_too_little_host_memory_leaves_no_trace(dataset, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("order", ["layer", "subsequence"])
+def test_a_run_of_subsequences_that_swaps_is_bitwise_one_that_keeps(dataset, tmp_path, order):
+    keys = LLAMA | dict(block_size=512, batch_size=2, max_iters=2, subsequences=3, unit_order=order)
+    train.main(argv(dataset, tmp_path / "keep", activation="keep", **keys))
+    train.main(argv(dataset, tmp_path / "memo", alpha=0.5, **keys))
+    assert losses(tmp_path / "memo") == losses(tmp_path / "keep")
+    plan = json.loads((tmp_path / "memo/plan.json").read_text())
+    assert plan["rates"]["forward_s"] > 0 and plan["placement"]["cuts"] == [512, 256, 256]
+
+
 @pytest.mark.parametrize("how", ["an exception in a layer", "SIGTERM"])
 def test_stopping_in_mid_step_gives_the_slab_and_the_streams_back(dataset, tmp_path, monkeypatch, how):
     opened, closed, calls, before = [], [], [], threading.enumerate()

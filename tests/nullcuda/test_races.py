@@ -11,7 +11,24 @@ from tests.nullcuda.runs import in_process
 LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
            "ulysses": dict(cp=2, context_parallel="ulysses"), "host": dict(optimizer_device="cpu"),
            "metp": dict(tp=4, tensor_parallel="metp", block_size=2048)}
-SWAP_WAITS = ("computed", "offloaded", "done", "prefetched")
+FOUR = dict(subsequences=4, n_layer=4, block_size=4096)
+LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR,
+            "four in order": FOUR | dict(unit_order="subsequence"),
+            "four, ring": FOUR | dict(cp=4, block_size=16384),
+            "four, ulysses": FOUR | dict(cp=2, context_parallel="ulysses"),
+            "four, metp": FOUR | LAYOUTS["metp"] | dict(block_size=16384)}
+PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made")}
+# {layout: {what the swap waits for: the two sides of the race without}}
+COPIES = {"computed": ("offload", "forward"), "offloaded": ("offload", "forward"),
+          "done": ("prefetch", "backward"), "prefetched": ("prefetch", "backward")}
+UNITS = {"computed": ("offload keys", "forward"), "done": ("prefetch keys", "backward")}
+KEYS = UNITS | {"offloaded": ("offload keys", "forward"), "prefetched": ("prefetch keys", "backward")}
+SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
+              "four, six buffers": UNITS | {"keys offloaded": ("offload keys", "forward"),
+                                            "keys prefetched": ("prefetch keys", "backward")},
+              "four, keys made": COPIES | {"head computed": ("prefetch input", "offload"),
+                                           "input prefetched": ("prefetch input", "sweep"),
+                                           "swept": ("prefetch input", "sweep")}}
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
 STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
                  "compute gradients": ("offload", "backward"), "compute weights": ("prefetch", "forward"),
@@ -20,7 +37,8 @@ STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
             ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
             ("metp", "hops", "shift"), ("metp", "tp", "broadcast"), ("metp", "tp", "reduce"),
-            ("metp", "cp", "shift"))
+            ("metp", "cp", "shift"), ("four, ring", "cp", "shift"), ("four, ulysses", "cp", "exchange"),
+            ("four, metp", "tp", "broadcast"), ("four, metp", "tp", "reduce"), ("four, metp", "cp", "shift"))
 
 
 def step_races(layout):
@@ -38,7 +56,7 @@ def step_races(layout):
     def axis_of(name, size):  # with a communicator of its own, as in a run: its stream is its own too
         return Axis(name, size, 0, dist.new_group(range(size)) if size > 1 else None)
     with watching(hardware.machine("h100-80gb").speeds):
-        for what in [None, *dict(one=SWAP_WAITS, host=STAGING_WAITS).get(layout, messages)]:
+        for what in [None, *(SWAP_WAITS | dict(host=STAGING_WAITS)).get(layout, messages)]:
             torch.cuda.synchronize()
             NULL.races(clear=True)
             with without(what):
@@ -55,21 +73,21 @@ def two_steps(layout, axis_of):
     from memo.layer import layer_of
     from memo.optim import Optimizer
     from memo.parallel.mesh import Mesh
-    from memo.swap.placement import Placement
+    from memo.swap.alpha import placed
     from model import GPT
     cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
                         attention="flash", alpha=0.5) | LAYOUTS[layout])
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
     mesh = Mesh(weights=axis_of("tp", cfg.tp), hops=axis_of("hops", visiting),
                 tokens=axis_of("cp", cfg.cp * visiting),
-                replicas=axis_of("data", 2 if layout in ("dp2", "metp") else cfg.cp))
+                replicas=axis_of("data", 2 if layout == "dp2" or cfg.metp else cfg.cp))
     device = torch.device("cuda:0")
     model = GPT(cfg, device, torch.bfloat16, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     B, T = 1, cfg.block_size // cfg.cp
     rows = T // cfg.tp
     half = {t.name: rows // 2 // 256 * 256 if t.group else rows for t in layer_of(cfg).skeletal}
-    model.reserve(B, T, Placement(cfg.n_layer, 2, rows, half))
+    model.reserve(B, T, placed(cfg, **dict(n_buffers=2, n_rows=rows, kept=half) | PLACED.get(layout, {})))
     tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
     for _ in range(2):
         model.forward(tokens, tokens, scale=1.0)
@@ -90,9 +108,8 @@ def without(what):
         return nullcontext()
     if isinstance(what, str):
         def wait(self, event, real=CudaStream.wait):
-            first, *rest = event.name.split()
-            event_name = event.name if rest in (["complete"], ["used"]) else first
-            if what not in (event_name, f"{self.name} {event_name}"):
+            names = event.name, f"{self.name} {event.name}"
+            if not any(name.startswith(f"{what} ") or name == what for name in names):
                 real(self, event)
         return patch.object(CudaStream, "wait", wait)
     _, axis, call = what
@@ -127,10 +144,10 @@ def test_with_all_its_waits_memo_has_no_race(found, layout):
     assert found[layout]["None"] == []
 
 
-@pytest.mark.parametrize("wait", SWAP_WAITS)
-def test_every_wait_of_the_swap_is_needed(found, wait):
-    lines = found["one"][wait]
-    sides = ("offload", "forward") if wait in ("computed", "offloaded") else ("prefetch", "backward")
+@pytest.mark.parametrize("layout,wait", [(layout, wait) for layout in SWAP_WAITS
+                                         for wait in SWAP_WAITS[layout]])
+def test_every_wait_of_the_swap_is_needed(found, layout, wait):
+    lines, sides = found[layout][wait], SWAP_WAITS[layout][wait]
     assert any(all(side in line for side in sides) for line in lines), lines
 
 
@@ -146,12 +163,17 @@ def test_every_wait_for_a_message_is_needed(found, message):
     assert any("nccl: " in line and "compute: " in line for line in lines), lines
 
 
-@pytest.mark.parametrize("axis,message,way,use", [
-    ("hops", "shift", "forward", "product"), ("hops", "shift", "backward", "product"),
-    ("hops", "shift", "backward", "add_"), ("tp", "broadcast", "forward", "product"),
-    ("tp", "broadcast", "backward", "product"), ("tp", "reduce", "backward", "add_")])
-def test_metp_waits_for_matrices_and_for_their_gradients(found, axis, message, way, use):
-    lines, here = found["metp"][str(("metp", axis, message))], ("nccl: ", f"compute: {way} ", f"({use})")
+@pytest.mark.parametrize("layout,axis,message,way,use", [
+    ("metp", "hops", "shift", "forward", "product"), ("metp", "hops", "shift", "backward", "product"),
+    ("metp", "hops", "shift", "backward", "add_"), ("metp", "tp", "broadcast", "forward", "product"),
+    ("metp", "tp", "broadcast", "backward", "product"), ("metp", "tp", "reduce", "backward", "add_"),
+    # queries that pass a ring, and the sums that follow them
+    ("four, ring", "cp", "shift", "forward", "_scaled_dot_product_flash_attention"),
+    ("four, ring", "cp", "shift", "forward", "launch_merge"),
+    ("four, ring", "cp", "shift", "backward", "_scaled_dot_product_flash_attention_backward"),
+    ("four, ring", "cp", "shift", "backward", "add_")])
+def test_whoever_uses_a_message_has_waited_for_it(found, layout, axis, message, way, use):
+    lines, here = found[layout][str((layout, axis, message))], ("nccl: ", f"compute: {way} ", f"({use})")
     assert any(all(word in line for word in here) for line in lines), lines
 
 
