@@ -1,16 +1,15 @@
 """What subsequences cost and save.
 
-    python -m bench.subsequences [run] [seconds] [memory] [messages] [curve] [--rounds=3]
+    python -m bench.subsequences [run] [seconds] [memory] [messages] [--rounds=3]
 
 run      65,536 tokens of the stdlib data (python data/stdlib/prepare.py makes it) in one sequence, two
          layers, everything swapped: losses, seconds and bytes with 1 and 16 subsequences, in turns.
 seconds  a step's seconds over those with one subsequence, for shorter sequences and 2 to 16 subsequences.
 memory   bytes of the device in each region at full size, of tensors without memory, beside the formula.
 messages bytes that a layer sends in a ring, of tensors without memory, beside those of keys and values.
-curve    200 steps on the stdlib data, as one curve.
 
-Writes bench/results/subsequences.json, subsequences_memory.png and subsequences_curve.png. A part that is not
-named keeps what the file has.
+Writes bench/results/subsequences.json and subsequences_memory.png. A part that is not named keeps what the
+file has.
 """
 
 import json
@@ -25,9 +24,6 @@ import torch
 
 import train
 from bench.metp import store_parts
-from bench.parallel_convergence import MODEL
-from bench.swap_convergence import curve as curve_of
-from bench.swap_convergence import plot
 from memo.batch import open_dataset
 from memo.config import Config
 from memo.layer import layer_of
@@ -237,41 +233,11 @@ def messages(rounds):
     return rows
 
 
-# --- one curve ---
-
-CURVES = {"one subsequence": {}, "4, layer by layer": dict(subsequences=4),
-          "4 of equal FLOPs": dict(subsequences=4, subsequence_cut="flops"),
-          "4, subsequence by subsequence": dict(subsequences=4, unit_order="subsequence"),
-          "8, recomputed": dict(subsequences=8, activation="recompute")}
-
-
-def curve(rounds):
-    curves = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (name, keys) in enumerate(CURVES.items()):
-            out = Path(folder) / str(i)
-            keys = MODEL | keys | dict(max_iters=200, out_dir=out)
-            train.main([f"--{k}={v}" for k, v in keys.items()])
-            curves[name] = curve_of(out, "device_peak_bytes")
-    one = curves["one subsequence"]["loss"]
-    for name, c in curves.items():
-        c["largest_difference"] = max(abs(a - b) for a, b in zip(c["loss"], one, strict=True))
-        print(f"{name:32} largest difference {c['largest_difference']:.1e}, "
-              f"validation loss {c['val_loss'][-1]:.6f}")
-    return curves
-
-
 def main():
     found = store_parts(__doc__, RESULTS / "subsequences.json",
-                        dict(run=run, seconds=seconds, memory=memory, messages=messages, curve=curve))
+                        dict(run=run, seconds=seconds, memory=memory, messages=messages))
     if "memory" in found:
         plot_memory(found["memory"], RESULTS / "subsequences_memory.png")
-    if "curve" in found:
-        curves = found["curve"]
-        labels = {name: f"validation {c['val_loss'][-1]:.5f}" for name, c in curves.items()}
-        plot(curves, labels, "one subsequence", 1e-3,
-             f"memo on the stdlib data, 4 layers, context 2,048: {len(curves)} runs, one curve",
-             RESULTS / "subsequences_curve.png")
 
 
 if __name__ == "__main__":
