@@ -86,10 +86,10 @@ class Config:
     subsequences: int = key(1, "N, parts that each sequence is cut into: a layer is computed, swapped and "
                             "recomputed for one after the other", least=1, most=2**16,
                             why="each layer has as many steps, and each is planned by itself")
-    subsequence_cut: str = key("equal", "what the subsequences have equally much of: tokens, or a layer's "
-                               "FLOPs, so that the early ones are longer", choices=("equal", "flops"))
-    unit_order: str = key("layer", "the forward goes over all subsequences of a layer before the next layer, "
-                          "or over all layers of a subsequence before the next subsequence",
+    subsequence_cut: str = key("equal", "what several subsequences have equally much of: tokens, or a "
+                               "layer's FLOPs, so that the early ones are longer", choices=("equal", "flops"))
+    unit_order: str = key("layer", "with several subsequences the forward goes over all of them in a layer before "
+                          "the next layer, or over all layers of a subsequence before the next subsequence",
                           choices=("layer", "subsequence"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
                                 least=0.0, most=9e9, why="bytes are counted in 63 bits")

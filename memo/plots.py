@@ -242,6 +242,7 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
 
 REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE,
                  "keys": "#b5540a", "key_gradients": "#e8a46a", "stream": "#f3cfa8", "sweep": "#f7e3cd",
+                 "resident": "#c98a5b",
                  "transient": GREEN, "head": "#8fcfa8", "positions": "#e8c547", "batch": "#c9b458",
                  "communication": GREY, "context": "#d0d3d8", "margin": "#eceef1"}
 

@@ -166,7 +166,8 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[L
     layers = [f"{held} layer{'s' * (held > 1)}" for held in
               (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
     what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
-            "stream": "stream between two layers", "sweep": "inputs to make keys again"}
+            "stream": "stream between two layers", "resident": "rows whose copy is here",
+            "sweep": "inputs to make keys again"}
     regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_swapped(tensors)
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),

@@ -41,7 +41,7 @@ class Placement:
     n_buffers: int
     n_rows: int  # of a rank's own, of all subsequences
     kept: dict = field(default_factory=dict)  # {tensor: of n_rows}; all rows of those it does not name
-    input_only: int = 0  # with any, `kept` names all tensors
+    input_only: int = 0  # with any, `kept` names all tensors but keys and values
     x_stays: bool = False
     cuts: tuple[int, ...] = ()  # rows of each subsequence, which add up to n_rows; empty: there is one
     order: str = "layer"
