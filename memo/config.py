@@ -88,8 +88,8 @@ class Config:
                             why="each layer has as many steps, and each is planned by itself")
     subsequence_cut: str = key("equal", "what several subsequences have equally much of: tokens, or a "
                                "layer's FLOPs, so that the early ones are longer", choices=("equal", "flops"))
-    unit_order: str = key("layer", "with several subsequences the forward goes over all of them in a layer before "
-                          "the next layer, or over all layers of a subsequence before the next subsequence",
+    unit_order: str = key("layer", "with several subsequences the forward goes over all of them in a layer "
+                          "before the next layer, or over all layers of a subsequence before the next subsequence",
                           choices=("layer", "subsequence"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
                                 least=0.0, most=9e9, why="bytes are counted in 63 bits")
