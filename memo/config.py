@@ -89,7 +89,7 @@ class Config:
     subsequence_cut: str = key("equal", "what several subsequences have equally much of: tokens, or a "
                                "layer's FLOPs, so that the early ones are longer", choices=("equal", "flops"))
     unit_order: str = key("layer", "with several subsequences the forward goes over all of them in a layer "
-                          "before the next layer, or over all layers of a subsequence before the next subsequence",
+                          "before the next layer, or over all layers of a subsequence first",
                           choices=("layer", "subsequence"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
                                 least=0.0, most=9e9, why="bytes are counted in 63 bits")
