@@ -122,7 +122,6 @@ class Block:
             for name in "qk":
                 if rows[name] != NO_ROWS:
                     self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
-
         if s.pieces and rows["k"] != NO_ROWS and self.keys_apart:
             made = self.prefix_at(turn).to_pieces(*self.keys_of(s))
             for place, tensor in zip(s.pieces[-1], made, strict=True):

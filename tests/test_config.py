@@ -396,7 +396,7 @@ TORCH_FREE = {  # by themselves and in all that they import
     "metrics", "plots", "tokens",
     "dsa.problem", "dsa.solvers", "dsa.__main__", "planner.trace", "planner.plan", "planner.caching",
     "planner.__main__", "swap.alpha", "swap.placement", "estimate.hardware", "estimate.roofline",
-    "estimate.budget", "estimate.search", "estimate.report", "estimate.__main__"}
+    "estimate.step_seconds", "estimate.budget", "estimate.search", "estimate.report", "estimate.__main__"}
 
 
 def modules():

@@ -20,7 +20,8 @@ from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.roofline import LayerSeconds, swap_s
+from memo.estimate.roofline import LayerSeconds
+from memo.estimate.step_seconds import swap_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of

@@ -11,11 +11,12 @@ from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_byt
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
-from memo.estimate.roofline import LayerOfUnits, LayerSeconds, micro_batches, step_s
+from memo.estimate.roofline import LayerOfUnits, LayerSeconds
+from memo.estimate.step_seconds import micro_batches, step_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.formulas import mfu, parameters, tgs
-from memo.layer import INPUT, KEYS_VALUES, keys_dealt, n_rows, tensors_of
+from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
 from memo.swap import alpha
 from memo.swap.placement import Placement
 
@@ -155,7 +156,7 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[L
     buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
     inputs = buffers.pop(INPUT)
     always = ", ".join(name for name, t in tensors.items()
-                       if not t.group and name != INPUT and not (p.several and name in KEYS_VALUES))
+                       if not t.group and name != INPUT and not p.apart(name))
     swapped = {INPUT: 0, always: 0, "others": 0}
     for k, units in Counter(p.like).items():
         for name, (_, nbytes) in p.swapped(k, tensors).items():

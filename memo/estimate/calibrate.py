@@ -18,7 +18,8 @@ from memo.attention import resolve_attention
 from memo.command import progress
 from memo.device import device_name, gpu_facts, synchronize
 from memo.estimate import hardware
-from memo.estimate.roofline import ADAMW_BYTES, ATTENTION_BACKWARD, PASSES
+from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
+from memo.estimate.step_seconds import ADAMW_BYTES
 from memo.files import save_json
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step

@@ -1,14 +1,13 @@
-"""Seconds of a step: the sum of its operations, each at its own speed (hardware.py), and the exposed
-seconds of messages and copies.
+"""Seconds of a layer: the sum of its operations, each at its own speed (hardware.py), and the exposed seconds
+of messages.
 
 A rank's own rows are N = B*T/tp; `row_bytes`, those of one element of each, is the unit of elementwise
 passes and messages, whose amounts are bytes read and written, or sent. Sizes that speeds depend on: of a
 matrix product the geometric mean of the weight's dims, of attention the keys of a rank's block, of
-elementwise passes their bytes. Source: MEMO 4.1 on which copies and messages hide behind which operations.
+elementwise passes their bytes. Source: MEMO 4.1.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from math import fsum, gcd, sqrt
 
 from memo.backends import kernel_of
@@ -17,17 +16,11 @@ from memo.estimate.hardware import Machine, Speeds
 from memo.layer import (
     ATTENTION,
     CHUNK_ROWS,
-    INPUT,
     SPLIT_ROWS,
     Operation,
-    Tensor,
     group_heads,
-    head_rows,
     layer_of,
-    tensors_of,
 )
-from memo.swap.placement import Placement
-from memo.swap.schedule import Step, schedule, times_of
 
 # Tensors that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
 # such pass, whatever kernels it took.
@@ -37,10 +30,6 @@ PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms nor
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20, "rms norm backward": 48,
                    "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13}
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
-ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
-# One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
-# the end. An assumption, the same for all models: the L + 2 buckets are not equal.
-BUCKETS = 30
 
 
 def units_of_passes(cfg: Config, speeds: Speeds) -> dict[str, int]:
@@ -297,121 +286,3 @@ class LayerOfUnits:
             fsum(getattr(unit, name) for unit in units)
             for name in ("forward_s", "backward_s", "attention_kernels_s", "messages_s"))
         self.groups_s = {group: fsum(unit.groups_s[group] for unit in units) for group in units[0].groups_s}
-
-
-def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable[[Step], float],
-           bytes_per_s: float) -> tuple[float, float, float]:
-    """(forward, backward, stall) seconds of all layers, as the schedule runs. compute_s(step): of a step that
-    computes; embedding and head are counted by themselves."""
-    p = placement
-    copied = {k: sum(nbytes for _, nbytes in p.swapped(k, tensors).values()) for k in set(p.like)}
-    keys = p.keys_swapped(tensors)
-
-    def seconds(step: Step) -> float:
-        k = p.number[step.unit]
-        match step.kind:
-            case "offload" | "prefetch":
-                return copied[p.like[k]] / bytes_per_s
-            case "offload keys" | "prefetch keys":
-                return keys[k] / bytes_per_s
-            case "prefetch input":
-                return p.row_bytes(tensors[INPUT]) * p.rows(k) / bytes_per_s
-        return compute_s(step)
-    times = times_of(steps_of(p.fates, p.n_layer, p.subsequences, p.order), seconds)
-    forward = times.spans["forward", p.units[-1]][1]
-    return forward, times.spans["backward", p.units[0]][1] - forward, times.stall_s
-
-
-steps_of = lru_cache(8)(schedule)  # most of the layouts that a search tries have the same
-
-
-def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
-    """Seconds of final norm, logits, loss and their gradients, chunk by chunk; of the embedding and its
-    gradient."""
-    rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
-    V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
-    chunk = head_rows(V, machine.cpu)
-    dw = speeds.seconds("copy", 8 * V * C * rows / chunk, 8 * V * C)  # read and written in fp32 by each chunk
-    matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
-    softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
-    messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
-    units = units_of_passes(cfg, speeds)
-    passes = (f"{norm_of(cfg)} {way}" for way in ("forward", "backward"))
-    norms = sum(speeds.seconds(op, units[op] * u, u) for op in passes)
-    return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
-
-
-def stages(cfg: Config, machine: Machine) -> bool:
-    """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
-    return cfg.optimizer_device == "cpu" and not machine.cpu
-
-
-def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, itemsize: int, data: int,
-                local_ranks: int, forward_s: float) -> float:
-    """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
-    weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
-    meanwhile and in the next forward."""
-    shard = numel / data
-    adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
-    cast = (4 + itemsize) * shard
-    if stages(cfg, machine):
-        host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
-        return host_s + max(0.0, itemsize * shard / machine.node.pcie_bytes_per_s - host_s - forward_s)
-    rest = speeds.seconds("copy", 4 * shard + 4 * numel, 4 * numel)  # norm; all gradients to zero
-    return rest + speeds.seconds("adamw", adamw, adamw) + speeds.seconds("copy", cast, cast)
-
-
-def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
-           backward_s: float) -> float:
-    """Exposed seconds of the gradients' sum and way to the host, beside the last backward, and of the
-    parameters' way back to all ranks, beside the next forward. The last bucket of each is always exposed:
-    see BUCKETS. On a CPU nothing hides."""
-    gradients = params = 0.0
-    if data > 1:
-        gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, cfg.tp)
-        params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world, cfg.tp)
-    if machine.cpu:
-        return gradients + params
-    if stages(cfg, machine):  # a layer's place is free when its gradients are summed and gone
-        gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
-    return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
-
-
-def micro_batches(cfg: Config, world: int) -> int:
-    """Of a rank, in a step."""
-    return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
-
-
-def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
-           layer: LayerSeconds | LayerOfUnits, placement: Placement, numel: int,
-           data: int) -> dict[str, float]:
-    """{part: seconds} of a step, which add up to its "step"."""
-    p, tensors, micros = placement, tensors_of(cfg, itemsize), micro_batches(cfg, world)
-    of_likes = {k: layer.units[p.units[k][1]].recompute_s(p.missing(k)) for k in set(p.like)}
-    recompute = [of_likes[like] for like in p.like]
-    sweeps = 0.0
-
-    def compute_s(step: Step) -> float:
-        nonlocal sweeps
-        unit = layer.units[step.unit[1]]
-        match step.kind:
-            case "forward":
-                return unit.forward_s
-            case "recompute":
-                return recompute[p.number[step.unit]]
-            case "backward":
-                return unit.backward_s
-            case "sweep":
-                sweeps += unit.sweep_s
-                return unit.sweep_s
-        return 0.0
-    forward, backward, stall = swap_s(p, tensors, compute_s, machine.node.pcie_bytes_per_s)
-    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
-             "recompute": sum(recompute) + sweeps, "stall": stall}
-    parts["rest of the layers"] = forward + backward - sum(parts.values())
-    parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
-    parts = {name: micros * seconds for name, seconds in parts.items()}
-    parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
-    local_ranks = min(world, machine.node.gpus_per_node)
-    parts["optimizer"] = optimizer_s(cfg, machine, layer.speeds, numel, itemsize, data, local_ranks, forward)
-    return parts | {"step": sum(parts.values())}

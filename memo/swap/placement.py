@@ -83,6 +83,10 @@ class Placement:
         """Rows of unit k."""
         return self.cuts[self.units[k][1]] if self.several else self.n_rows
 
+    def apart(self, name: str) -> bool:
+        """Whether a tensor is in no buffer: keys and values, where there are several subsequences."""
+        return self.several and name in KEYS_VALUES
+
     def part(self, k: int, whole: int) -> int:
         """Rows of unit k that are as large a part of its rows as `whole` of all, in multiples of
         SPLIT_ROWS."""
@@ -157,7 +161,7 @@ class Placement:
         n, found = self.rows(k), {}
         for name in self.kept:
             rows, first = self.first_kept(k, name)
-            if rows < n and not (self.several and name in KEYS_VALUES):
+            if rows < n and not self.apart(name):
                 found[name] = slice(0, first) if first else slice(rows, n)
         return found
 
@@ -168,7 +172,7 @@ class Placement:
         ranges = {}
         for name, t in tensors.items() if k < self.n_swapped else ():
             kept, first = self.first_kept(k, name)
-            if kept and not (name == INPUT and self.x_stays) and not (self.several and name in KEYS_VALUES):
+            if kept and not (name == INPUT and self.x_stays) and not self.apart(name):
                 row, stay = self.row_bytes(t), min(kept, self.part(k, self.stays.get(name, 0)))
                 first, n = (first + kept - stay, stay) if resident else (first, kept - stay)
                 ranges[name] = row * first, row * n
@@ -246,7 +250,7 @@ class Placement:
         but for keep. `tensors`: of all rows."""
         found = {}
         for name, t in tensors.items():
-            if not (self.several and name in KEYS_VALUES):
+            if not self.apart(name):
                 first, length = self.buffers_of(name)[-1]
                 found[name] = self.row_bytes(t) * (first + length)
         return found
