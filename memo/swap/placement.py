@@ -86,7 +86,7 @@ class Placement:
 
     def rows(self, k: int) -> int:
         """Rows of unit k."""
-        return self.rows_of_units[k]
+        return self.rows_of_units[k] if self.several else self.n_rows
 
     def apart(self, name: str) -> bool:
         """Whether a tensor is in no buffer: keys and values, where there are several subsequences."""
