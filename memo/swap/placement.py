@@ -229,7 +229,8 @@ class Placement:
             return resident
         elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
         layers = self.n_layer if self.keys == "stay" else 1
-        x, sweeps = self.row_bytes(tensors[INPUT]), swept_inputs(self.fates, self.units)
+        sweeps = swept_inputs(self.fates, self.units) if self.keys == "made" else []
+        x = self.row_bytes(tensors[INPUT])
         itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
         summed = self.n_layer if self.order == "subsequence" else 1
         return resident | {
