@@ -3,15 +3,15 @@ of the optimizer and of the gradients' and parameters' messages. Source: MEMO 4.
 hide behind which operations."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from math import sqrt
 
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
 from memo.layer import INPUT, Tensor, head_rows, tensors_of
+from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
-from memo.swap.schedule import Step, schedule, times_of
+from memo.swap.schedule import Step, keys_leave
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
 # One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
@@ -20,8 +20,8 @@ BUCKETS = 30
 
 
 def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable[[Step], float],
-           bytes_per_s: float) -> tuple[float, float, float]:
-    """(forward, backward, stall) seconds of all layers, as the schedule runs. compute_s(step): of a step that
+           bytes_per_s: float) -> Totals:
+    """The Totals of all layers, as the schedule runs. compute_s(step): of a step that
     computes; embedding and head are counted by themselves."""
     p = placement
     copied = {k: sum(nbytes for _, nbytes in p.swapped(k, tensors).values()) for k in set(p.like)}
@@ -37,12 +37,7 @@ def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable
             case "prefetch input":
                 return p.row_bytes(tensors[INPUT]) * p.rows(k) / bytes_per_s
         return compute_s(step)
-    times = times_of(steps_of(p.fates, p.n_layer, p.subsequences, p.order), seconds)
-    forward = times.spans["forward", p.units[-1]][1]
-    return forward, times.spans["backward", p.units[0]][1] - forward, times.stall_s
-
-
-steps_of = lru_cache(8)(schedule)  # most of the layouts that a search tries have the same
+    return totals_of(p.fates, p.n_layer, p.subsequences, p.order, seconds)
 
 
 def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
@@ -109,10 +104,9 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
     p, tensors, micros = placement, tensors_of(cfg, itemsize), micro_batches(cfg, world)
     of_likes = {k: layer.units[p.units[k][1]].recompute_s(p.missing(k)) for k in set(p.like)}
     recompute = [of_likes[like] for like in p.like]
-    sweeps = 0.0
+    swept = [i for layer, i in p.units if p.keys == "made" and keys_leave((layer, i), p.n_layer)]
 
     def compute_s(step: Step) -> float:
-        nonlocal sweeps
         unit = layer.units[step.unit[1]]
         match step.kind:
             case "forward":
@@ -122,12 +116,11 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
             case "backward":
                 return unit.backward_s
             case "sweep":
-                sweeps += unit.sweep_s
                 return unit.sweep_s
         return 0.0
     forward, backward, stall = swap_s(p, tensors, compute_s, machine.node.pcie_bytes_per_s)
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
-             "recompute": sum(recompute) + sweeps, "stall": stall}
+             "recompute": sum(recompute) + sum(layer.units[i].sweep_s for i in swept), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
     parts = {name: micros * seconds for name, seconds in parts.items()}

@@ -1,6 +1,8 @@
 """Seconds of a layer at one of several subsequences, whose queries meet the keys and values of all
 subsequences up to it (memo/parallel/prefix.py)."""
 
+from collections import Counter
+from functools import cached_property
 from math import fsum
 
 from memo.config import Config
@@ -40,7 +42,13 @@ class UnitSeconds(LayerSeconds):
 
     def before_s(self, way: str) -> float:
         """Seconds of attention's kernels over the keys of all subsequences before."""
-        return fsum(self.kernel_s(way, self.attention_flops * 2 * n / self.S, n) for n in self.before)
+        return self.before_by_way[way]
+
+    @cached_property
+    def before_by_way(self) -> dict[str, float]:
+        lengths = Counter(self.before)
+        return {way: fsum(times * self.kernel_s(way, self.attention_flops * 2 * n / self.S, n)
+                          for n, times in lengths.items()) for way in ("forward", "backward")}
 
     def kernels_s(self) -> list[float]:
         return [own + self.before_s(way)

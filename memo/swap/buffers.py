@@ -82,8 +82,9 @@ class Swap:
             self.x = [*(self.units[i, 0].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
             self.between = [[x] for x in self.x]
         self.layers = [self.units[i, 0] for i in range(p.n_layer)]
-        self.missing = [p.missing(k) for k in range(p.n_units)]
-        self.swept = swept_inputs(p.fates, p.units)
+        missing = {k: p.missing(k) for k in set(p.like)}
+        self.missing = [missing[like] for like in p.like]
+        self.swept = {unit: number for number, unit in enumerate(swept_inputs(p.fates, p.units))}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
         self.set_steps(schedule(p.fates, p.n_layer, p.subsequences, p.order))
@@ -101,11 +102,13 @@ class Swap:
             shape = 2, self.B, p.cuts[i] * tokens // self.B, heads, self.layer.head_dim  # k, then v
             row_bytes = 2 * tokens * heads * self.layer.head_dim * dtype.itemsize
             return list(self.cut(region, row * row_bytes, shape, dtype))
-        keys = {unit: piece("keys", p.key_place(unit), unit[1], self.dtype) for unit in p.units}
-        sums = {unit: piece("key_gradients", p.key_gradient_place(unit), unit[1], torch.float32)
-                for unit in p.units if gradients}
-        for (layer, i), s in self.units.items():
-            s.pieces, s.sums = ([found.get((layer, j)) for j in range(i + 1)] for found in (keys, sums))
+        for layer in range(p.n_layer):
+            units = [(layer, i) for i in range(p.subsequences)]
+            keys = [piece("keys", p.key_place(unit), unit[1], self.dtype) for unit in units]
+            sums = [piece("key_gradients", p.key_gradient_place(unit), unit[1], torch.float32)
+                    if gradients else None for unit in units]
+            for unit in units:
+                self.units[unit].pieces, self.units[unit].sums = keys[:unit[1] + 1], sums[:unit[1] + 1]
 
     def set_steps(self, steps: list[Step]) -> None:
         """Makes `steps` the schedule."""
@@ -131,13 +134,15 @@ class Swap:
             for direction in ("offload", "prefetch"):
                 pairs.setdefault((direction + what, unit), []).extend(places)
             return sum(place.nbytes for place, _ in places)
+        leaves = {k: p.swapped(k, self.tensors) for k in set(p.like)}
+        remains = {k: p.swapped(k, self.tensors, resident=True) for k in leaves if p.stays}
         for k, unit in enumerate(p.units):
-            for name, (first, n) in p.swapped(k, self.tensors).items():
+            for name, (first, n) in leaves[p.like[k]].items():
                 if name == INPUT and unit in self.swept:  # comes back for the sweep, too
                     pairs["prefetch input", unit] = on_host(end, bytes_of(self.input_of_sweep(unit)))
                 mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
                 end += travels(unit, "", on_host(end, mine))
-            for name, (first, n) in p.swapped(k, self.tensors, resident=True).items():
+            for name, (first, n) in remains.get(p.like[k], {}).items():
                 mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
                 stays = stays[travels(unit, "", [(mine, stays[:n])]):]
             for t in self.units[unit].pieces[-1] if k in keys else ():
@@ -150,7 +155,7 @@ class Swap:
         x = self.units[unit].x
         if unit not in self.swept:
             return x
-        return self.sweep_inputs[self.swept.index(unit) % SWEEP_PLACES][:len(x)]
+        return self.sweep_inputs[self.swept[unit] % SWEEP_PLACES][:len(x)]
 
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""

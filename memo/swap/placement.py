@@ -56,7 +56,7 @@ class Placement:
             del said[name]
         return said if self.stays else {name: value for name, value in said.items() if name != "stays"}
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether there are several subsequences."""
         return len(self.cuts) > 1
@@ -65,7 +65,7 @@ class Placement:
     def subsequences(self) -> int:
         return max(1, len(self.cuts))
 
-    @property
+    @cached_property
     def n_units(self) -> int:
         return self.n_layer * self.subsequences
 
@@ -79,9 +79,14 @@ class Placement:
         """{(layer, subsequence): the place of the unit in that order}."""
         return {unit: k for k, unit in enumerate(self.units)}
 
+    @cached_property
+    def rows_of_units(self) -> list[int]:
+        cuts = self.cuts if self.several else (self.n_rows,)
+        return [cuts[i] for _, i in self.units]
+
     def rows(self, k: int) -> int:
         """Rows of unit k."""
-        return self.cuts[self.units[k][1]] if self.several else self.n_rows
+        return self.rows_of_units[k] if self.several else self.n_rows
 
     def apart(self, name: str) -> bool:
         """Whether a tensor is in no buffer: keys and values, where there are several subsequences."""
@@ -103,7 +108,7 @@ class Placement:
         still copied. With several a unit copies its input from the stream between the layers."""
         return (self.n_units if self.x_stays else self.n_buffers) + (not self.several)
 
-    @property
+    @cached_property
     def n_swapped(self) -> int:
         return self.n_units - self.n_buffers
 
@@ -129,7 +134,7 @@ class Placement:
         n = self.n_inputs if name == INPUT else self.n_buffers
         if not self.several and (name == INPUT or n != 2):  # one after the other
             return [(b * self.n_rows, self.n_rows) for b in range(n)]
-        lengths = [max(self.rows(k) for k in range(b, self.n_units, n)) for b in range(n)]
+        lengths = [max(self.rows_of_units[b::n]) for b in range(n)]
         if n != 2:
             return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
         # neighbours take turns: neither may reach into what the other keeps
@@ -224,7 +229,8 @@ class Placement:
             return resident
         elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
         layers = self.n_layer if self.keys == "stay" else 1
-        x, sweeps = self.row_bytes(tensors[INPUT]), swept_inputs(self.fates, self.units)
+        sweeps = swept_inputs(self.fates, self.units) if self.keys == "made" else []
+        x = self.row_bytes(tensors[INPUT])
         itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
         summed = self.n_layer if self.order == "subsequence" else 1
         return resident | {

@@ -99,10 +99,11 @@ def keys_leave(unit: Unit, layers: int) -> bool:
 
 def swept_inputs(fates: Fates, units: list[Unit]) -> list[Unit]:
     """The units whose input comes back so that their keys and values are made again, in that order."""
+    if fates.keys != "made" or fates.x_stays:
+        return []
     number = {unit: k for k, unit in enumerate(units)}
     swept = [below for unit in reversed(units) if (below := keys_below(unit)) in number]
-    back = fates.keys == "made" and not fates.x_stays
-    return [unit for unit in swept if back and number[unit] in fates.copied]
+    return [unit for unit in swept if number[unit] in fates.copied]
 
 
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
@@ -139,6 +140,8 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int) -> Iterat
     """The steps behind the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     inputs = swept_inputs(fates, units)
+    following = dict(zip(inputs, inputs[SWEEP_PLACES:], strict=False))
+    came = set(inputs)
     for unit in inputs[:SWEEP_PLACES]:
         yield Step("prefetch input", unit, (("head", units[-1]),))  # protects the slab: all copies have left
     for k, unit in reversed(list(enumerate(units))):
@@ -157,11 +160,9 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int) -> Iterat
         if k - n in fates.copied:
             yield Step("prefetch", units[k - n], done)
         if fates.keys == "made" and below in number:
-            came = below in inputs
-            yield Step("sweep", below, (("prefetch input", below),) if came else ())
-            if came and (following := inputs[inputs.index(below) + SWEEP_PLACES:]):
-                # protects the sweep, which reads what the copy is about to fill
-                yield Step("prefetch input", following[0], (("sweep", below),))
+            yield Step("sweep", below, (("prefetch input", below),) if below in came else ())
+            if below in following:  # protects the sweep, which reads what the copy is about to fill
+                yield Step("prefetch input", following[below], (("sweep", below),))
         if unit[0] == 0:
             yield Step("embedding backward", unit)
 
@@ -172,13 +173,14 @@ def with_needed_waits(steps: Iterable[Step]) -> list[Step]:
     done: dict[Key, dict[str, int]] = {}  # of each step: the number of each stream's last one done by then
     last: dict[str, dict[str, int]] = {}  # the same of each stream's last step
     for number, step in enumerate(steps):
-        clock, waits = dict(last.get(step.stream, {})), []
+        stream = step.stream
+        clock, waits = last.get(stream, {}), []
         for key in sorted(step.waits, key=lambda key: done[key][stream_of(key)], reverse=True):
             if done[key][stream_of(key)] > clock.get(stream_of(key), -1):
                 waits.append(key)
                 clock = {s: max(clock.get(s, -1), done[key].get(s, -1)) for s in clock | done[key]}
-        kept.append(step._replace(waits=tuple(waits)))
-        done[step.key] = last[step.stream] = clock | {step.stream: number}
+        kept.append(step if len(waits) == len(step.waits) <= 1 else step._replace(waits=tuple(waits)))
+        done[step.key] = last[stream] = clock | {stream: number}
     return kept
 
 
@@ -201,10 +203,12 @@ def times_of(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
     now, stall_s = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0}, 0.0
     spans: dict[Key, tuple[float, float]] = {}
     for step in steps:
-        before = now[step.stream]
-        start = max([before, *(spans[key][1] for key in step.waits)])
-        if step.stream == "compute":
+        stream = step.stream
+        start = before = now[stream]
+        for key in step.waits:
+            start = max(start, spans[key][1])
+        if stream == "compute":
             stall_s = stall_s + start - before
-        now[step.stream] = start + seconds(step)
-        spans[step.key] = start, now[step.stream]
+        now[stream] = end = start + seconds(step)
+        spans[step.key] = start, end
     return Times(spans, stall_s)

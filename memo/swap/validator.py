@@ -6,6 +6,7 @@ memory who wrote it last, what lies there, and who has read it since. A step is 
 another one only where the streams' own order and the waits say so."""
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 from memo.swap.schedule import Fates, Key, Step, Unit, units_in_order
@@ -26,6 +27,14 @@ class Access(NamedTuple):
     writes: list[tuple[Place, Content]]
 
 
+class Mark(NamedTuple):
+    """A step, the stream that does it, and its number among all."""
+
+    stream: str
+    number: int
+    step: Step
+
+
 class Memory:
     """Which step touches which place."""
 
@@ -35,6 +44,7 @@ class Memory:
         self.number = {unit: k for k, unit in enumerate(self.units)}
         # two buffers share the rows that are recomputed
         self.shares = fates.n_buffers == 2 and bool(fates.rebuilt)
+        self.keys_of_layers: dict[int, list[tuple[Place, Content]]] = {}
 
     def kept(self, unit: Unit) -> Place:
         return "kept", self.number[unit] % self.fates.n_buffers
@@ -63,8 +73,12 @@ class Memory:
         """Keys and values that a unit's attention reads, of the subsequences before, with `own` its own
         too."""
         layer, i = unit
-        earlier = [(layer, j) for j in range(i + own)] if self.subsequences > 1 else []
-        return [(self.keys(other), ("keys", other)) for other in earlier]
+        if self.subsequences == 1:
+            return []
+        if layer not in self.keys_of_layers:
+            units = [(layer, j) for j in range(self.subsequences)]
+            self.keys_of_layers[layer] = [(self.keys(other), ("keys", other)) for other in units]
+        return self.keys_of_layers[layer][:i + own]
 
     def access(self, step: Step) -> Access:
         """What a step reads and writes."""
@@ -115,12 +129,17 @@ class Memory:
         raise ValueError(f"{step.kind} {unit}: no such kind of step")
 
     def sweep_place(self, unit: Unit) -> Place:
-        """Of an input that comes back for a sweep: two take turns, in the order of the units whose keys and
-        values the sweeps replace."""
+        """Of an input that comes back for a sweep: two take turns."""
+        return "sweep", self.turns[unit] % 2 if unit in self.turns else None
+
+    @cached_property
+    def turns(self) -> dict[Unit, int]:
+        """The units whose input comes back, numbered in the order of those whose keys and values the sweeps
+        replace."""
         replaced = {(layer, i): (layer + (1 if i else 2), i) for layer, i in self.units}
         came = [u for u in self.units if replaced[u] in self.number and self.number[u] in self.fates.copied]
         came.sort(key=lambda u: self.number[replaced[u]], reverse=True)
-        return "sweep", came.index(unit) % 2 if unit in came else None
+        return {unit: turn for turn, unit in enumerate(came)}
 
 
 RULES = {  # by what a step finds that is not there, or not there for certain
@@ -158,40 +177,39 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
     streams: dict[str, Key] = {}  # the last step of each stream
     clocks: dict[Key, dict[str, int]] = {}  # of each stream the last step that is done for certain by then
     content: dict[Place, Content] = {}
-    writer: dict[Place, Step] = {}
-    readers: dict[Place, list[Step]] = {}
+    writer: dict[Place, Mark] = {}
+    readers: dict[Place, dict[str, Mark]] = {}  # the last one of each stream since it was written
 
-    def check_order(step: Step, other: Step, rule: str) -> None:
-        """`other` must be done before `step` starts, for certain."""
-        if clocks[step.key].get(other.stream, -1) < clocks[other.key][other.stream]:
-            raise ValueError(f"{rule}: {step.kind} {step.unit} does not wait for {other.kind} {other.unit}")
+    def late(step: Step, other: Step, rule: str) -> ValueError:
+        return ValueError(f"{rule}: {step.kind} {step.unit} does not wait for {other.kind} {other.unit}")
     for step in steps:
         if step.key in clocks:
             raise ValueError(f"each step comes once: {step.kind} {step.unit} comes again")
-        clock = dict(clocks[streams[step.stream]]) if step.stream in streams else {}
+        stream, number = step.stream, len(clocks)
+        clock = dict(clocks[streams[stream]]) if stream in streams else {}
         for key in step.waits:
             if key not in clocks:
                 raise ValueError("a step waits for steps that are launched before it: "
                                  f"{step.kind} {step.unit} waits for {key}")
-            other = clocks[key]
-            clock = {name: max(clock.get(name, -1), other.get(name, -1)) for name in clock | other}
-        clocks[step.key] = clock | {step.stream: len(clocks)}
-        streams[step.stream] = step.key
+            their = clocks[key]
+            clock = {name: max(clock.get(name, -1), their.get(name, -1)) for name in clock | their}
+        clock[stream] = number
+        clocks[step.key], streams[stream], mine = clock, step.key, Mark(stream, number, step)
         access = memory.access(step)
         for place, wanted in access.reads:
+            there, other = content.get(place), writer.get(place)
+            if other and there == wanted and clock.get(other.stream, -1) >= other.number:
+                readers[place][stream] = mine
+                continue
             rule = rule_of_read(step, wanted[0], memory.number[step.unit] in fates.copied)
-            if content.get(place) != wanted:
-                raise ValueError(f"{rule}: {step.kind} {step.unit} finds {content.get(place)} "
-                                 f"where {wanted} must lie")
-            check_order(step, writer[place], rule)
-            readers.setdefault(place, []).append(step)
+            if other and there == wanted:
+                raise late(step, other.step, rule)
+            raise ValueError(f"{rule}: {step.kind} {step.unit} finds {there} where {wanted} must lie")
         for place, what in access.writes:
-            if place in writer:
-                check_order(step, writer[place], rule_of_write(step, writer[place]))
-            for reader in readers.pop(place, []):
-                if reader is not step:
-                    check_order(step, reader, rule_of_write(step, reader))
-            content[place], writer[place] = what, step
+            for other in [writer[place], *readers[place].values()] if place in writer else []:
+                if clock.get(other.stream, -1) < other.number:
+                    raise late(step, other.step, rule_of_write(step, other.step))
+            content[place], writer[place], readers[place] = what, mine, {}
     needed = {(kind, unit) for unit in memory.units for kind in ("forward", "backward")}
     needed |= {(kind, (0, i)) for i in range(subsequences) for kind in ("embedding", "embedding backward")}
     needed |= {("head", (layers - 1, i)) for i in range(subsequences)}

@@ -1,0 +1,113 @@
+"""The seconds of a schedule whose layers repeat, from a simulation of a few of them. No torch.
+
+Where layers of one kind follow each other, a simulation soon is in a steady state: all steps of a layer come
+so much later (in the backward: earlier) than those of the layer below. Each more such layer then adds just
+that. A step waits for nothing that is more than a few layers away, its reach; so a state is steady where as
+many layers in a row keep that distance, all steps of them, copies too. Where no state is steady, all layers
+are simulated.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from memo.swap.schedule import Fates, Step, Times, schedule, times_of, units_in_order
+
+STEADY = 1e-12  # distances whose difference is no larger a part of all seconds are equal
+steps_of = lru_cache(8)(schedule)  # most of the layouts that a search tries have the same
+
+
+class Totals(NamedTuple):
+    """Seconds of all forwards, of all backwards, and those that the compute stream waited for copies."""
+
+    forward_s: float
+    backward_s: float
+    stall_s: float
+
+
+def totals_of(fates: Fates, layers: int, subsequences: int, order: str,
+              seconds: Callable[[Step], float]) -> Totals:
+    """The Totals of a schedule where a step takes seconds(step)."""
+    reach, runs = reach_of(fates, subsequences, order), runs_of(fates, layers, subsequences, order)
+    for most in (3 * reach + 2, 6 * reach + 4):
+        short = [min(n, most) for n in runs]
+        if subsequences > 1 and sum(short) <= layers // 2 and (
+                found := totals_of_few(fates, runs, short, reach, subsequences, order, seconds)):
+            return found
+    times = times_of(steps_of(fates, layers, subsequences, order), seconds)
+    return totals(times, layers, subsequences)
+
+
+def totals(times: Times, layers: int, subsequences: int) -> Totals:
+    forward = times.spans["forward", (layers - 1, subsequences - 1)][1]
+    return Totals(forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s)
+
+
+def reach_of(fates: Fates, subsequences: int, order: str) -> int:
+    """Layers that lie between a step and those that it waits for, at most."""
+    if not fates.copied:
+        return 2  # of keys and values
+    return max(2, -(-fates.n_buffers // (subsequences if order == "layer" else 1)))
+
+
+def runs_of(fates: Fates, layers: int, subsequences: int, order: str) -> list[int]:
+    """How many layers in a row have units of the same fates, from the first layer on."""
+    kinds: list[list[tuple[bool, ...]]] = [[] for _ in range(layers)]
+    for k, (layer, _) in enumerate(units_in_order(layers, subsequences, order)):
+        kinds[layer].append((k in fates.copied, k in fates.rebuilt, k in fates.input_only))
+    return [len(list(run)) for _, run in groupby(kinds)]
+
+
+def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, subsequences: int, order: str,
+                  seconds: Callable[[Step], float]) -> Totals | None:
+    """The Totals from so many layers of each run; None where their state is not steady."""
+    like, firsts, first = list[int](), list[int](), 0  # of each layer one of all layers that is the same
+    for n, few in zip(runs, short, strict=True):
+        firsts.append(len(like))
+        like += range(first, first + few)
+        first += n
+    number = {unit: k for k, unit in enumerate(units_in_order(sum(runs), subsequences, order))}
+    whole = [number[like[layer], i] for layer, i in units_in_order(len(like), subsequences, order)]
+
+    def of_few(units: frozenset[int]) -> frozenset[int]:
+        return frozenset(k for k, other in enumerate(whole) if other in units)
+    fates = replace(fates, copied=of_few(fates.copied), rebuilt=of_few(fates.rebuilt),
+                    input_only=of_few(fates.input_only))
+    times = times_of(steps_of(fates, len(like), subsequences, order),
+                     lambda step: seconds(step._replace(unit=(like[step.unit[0]], step.unit[1]))))
+    found = totals(times, len(like), subsequences)
+    for n, few, first in zip(runs, short, firsts, strict=True):
+        if n > few:
+            last = first + (few + reach) // 2
+            more = seconds_of_one(times, last - reach, last, order)
+            if more is None:
+                return None
+            found = Totals(*(a + (n - few) * b for a, b in zip(found, more, strict=True)))
+    return found
+
+
+def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | None:
+    """What one more layer adds beside those from `first` to `last`; None where these are in no steady
+    state."""
+    ends: list[dict] = [{} for _ in range(first, last + 1)]
+    computing = 0.0
+    for (kind, (layer, i)), (start, end) in times.spans.items():
+        if first <= layer <= last:
+            ends[layer - first][kind, i] = end
+            if layer == last and Step(kind, (layer, i)).stream == "compute":
+                computing += end - start
+    apart: dict[tuple, set[float]] = {}  # of the forward, of the backward; each subsequence's where it is one
+    for below, above in zip(ends, ends[1:], strict=False):
+        if below.keys() != above.keys():
+            return None
+        for kind, i in above:
+            distance = above[kind, i] - below[kind, i]
+            apart.setdefault((distance > 0, i * (order != "layer")), set()).add(distance)
+    equal = STEADY * max(end for _, end in times.spans.values())
+    if any(max(distances) - min(distances) > equal for distances in apart.values()):
+        return None
+    forward, backward = (sum(abs(min(distances)) for (later, _), distances in apart.items() if later == way)
+                         for way in (True, False))
+    return Totals(forward, backward, forward + backward - computing)
