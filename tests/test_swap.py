@@ -154,6 +154,33 @@ def test_every_fate_of_several_subsequences_alike(order, S, keys):
             assert same(trained(1, S, torch.float32, 1, **fate, **keys), keep), fate
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("order, cut", [("layer", "flops"), ("subsequence", "equal")])
+def test_sixteen_subsequences_alike(order, cut):
+    keys = LLAMA | dict(n_head=4, n_layer=2)
+    one = trained(1, 2048, torch.float32, 1, activation="keep", **keys)
+    keys |= dict(subsequences=16, subsequence_cut=cut, unit_order=order)
+    keep = trained(1, 2048, torch.float32, 1, activation="keep", **keys)
+    assert abs(keep[0] - one[0]) < 1e-5 and error(keep[1], one[1]) < 1e-5
+    for mode in FATES[:3]:
+        assert same(trained(1, 2048, torch.float32, 1, **mode, **keys), keep), mode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["layer", "subsequence"])
+def test_every_eighth_of_a_unit_alike(order):
+    """2,048 own rows of a unit: each eighth of them is another number of 256 rows."""
+    keys = dict(n_layer=2, subsequences=2, unit_order=order)
+    keep = trained(1, 4096, torch.float32, 1, activation="keep", **keys)
+    rows = set()
+    for alpha in EIGHTHS:
+        mode = dict(activation="memo", alpha=alpha)
+        assert same(trained(1, 4096, torch.float32, 1, **mode, **keys), keep), alpha
+        placed = placement(Config(**MODEL | keys | mode, block_size=4096), 1, 4096, torch.float32)
+        rows.add(placed.kept_rows(0, "q"))
+    assert rows == set(range(0, 2049, 256))
+
+
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 4, 5])
 def test_any_number_of_rounding_buffers(n_buffers):
     keep = trained(1, 512, torch.float32, 1, activation="keep")
