@@ -154,6 +154,30 @@ def test_every_fate_of_several_subsequences_alike(order, S, keys):
             assert same(trained(1, S, torch.float32, 1, **fate, **keys), keep), fate
 
 
+@pytest.mark.slow
+def test_sixteen_subsequences_alike():
+    keys = LLAMA | dict(n_head=4, n_layer=2)
+    one = trained(1, 1024, torch.float32, 1, activation="keep", **keys)
+    for order, cut, mode in (("layer", "equal", FATES[0]), ("layer", "flops", FATES[1]),
+                             ("subsequence", "equal", FATES[1]), ("subsequence", "flops", FATES[2])):
+        found = trained(1, 1024, torch.float32, 1, subsequences=16, subsequence_cut=cut, unit_order=order,
+                        **keys | mode)
+        assert abs(found[0] - one[0]) < 1e-5 and error(found[1], one[1]) < 1e-5, (order, cut, mode)
+
+
+@pytest.mark.slow
+def test_every_eighth_of_a_unit_alike():
+    """2,048 own rows of a unit: each eighth of them is another number of 256 rows."""
+    orders = [dict(n_layer=2, subsequences=2, unit_order=order) for order in ("layer", "subsequence")]
+    keep, rows = [trained(2, 2048, torch.float32, 1, activation="keep", **keys) for keys in orders], []
+    for i, alpha in enumerate(EIGHTHS):
+        keys = orders[i % 2] | dict(activation="memo", alpha=alpha)
+        assert same(trained(2, 2048, torch.float32, 1, **keys), keep[i % 2]), alpha
+        cfg = Config(**MODEL | keys, block_size=2048, batch_size=2)
+        rows.append(placement(cfg, 2, 2048, torch.float32).kept_rows(0, "q"))
+    assert rows == list(range(0, 2049, 256))
+
+
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 4, 5])
 def test_any_number_of_rounding_buffers(n_buffers):
     keep = trained(1, 512, torch.float32, 1, activation="keep")
