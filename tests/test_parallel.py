@@ -32,9 +32,11 @@ from tests.layouts import (
 CPU = torch.device("cpu")
 S = 2048
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S)
-FAMILIES = {"rope": {}, "learned": dict(position="learned", bias=True, gelu="tanh"),
+# sequences of 512, 1,024 and 2,048 tokens, 2,048 in all: of short ones attention takes less time
+FAMILIES = {"rope": dict(batch_size=4, block_size=512),
+            "learned": dict(position="learned", bias=True, gelu="tanh", batch_size=2, block_size=1024),
             # H D between C and F, and below C: the gradient of attention's output has another's place then
-            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True),
+            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=2, block_size=1024),
             "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
@@ -43,7 +45,7 @@ LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp
            "learned": ["tp2", "cp2", "tp2 cp2 dp2"],
            "llama": ["tp2", "tp4", "cp2", "tp2 cp2", "tp2 cp2 dp2"], "qwen": ["tp4", "tp2 cp2"]}
 # fewer heads of keys than ranks. Two layers: 8 ranks of METP send many small messages
-FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=2, n_layer=2)
+FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=4, block_size=512, n_layer=2)
 METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp4", "tp8", "tp2 cp2 dp2"], "learned": ["tp2 cp2"],
                 "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp8", "tp4 cp2"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts

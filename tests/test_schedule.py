@@ -90,7 +90,7 @@ def rule_of_wait(step, wait, first, instance):
 @pytest.mark.slow
 def test_each_wait_of_a_schedule_is_needed_or_it_is_known_why_not():
     seen = set()
-    for instance in instances(300, seed=1):
+    for instance in instances(150, seed=1):
         steps = schedule(*instance)
         first = next((step for step in steps if step.stream == "prefetch"), None)
         for k, step in enumerate(steps):
@@ -170,7 +170,7 @@ def rule_of_step(step, instance):
 @pytest.mark.slow
 def test_a_schedule_without_one_of_its_steps_is_not():
     seen = set()
-    for instance in instances(80, seed=2):
+    for instance in instances(50, seed=2):
         steps = schedule(*instance)
         for k, step in enumerate(steps):
             why = refusal(without(steps, k), instance)
