@@ -43,10 +43,10 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation=
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"],
            "learned": ["tp2", "cp2", "tp2 cp2 dp2"],
-           "llama": ["tp2", "tp4", "cp2", "tp2 cp2", "tp2 cp2 dp2"], "qwen": ["tp4", "tp2 cp2"]}
+           "llama": ["tp2", "tp4", "cp2", "tp2 cp2 dp2"], "qwen": ["tp4", "tp2 cp2"]}
 # fewer heads of keys than ranks. Two layers: 8 ranks of METP send many small messages
 FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=4, block_size=512, n_layer=2)
-METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp4", "tp8", "tp2 cp2 dp2"], "learned": ["tp2 cp2"],
+METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp2 cp2 dp2"], "learned": ["tp4", "tp2 cp2"],
                 "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp8", "tp4 cp2"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts
          for kind in ("ring", "ulysses") if kind == "ring" or "cp" in text]
@@ -84,7 +84,7 @@ def test_every_layout_gives_the_gradients_of_one_process(family, text, kind):
     ("tp2", "ring", "rope"), ("tp2 cp2", "ring", "rope"), ("tp2 cp2", "ulysses", "rope"),
     ("tp2 cp2", "ring", "qwen"), ("tp2 cp2", "ulysses", "llama"), ("tp2 cp2", "metp", "llama")])
 def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, family):
-    modes = MODES + ENDS if (text, kind, family) == ("tp2 cp2", "ring", "rope") else MODES[1:3] + ENDS[:1]
+    modes = MODES + ENDS if (text, kind, family) == ("tp2 cp2", "ring", "rope") else MODES[1:3]
     agree(text, kind, family, modes, gradients_in_pieces)
 
 
