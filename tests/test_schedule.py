@@ -90,7 +90,7 @@ def rule_of_wait(step, wait, first, instance):
 @pytest.mark.slow
 def test_each_wait_of_a_schedule_is_needed_or_it_is_known_why_not():
     seen = set()
-    for instance in instances(150, seed=1):
+    for instance in instances(300, seed=1):
         steps = schedule(*instance)
         first = next((step for step in steps if step.stream == "prefetch"), None)
         for k, step in enumerate(steps):
