@@ -254,7 +254,7 @@ class Poison(CpuStream):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [*MODES[1:], dict(activation="memo", limits=dict(host=0.11)),
+@pytest.mark.parametrize("keys", [*FEWER_MODES[1:], dict(activation="memo", limits=dict(host=0.11)),
                                   *(keys | dict(subsequences=2) for keys in MODES[1:4])], ids=str)
 def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeypatch):
     N = keys.get("subsequences", 1)
