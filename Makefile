@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # A run of config/$(1).py. One that Ctrl-C stopped has saved, and has not failed: 130 = 128 + SIGINT
 RUN = $(BIN)/python train.py config/$(1).py $(if $(wildcard out/$(1)/ckpt/*[0-9]),--init_from=resume) || [ $$? -eq 130 ]
 
+# Packages are installed uncompiled: a module is compiled when it is imported first, and that is kept
+export PYTHONDONTWRITEBYTECODE =
+
 # Two tests at a time, each on one core: most of them wait for processes of their own, or for files
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 

@@ -1,6 +1,7 @@
 """What several tests begin with."""
 
 import json
+import os
 import signal
 
 import numpy as np
@@ -13,13 +14,17 @@ from tests.helpers import VOCAB, no_picture
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """No test finds a plan that another run made, none leaves one behind."""
+    """No test finds a plan that another run made, none leaves one behind. xdist's workers share one cache: to
+    build the allocator's library takes seconds."""
+    temporary = tmp_path_factory.getbasetemp()
+    cache = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "cache"
+    cache.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as m:
-        m.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        m.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dataset(tmp_path_factory):
     """A dataset folder of a language with structure: each token follows from the one before, mostly."""
     folder = tmp_path_factory.mktemp("dataset")
@@ -43,6 +48,14 @@ def draw_picture():
     with pytest.MonkeyPatch.context() as m:
         m.setattr(report, "draw_picture", no_picture)
         yield real
+
+
+@pytest.fixture(scope="session")
+def no_matplotlib(tmp_path_factory):
+    """Of the environment of processes that shall draw no pictures."""
+    folder = tmp_path_factory.mktemp("nothing")
+    (folder / "matplotlib.py").write_text("raise ImportError('not here')")
+    return dict(PYTHONPATH=str(folder))
 
 
 @pytest.fixture

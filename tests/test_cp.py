@@ -51,7 +51,7 @@ def attend(host, kind, dtype, limit, Hkv):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("dtype,limit,Hkv", [(torch.float32, 1e-5, 4), (torch.float32, 1e-5, 2),
                                              (torch.float32, 1e-5, 1), (torch.bfloat16, 1e-2, 2)])

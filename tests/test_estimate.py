@@ -214,7 +214,8 @@ def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
 @pytest.mark.parametrize("preset, text", [
     ("7b_1m", "--tp=1 --cp=1 --block_size=65536"), ("7b_1m", "--tp=2 --cp=1 --block_size=65536"),
     ("7b_1m", "--tp=4 --cp=2"), ("llama3_8b_1m", "--tp=1 --cp=1 --block_size=262144"),
-    ("llama3_8b_1m", "--tp=8 --cp=1 --head_groups=32 --ops=torch --block_size=524288")])
+    ("llama3_8b_1m", "--tp=4 --cp=1 --block_size=262144"),
+    ("llama3_8b_1m", "--tp=8 --cp=1 --head_groups=32 --ops=torch --block_size=262144")])
 def test_the_fast_bound_is_one_and_is_near_for_metp(preset, text):
     keys = ["--tensor_parallel=metp", *text.split()]
     exact, bound = (sum(arena) for arena in traced_arenas(*keys, preset=preset))

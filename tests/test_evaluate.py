@@ -1,11 +1,13 @@
 """Does the long context work: losses and needles beside brute force, in every layout, and the command."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-from functools import partial
+from contextlib import redirect_stdout
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -258,6 +260,11 @@ def measured(host, folder, cfg):
     return *made, dict(likeliest=likeliest)
 
 
+@cache
+def measured_alone(family, folder):
+    return measured(Axis("host"), folder, Config(**SHAPE | FAMILIES[family]))
+
+
 def flat(results):
     """All numbers of dicts."""
     return np.concatenate([np.ravel(result[name]) for result in results for name in sorted(result)])
@@ -273,7 +280,7 @@ def test_every_layout_gives_the_answers_of_one_process(text, kind, family, datas
     cfg = Config(**keys, tp=size["tp"], cp=size["cp"], context_parallel=kind,
                  gradient_accumulation_steps=size["dp"])
     ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(measured, dataset, cfg)
-    alone = measured(Axis("host"), dataset, Config(**keys))
+    alone = measured_alone(family, dataset)
     assert 0 < alone[2]["likeliest"].sum() < 160
     for rank in ranks:
         assert np.abs(flat(rank) - flat(alone)).max() <= 1e-5
@@ -292,11 +299,17 @@ def ask(out, *options):
     return [str(out), "--device=cpu", "--batches=2", "--lengths=64,256", "--needle_depths=0,1", *options]
 
 
+@pytest.fixture(scope="module")
+def evaluated(trained):
+    """(what one process prints, what it stores), of ask()."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert run(evaluate.main, ask(trained)) == 0
+    return out.getvalue(), json.loads((trained / "evaluate.json").read_text())
+
+
 @pytest.mark.slow
-def test_the_command_tells_draws_and_stores(trained, capsys):
-    assert run(evaluate.main, ask(trained)) == 0
-    out, _ = capsys.readouterr()
-    found = json.loads((trained / "evaluate.json").read_text())
+def test_the_command_tells_draws_and_stores(trained, evaluated):
+    out, found = evaluated
     assert "longer than the 128 tokens that the model was trained at: 256" in out
     assert re.search(r"^ +128 to +256 +\d\.\d{4} +\d\.\d{4} +-?\d\.\d{4}$", out, re.M)
     assert f"needles: {found['needles']['mean_score']:.1%} of the values' tokens are found" in out
@@ -313,9 +326,8 @@ def test_the_command_tells_draws_and_stores(trained, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_under_torchrun_it_gives_the_same(trained):
-    assert run(evaluate.main, ask(trained)) == 0
-    alone = json.loads((trained / "evaluate.json").read_text())
+def test_under_torchrun_it_gives_the_same(trained, evaluated):
+    _, alone = evaluated
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                "-m", "memo.evaluate", *ask(trained, "--cp=2")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,

@@ -34,6 +34,7 @@ from tests.helpers import ROOT, no_picture
 MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
              eval_interval=5, eval_iters=2, save_interval=0, device="cpu")
+FOUR = dict(tp=2, cp=2)
 SAME = 1e-5
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -136,33 +137,40 @@ def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path, dtype):
 
 # --- checkpoints ---
 
+@pytest.fixture(scope="module")
+def halfway(dataset, tmp_path_factory):
+    """out_dir of a run on four ranks, which ended after five of its ten steps."""
+    out = tmp_path_factory.mktemp("halfway")
+    assert pool(4).run(here, argv(dataset, out, **FOUR, max_iters=5, lr_decay_iters=10)) == [0] * 4
+    return out
+
+
+def resumed(halfway, out, ranks, **keys):
+    """The rest of the run in a copy of its out_dir, with other keys."""
+    shutil.copytree(halfway, out)
+    keys = [f"--{k}={v}" for k, v in (FOUR | keys | dict(out_dir=out, max_iters=10)).items()]
+    if ranks == 1:
+        assert train.main(["--init_from=resume", *keys]) == 0
+    else:
+        assert pool(ranks).run(here, ["--init_from=resume", *keys]) == [0] * ranks
+
+
 @pytest.mark.ranks
-def test_a_checkpoint_is_resumed_in_any_other_layout(dataset, tmp_path, alone):
-    first = tmp_path / "tp2 cp2 dp2"
-    assert pool(8).run(here, argv(dataset, first, tp=2, cp=2, max_iters=5, lr_decay_iters=10)) == [0] * 8
-    assert len(list((first / "ckpt" / "5").glob("*.distcp"))) == 8
-    for name, ranks, keys in (("tp4", 4, dict(tp=4)), ("cp4", 4, dict(cp=4)), ("one", 1, {})):
-        out = tmp_path / name
-        shutil.copytree(first, out)
-        keys = [f"--{k}={v}" for k, v in (dict(tp=1, cp=1) | keys | dict(out_dir=out, max_iters=10)).items()]
-        if ranks == 1:
-            assert train.main(["--init_from=resume", *keys]) == 0
-        else:
-            assert pool(ranks).run(here, ["--init_from=resume", *keys]) == [0] * ranks
-        assert worst(losses(out), losses(alone)) < SAME
+def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, alone, halfway):
+    assert len(list((halfway / "ckpt" / "5").glob("*.distcp"))) == 4
+    for name, ranks, keys in (("tp4", 4, dict(tp=4, cp=1)), ("cp2 dp2", 4, dict(tp=1)),
+                              ("one", 1, dict(tp=1, cp=1))):
+        resumed(halfway, tmp_path / name, ranks, **keys)
+        assert worst(losses(tmp_path / name), losses(alone)) < SAME
     ends = {out: load_file(converted(out, tmp_path)) for out in (tmp_path / "tp4", alone)}
     for name, tensor in ends[alone].items():
         assert (ends[tmp_path / "tp4"][name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
 
 @pytest.mark.ranks
-def test_the_same_layout_goes_on_bitwise(dataset, tmp_path):
-    keys = dict(tp=2, cp=2)
-    assert pool(4).run(here, argv(dataset, tmp_path / "whole", **keys)) == [0] * 4
-    parts = argv(dataset, tmp_path / "parts", **keys, max_iters=5, lr_decay_iters=10)
-    assert pool(4).run(here, parts) == [0] * 4
-    resumed = ["--init_from=resume", f"--out_dir={tmp_path / 'parts'}", "--max_iters=10"]
-    assert pool(4).run(here, resumed) == [0] * 4
+def test_the_same_layout_goes_on_bitwise(dataset, tmp_path, halfway):
+    assert pool(4).run(here, argv(dataset, tmp_path / "whole", **FOUR)) == [0] * 4
+    resumed(halfway, tmp_path / "parts", 4)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
@@ -296,10 +304,9 @@ def without_room(host, argv):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("keys", [dict(tp=2), dict(cp=2)], ids=str)
-def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path, keys):
-    assert pool(2).run(here, argv(dataset, tmp_path / "recorded", max_iters=3, **keys)) == [0, 0]
-    traced = argv(dataset, tmp_path / "traced", max_iters=3, **keys)
+def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path):
+    assert pool(2).run(here, argv(dataset, tmp_path / "recorded", max_iters=3, cp=2)) == [0, 0]
+    traced = argv(dataset, tmp_path / "traced", max_iters=3, cp=2)
     (code, said), (other_code, _) = pool(2).run(without_room, traced)
     assert code == other_code == 0 and "its requests are traced, not recorded" in said[0]
     assert losses(tmp_path / "traced") == losses(tmp_path / "recorded")
@@ -336,15 +343,19 @@ def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):
 
 # --- torchrun ---
 
-LONG = dict(max_iters=24, save_interval=3, eval_interval=0)  # each evaluation would draw a picture
+LONG = dict(max_iters=24, save_interval=3, eval_interval=0)
 
 
-def torchrun(argv, *options, ranks):
-    """With a thread for each rank, as in the pools: sums over several come in another order."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options,
-               "train.py", *argv]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=os.environ | dict(OMP_NUM_THREADS="1"))
+@pytest.fixture
+def torchrun(no_matplotlib):
+    """torchrun(argv, *options, ranks=) starts train.py, with a thread for each rank, as in the pools: sums
+    over several come in another order."""
+    def start(argv, *options, ranks):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *options,
+                   "train.py", *argv]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                env=os.environ | dict(OMP_NUM_THREADS="1") | no_matplotlib)
+    return start
 
 
 def wait_for_rows(out, n, seconds=240):
@@ -354,28 +365,8 @@ def wait_for_rows(out, n, seconds=240):
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(dataset, tmp_path_factory):
-    out = tmp_path_factory.mktemp("undisturbed")
-    assert pool(2).run(here, argv(dataset, out, tp=2, max_iters=24)) == [0] * 2
-    return out
-
-
 @pytest.mark.ranks
-def test_a_killed_rank_is_started_again_and_the_run_ends_bitwise_the_same(dataset, tmp_path, undisturbed):
-    run = torchrun(argv(dataset, tmp_path, tp=2, **LONG), "--standalone",
-                   "--max-restarts=1", ranks=2)
-    wait_for_rows(tmp_path, 8)
-    os.kill(children(run.pid)[1], signal.SIGKILL)
-    out, err = run.communicate(timeout=400)
-    assert run.returncode == 0, err
-    assert losses(tmp_path) == losses(undisturbed)
-    assert out.count("run         steps 0 to 24") == 1
-    assert out.count("to 24 in") == 2  # the second goes on, by itself
-
-
-@pytest.mark.ranks
-def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
+def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path, torchrun):
     run = torchrun(argv(dataset, tmp_path, tp=2, **LONG | dict(max_iters=10**6)), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 8)  # the save before step 6 waited for the one before step 3
     os.kill(children(run.pid)[1], signal.SIGKILL)
@@ -389,7 +380,7 @@ def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
 
 
 @pytest.mark.ranks
-def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dataset, tmp_path):
+def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dataset, tmp_path, torchrun):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -409,7 +400,7 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dat
 
 
 @pytest.mark.ranks
-def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
+def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path, torchrun):
     run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=10**6, eval_interval=0), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 5)
     run.send_signal(signal.SIGTERM)
@@ -420,7 +411,7 @@ def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path):
 
 
 @pytest.mark.ranks
-def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
+def test_what_only_one_rank_sees_names_it(dataset, tmp_path, torchrun):
     data = tmp_path / "data"
     shutil.copytree(dataset, data)
     val = np.r_[np.zeros(17), np.full(31, 9999), np.zeros(17)]  # one window of 64

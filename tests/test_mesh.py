@@ -235,7 +235,7 @@ def talk(host, dtype):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_the_ranks_say_to_each_other(size, dtype):
     pool(size).run(talk, dtype)

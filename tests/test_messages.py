@@ -117,7 +117,8 @@ def in_four(order, *family, **keys):
     ("cp2", "ring", in_four("layer")), ("cp4", "ring", in_four("subsequence", micros=2)),
     ("tp2 cp2", "ring", in_four("layer", ("subsequence_cut", "flops"))),
     ("cp2", "ulysses", in_four("subsequence", *GROUPED)), ("cp4", "ulysses", in_four("layer", *GROUPED)),
-    ("tp4", "metp", in_four("layer", *GROUPED)), ("tp2 cp2", "metp", in_four("subsequence")),
+    pytest.param("tp4", "metp", in_four("layer", *GROUPED), marks=SLOW),
+    pytest.param("tp2 cp2", "metp", in_four("subsequence"), marks=SLOW),
     pytest.param("tp8", "metp", {}, marks=SLOW), pytest.param("tp2 cp2 dp2", "metp", {}, marks=SLOW),
     pytest.param("tp2 cp2 dp2", "ring", {}, marks=SLOW)])
 def test_the_messages_of_a_step_meet(text, kind, keys):

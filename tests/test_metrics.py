@@ -110,6 +110,7 @@ def wandb_config(tmp_path):
     return Config(wandb_log=True, out_dir=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_wandb_logs_offline_without_an_account(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)

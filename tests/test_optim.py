@@ -1,6 +1,8 @@
 """The optimizer's norm, and the optimizer on the host: its bits are those of the one on the device."""
 
+import hashlib
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ KEYS = dict(n_layer=3, n_head=4, n_embd=64, vocab_size=300, block_size=256)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 100, 2**14, 2**24 + 77, 10**8])
-@pytest.mark.parametrize("kind", ["normal", "alike"])
+@pytest.mark.parametrize("n,kind", [*product([1, 100, 2**14, 2**24 + 77], ["normal", "alike"]),
+                                    (10**8, "alike")])
 def test_a_norm_is_that_of_fp64(n, kind):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, generator=generator).mul_(1e-3) if kind == "normal" else torch.full((n,), 0.1)
@@ -53,7 +55,8 @@ SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, p
 
 
 def trained(mesh, cfg, dtype, steps=3, folder=None):
-    """[what a run shows] and the states at its end. With `folder` it stops after two steps and is resumed."""
+    """[what a run shows] and a hash of each state at its end. With `folder` it stops after two steps and is
+    resumed."""
     def fresh():
         model = GPT(cfg, CPU, dtype, mesh=mesh)
         model.reserve(cfg.batch_size, cfg.block_size // cfg.cp)
@@ -75,7 +78,8 @@ def trained(mesh, cfg, dtype, steps=3, folder=None):
         optimizer.step(1e-2)
     for k in range(len(model.buckets)):
         model.arrive(k)
-    states = [t.tolist() for t in (model.params, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.master)]
+    states = [hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest()
+              for t in (model.params, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.master)]
     model.close()
     return shown, states
 

@@ -211,7 +211,8 @@ def over_ranks(host, kind):
     compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-2)
 
 
-KINDS = [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)]
+SLOW = pytest.mark.slow
+KINDS = [("ring", 2), ("ulysses", 2), *(pytest.param(kind, 4, marks=SLOW) for kind in ("ring", "ulysses"))]
 
 
 @pytest.mark.ranks

@@ -68,6 +68,7 @@ def agree(found, reference, what):
     assert worst[0] <= 1e-5, (what, worst)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", list(CASES))
 def test_subsequences_give_the_gradients_of_one(layout):

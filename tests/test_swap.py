@@ -94,8 +94,8 @@ def test_every_mode_and_alpha_is_bitwise_equal(B, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("S,dtype", [(1024, torch.float32), (750, torch.float32), (750, torch.bfloat16)],
-                         ids=["1024-fp32", "750-fp32", "750-bf16"])
+@pytest.mark.parametrize("S,dtype", [(512, torch.bfloat16), (750, torch.float32)],
+                         ids=["512-bf16", "750-fp32"])
 def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     keys = dict(n_layer=4, n_head=4, bias=True)
     whole = trained(2, S, dtype, 1, activation="keep", **keys)
@@ -140,18 +140,18 @@ FATES = [dict(activation="recompute"), dict(activation="swap"), HALF, HALF | dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order, S, keys", [  # own rows of a unit: 512, and with S = 2500 others
-    ("layer", 2048, dict(n_head=4)), ("subsequence", 2500, LLAMA | dict(n_head=4)),
-    ("layer", 2500, LLAMA | dict(n_head=4, n_kv_head=1, qk_norm=True))], ids=str)
+@pytest.mark.parametrize("order, S, keys", [  # own rows of a unit: 512, and with S = 1250 others
+    ("layer", 1024, dict(n_head=4)), ("subsequence", 1250, LLAMA | dict(n_head=4)),
+    ("layer", 1250, LLAMA | dict(n_head=4, n_kv_head=1, qk_norm=True))], ids=str)
 def test_every_fate_of_several_subsequences_alike(order, S, keys):
-    one = trained(1, S, torch.float32, 1, n_layer=3, activation="keep", **keys)
-    keys = keys | dict(n_layer=3, subsequences=4, subsequence_cut="equal" if S == 2048 else "flops",
+    one = trained(2, S, torch.float32, 1, n_layer=3, activation="keep", **keys)
+    keys = keys | dict(n_layer=3, subsequences=4, subsequence_cut="equal" if S == 1024 else "flops",
                        unit_order=order)
-    keep = trained(1, S, torch.float32, 1, activation="keep", **keys)
+    keep = trained(2, S, torch.float32, 1, activation="keep", **keys)
     assert abs(keep[0] - one[0]) < 1e-5 and error(keep[1], one[1]) < 1e-5
     for fate in FATES:
         if order == "layer" or "keys" not in fate.get("changed", {}):
-            assert same(trained(1, S, torch.float32, 1, **fate, **keys), keep), fate
+            assert same(trained(2, S, torch.float32, 1, **fate, **keys), keep), fate
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ class Poison(CpuStream):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [*MODES[1:], dict(activation="memo", limits=dict(host=0.11)),
+@pytest.mark.parametrize("keys", [*FEWER_MODES[1:], dict(activation="memo", limits=dict(host=0.11)),
                                   *(keys | dict(subsequences=2) for keys in MODES[1:4])], ids=str)
 def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeypatch):
     N = keys.get("subsequences", 1)
@@ -367,7 +367,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
     tensors = gpt_layer(C, H).tensors(B, S, 4)
     whole, x = sum(t.nbytes for t in tensors.values()), tensors["x"].nbytes
     always = 2 * x + tensors["lse"].nbytes
-    for L in (4, 6, 9):
+    for L in (4, 7):
         for activation in ("keep", "recompute", "swap", "memo"):
             cfg, model, _ = build(B, S, torch.float32, n_layer=L, activation=activation, alpha_mode="paper",
                                   limits=dict(hidden=0.5))
@@ -383,7 +383,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
             gc.collect()
             steps[activation, L] = peak(allocations(lambda: run_pass(model, batch))[0])  # noqa: B023
             model.close()
-    for L in (4, 6, 9):
+    for L in (4, 7):
         assert taken["swap", L] == 2 * whole + x
         # the paper's alpha there, in rows of 128
         assert taken["memo", L] == 2 * always + x + (1 + 3 / 8) * (whole - always)
@@ -391,7 +391,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
         assert taken["recompute", L] == whole + L * x
     assert len(set(steps.values())) <= 3, steps  # what a step takes on top: whole, in rows, neither
     for activation in ("keep", "swap", "memo", "recompute"):
-        assert len({steps[activation, L] for L in (4, 6, 9)}) == 1
+        assert len({steps[activation, L] for L in (4, 7)}) == 1
 
 
 # --- races ---
@@ -470,7 +470,7 @@ def racing(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("racing, seeds", [(race, 50 if race == "one" else 8) for race in RACES],
+@pytest.mark.parametrize("racing, seeds", [(race, 20 if race == "one" else 5) for race in RACES],
                          indirect=["racing"])
 def test_random_delays_change_nothing(racing, seeds):
     assert all(racing(seed) for seed in range(seeds))
@@ -493,7 +493,7 @@ def test_there_is_no_wait_that_the_race_test_does_not_know(racing, request):
 
 @pytest.mark.slow
 def test_three_hundred_steps_leak_nothing():
-    cfg, model, optimizer = build(1, 256, torch.float32, activation="memo", alpha=0.5)
+    cfg, model, optimizer = build(1, 256, torch.float32, n_layer=3, activation="memo", alpha=0.5)
     seen, threads = [], set()
     for i in range(300):  # a tensor of (256, 32) that each leaves behind would be 9 MiB
         model.forward(*random_batch(cfg, 1, 256, "cpu", seed=i), scale=1.0)

@@ -28,6 +28,7 @@ from tests.helpers import LLAMA, ROOT, VOCAB, argv, losses
 from train import learning_rate
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_a_run_learns_and_leaves_everything_it_promises(dataset, tmp_path, capsys):
     assert train.main(argv(dataset, tmp_path, max_iters=120, eval_interval=40)) == 0
@@ -54,6 +55,7 @@ def test_a_resumed_run_continues_bitwise(dataset, tmp_path, dtype):
     assert all(torch.equal(whole[n], parts[n]) for n in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dataset, tmp_path, capsys):
     keys = dict(n_layer=5, block_size=512, batch_size=1, gradient_accumulation_steps=2, max_iters=6)
@@ -91,6 +93,7 @@ def test_too_little_host_memory_leaves_no_trace(dataset, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["layer", "subsequence"])
 def test_a_run_of_subsequences_that_swaps_is_bitwise_one_that_keeps(dataset, tmp_path, order):
     keys = LLAMA | dict(block_size=512, batch_size=2, max_iters=2, subsequences=3, unit_order=order)
