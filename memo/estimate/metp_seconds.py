@@ -82,12 +82,14 @@ class MetpSeconds(LayerSeconds):
         return sum(n * self.exposed_beside(message, compute_s)
                    for n, message in ((1, coming), (steps - 2, coming + going), (1, going)))
 
-    def first_hops_s(self, way: str, block_s: float) -> float:
-        """Behind the last block of the group before, too: in the backward the first group's alone is
-        exposed."""
-        if way == "forward":
-            return self.late_s(self.kv_bytes, 2 * block_s)
-        return self.late_s(self.kv_bytes / (1 if self.machine.cpu else head_groups(self.cfg)), 0.0)
+    def exposed_hops_s(self, block_s: float) -> float:
+        """The first hop of a group goes beside the last block of the group before, too."""
+        return self.late_s(self.kv_bytes, 2 * block_s) + (self.ring - 2) * self.late_s(self.kv_bytes, block_s)
+
+    @property
+    def first_bytes(self) -> float:
+        """The first group's: all others' leave beside the group before."""
+        return self.kv_bytes / (1 if self.machine.cpu else head_groups(self.cfg))
 
     # --- forward ---
 
