@@ -95,7 +95,7 @@ class MetpBlock(Block):
             if s.pieces:
                 attend_prefix(self.prefix_at(turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
             else:  # over all ranks' tokens
-                attend(self.attention_at(turn), q, *kv, True, self.scale, out, lse, hop,
+                attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, hop,
                        hop and ahead.prepare)
             del q, kv, hop
         self.project(s, whole, r)

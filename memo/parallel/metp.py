@@ -247,8 +247,11 @@ class Ahead:
         self.ready.extend(islice(self.items, 1))
 
     def __iter__(self) -> Iterator:
-        while self.ready or (self.prepare() or self.ready):
+        self.prepare()
+        while self.ready:
             yield self.ready.popleft()
+            if not self.ready:
+                self.prepare()
 
 
 class Reductions:
