@@ -223,10 +223,10 @@ def slow_layer(host, keys, rounds):
         rows = []
         for ratio in RATIOS:
             rates = bench.rates(compute, ratio)
-            found = [bench.run(rates, at_once) for _ in range(rounds) for at_once in (False, True)]
+            found = [bench.run(rates, at_once) for at_once in (*[False] * rounds, True)]
             order, exposed = replayed(tape, rates)
             for i, (half, way) in enumerate(LAPS):
-                (took, messages), (at_once, _) = (min(run[i] for run in found[mode::2]) for mode in (0, 1))
+                (took, messages), (at_once, _) = min(run[i] for run in found[:-1]), found[-1][i]
                 longer, [order_s] = max(compute[i], messages), host.max(order[i])
                 rows.append(dict(half=half, way=way, ratio=ratio, compute_s=compute[i], messages_s=messages,
                                  seconds=took, at_once_s=at_once, order_s=order_s, over_longer=took / longer,

@@ -7,6 +7,7 @@ D); positions in `turn` as in memo/ops.py.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -49,22 +50,25 @@ def over_normed_heads(attention: Attention, ops: Ops, w: SimpleNamespace, dw: Si
     """`attention` of normed and rotated q and k: an Attention of the same shape. `w`, `dw`: of a layer, by
     name."""
 
+    def start(k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attention.start(normed_heads(ops, k, w.k_norm_w, eps, turn)[0], v)
+
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
-                **out: torch.Tensor) -> Result:
+                **more: Any) -> Result:
         q, _ = normed_heads(ops, q, w.q_norm_w, eps, turn)
         k, _ = normed_heads(ops, k, w.k_norm_w, eps, turn)
-        return attention.forward(q, k, v, causal, scale, **out)
+        return attention.forward(q, k, v, causal, scale, **more)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+                 lse: torch.Tensor, causal: bool, scale: float, **more: Any) -> Gradients:
         q, q_kept = normed_heads(ops, q, w.q_norm_w, eps, turn)
         k, k_kept = normed_heads(ops, k, w.k_norm_w, eps, turn)
-        dq, dk, dv = attention.backward(dout, q, k, v, out, lse, causal, scale)
+        dq, dk, dv = attention.backward(dout, q, k, v, out, lse, causal, scale, **more)
         del q, k
         dq = normed_heads_backward(ops, dq, q_kept, w.q_norm_w, dw.q_norm_w, turn)
         dk = normed_heads_backward(ops, dk, k_kept, w.k_norm_w, dw.k_norm_w, turn)
         return dq, dk, dv
-    return attention._replace(forward=forward, backward=backward)
+    return attention._replace(forward=forward, backward=backward, start=attention.start and start)
 
 
 def prefix_of_normed_heads(prefix: PrefixAttention, ops: Ops, w: SimpleNamespace, dw: SimpleNamespace,

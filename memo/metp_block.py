@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 
-from memo.attention import Attention, Gradients, attend, attend_backward
+from memo.attention import Attention, Gradients, attend, attend_backward, start_keys
 from memo.block import EVERY_ROW, Block
 from memo.config import Config
 from memo.layer import head_groups, layer_of
@@ -25,6 +25,7 @@ from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh, Works
 from memo.parallel.metp import (
     Activation,
+    Ahead,
     Broadcasts,
     Heads,
     Reductions,
@@ -82,24 +83,35 @@ class MetpBlock(Block):
         names = self.names_of("q") if again and s.pieces else self.projections
         coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
-        for heads, matrices in coming:
+        ahead = self.groups_ahead(coming, s, normed, turn)
+        for heads, matrices, kv, hop in ahead:
             if heads is self.groups[-2:][0]:  # the last broadcast is posted: none waits for this message
                 whole = self.tp.start_gather(self.w.proj_w)  # comes while the last two groups compute
-            self.attend_group(s, normed, heads, matrices, turn)  # over all ranks' tokens
+            [q] = self.made("q", normed, matrices, turn, s.lse)
+            out, lse = self.of_heads(s.attn_out, s.lse, heads)
+            if s.pieces:
+                self.fill_piece(s, normed, heads, matrices, turn)
             del matrices  # before the next group's take memory
+            if s.pieces:
+                attend_prefix(self.prefix_at(turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
+            else:  # over all ranks' tokens
+                attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, hop,
+                       hop and ahead.prepare)
+            del q, kv, hop
         self.project(s, whole, r)
 
-    def attend_group(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
-                     matrices: dict[str, torch.Tensor], turn: torch.Tensor | None) -> None:
-        """The group's heads of attn_out and lse, and of the unit's own piece."""
-        q, *kv = self.made("q" if s.pieces else "qkv", normed, matrices, turn, s.lse)
-        out, lse = self.of_heads(s.attn_out, s.lse, heads)
-        if s.pieces:
-            self.fill_piece(s, normed, heads, matrices, turn)
-            attend_prefix(self.prefix_at(turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
-        else:
-            k, v = kv
-            attend(self.attention_at(turn), q, k, v, True, self.scale, out, lse)
+    def groups_ahead(self, coming: Broadcasts, s: SimpleNamespace, normed: torch.Tensor,
+                     turn: torch.Tensor | None) -> Ahead:
+        """Of each group of heads (Heads, its matrices, [k, v], their first hop); without the last two where
+        keys lie in pieces, without the last for one rank. A group that is prepared before its turn has
+        its keys on their way beside the group before."""
+        def made(item: tuple[Heads, dict[str, torch.Tensor]]) -> tuple:
+            heads, matrices = item
+            if s.pieces:
+                return heads, matrices, [], None
+            kv = self.made("kv", normed, matrices, turn, s.lse)
+            return heads, matrices, kv, start_keys(self.attention_at(turn), heads.q.stop - heads.q.start, *kv)
+        return Ahead(map(made, coming))
 
     def made(self, names: str, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
              turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
@@ -177,16 +189,19 @@ class MetpBlock(Block):
         normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)  # nothing needs mid any more
         bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.head_dim)
-        for heads, matrices in coming:
+        ahead = self.groups_ahead(coming, s, normed, turn)
+        for heads, matrices, kv, hop in ahead:
             places = home.places(heads, matrices)
-            q, *kv = self.made("q" if s.pieces else "qkv", normed, matrices, turn, s.lse)
+            [q] = self.made("q", normed, matrices, turn, s.lse)
             dout = torch.empty_like(q)
             columns = s.attn_out[:, self.columns_of(heads)]
             for r in row_pieces(len(dy)):
                 accumulate_product(places["proj_w"], dy[r].t(), columns[r])
                 torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
-            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv)
-            del dout, q, kv
+            home.start(heads, places, "proj_w")
+            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, hop,
+                                                   hop and ahead.prepare)
+            del dout, q, kv, hop
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
             for name, g in zip(names, parts, strict=True):
@@ -195,27 +210,29 @@ class MetpBlock(Block):
                 bias_backward(g, places.get(f"{name}_b"))
                 for r in row_pieces(len(dy)):
                     accumulate_product(places[f"{name}_w"], g[r].t(), normed[r])
+                home.start(heads, places, f"{name}_w", f"{name}_b")
             # q, k and v at once: each sum rounds dx in the run's dtype
             dqkv, qkv_w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in names])
             del gradients, parts, g
             for r in row_pieces(len(dy)):
                 add_or_write(dx[r], dqkv[r], qkv_w, write=heads.q.start == 0)
             del dqkv, qkv_w, matrices
-            home.start(heads, places)
-            del places  # before the next group's take memory
+            home.finish(but=heads)  # the group before's, beside this one
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
-        home.finish()  # the last group's came home beside the norm
+        home.finish()  # the last group's
         return s.x
 
     def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
                               matrices: dict[str, torch.Tensor], turn: torch.Tensor | None,
-                              dout: torch.Tensor, q: torch.Tensor, kv: Sequence[torch.Tensor]) -> Gradients:
+                              dout: torch.Tensor, q: torch.Tensor, kv: Sequence[torch.Tensor],
+                              hop: Works | None, meanwhile: Callable | None) -> Gradients:
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
         if not s.pieces:
             k, v = kv
-            return attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale)
+            return attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale, hop,
+                                   meanwhile)
         prefix, sums = self.prefix_at(turn), of_heads(s.sums, heads.kv)
         dq = attend_prefix_backward(prefix, dout, q, of_heads(s.pieces, heads.kv), sums, out, lse, self.scale)
         if "k_w" not in matrices:

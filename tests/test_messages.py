@@ -142,9 +142,30 @@ def places(program, name, **wanted):
 def test_the_projections_matrix_comes_beside_the_last_two_groups():
     program = real_programs("tp2", "metp")[0]
     gather = places(program, "tp", kind="gather")[0]
-    assert program[gather - 1].kind == "broadcast"
-    meanwhile = program[gather + 1:program.index(Wait(gather))]  # the keys of two groups, and no broadcast
-    assert [step.communicator.name for step in meanwhile if isinstance(step, Post)] == ["cp", "cp"]
+    assert len(places(program[:gather], "tp", kind="broadcast")) > 3  # the embedding is summed by a scatter
+    meanwhile = program[gather + 1:program.index(Wait(gather))]  # the last group's keys, and no broadcast
+    assert [step.communicator.name for step in meanwhile if isinstance(step, Post)] == ["cp"]
+
+
+def test_a_groups_keys_leave_before_the_last_block_of_the_group_before():
+    program = real_programs("tp2", "metp")[0]
+    ring, groups = places(program, "cp"), 4  # of two ranks: a hop a group, in the backward one of gradients
+    for hop, following in pairwise(ring[:groups]):
+        assert hop < following < program.index(Wait(hop))
+    last = ring[-2 * groups:]
+    for gradients, following in zip(last[1::2], last[2::2], strict=False):
+        assert gradients < following < program.index(Wait(gradients))
+
+
+def test_gradients_of_a_groups_matrices_leave_as_soon_as_they_are_made():
+    """Those of the projection before attention, all before the next group's broadcast but one is taken."""
+    program = real_programs("tp2", "metp")[0]
+    ring, groups = places(program, "cp")[-8:], 4
+    reduces = places(program, "tp", kind="reduce")[-4 * groups:]  # of projection, q, k, v
+    for group in range(groups):
+        hop, gradients = ring[2 * group:2 * group + 2]
+        projection, *others = reduces[4 * group:4 * group + 4]
+        assert projection < program.index(Wait(hop)) < gradients < program.index(Wait(gradients)) < others[0]
 
 
 # --- programs that were changed ---

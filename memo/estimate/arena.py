@@ -186,7 +186,8 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     if cfg.ops == "torch" or machine.cpu:
         several = n > CHUNK_ROWS  # the next chunk begins before all of the one before is gone
         norm = (several * AFTER_CHUNK + RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS) * f * own
-    halves = max(2 * q + 2 * kv + attention, piece * (C + hidden) * e, norm)
+    ahead = 4 * kv * (cfg.token_ranks > 1)  # of the next group: own ones, and those that come
+    halves = max(2 * q + 2 * kv + ahead + attention, piece * (C + hidden) * e, norm)
     return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
 
@@ -205,11 +206,11 @@ def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
 
 def message_bytes(cfg: Config, itemsize: int) -> int:
     """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
-    backward those of two parts of the MLP, or of two groups of heads."""
+    backward those of two parts of the MLP, or of three groups of heads."""
     part, group = travelling(cfg)
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
-    return max(mlp, 2 * group * (itemsize + 4) + group * itemsize)
+    return max(mlp, group * (4 * itemsize + 2 * 4))  # of three groups, and of one those of q, k, v at once
 
 
 def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: int) -> float:

@@ -21,6 +21,8 @@ class MetpSeconds(LayerSeconds):
         self.groups, self.own = head_groups(cfg), self.rows // self.tp
         part, group = travelling(cfg)
         self.hop_bytes, self.group_bytes = part * self.itemsize, group * self.itemsize
+        # of a group's, without the projection's
+        self.qkv_bytes = self.group_bytes - self.C * self.Q // self.groups * self.itemsize * (self.tp > 1)
         D, columns = self.layer.head_dim, [op for op in ops if op.kind == "column"]
         # widths of a group of heads' q, k, v and of a part's hidden tensors. Groups that share a head of keys
         # make keys and values each for itself
@@ -80,14 +82,22 @@ class MetpSeconds(LayerSeconds):
         return sum(n * self.exposed_beside(message, compute_s)
                    for n, message in ((1, coming), (steps - 2, coming + going), (1, going)))
 
+    def exposed_hops_s(self, block_s: float) -> float:
+        """The first hop of a group goes beside the last block of the group before, too."""
+        return self.late_s(self.kv_bytes, 2 * block_s) + (self.ring - 2) * self.late_s(self.kv_bytes, block_s)
+
+    @property
+    def first_bytes(self) -> float:
+        """The first group's: all others' leave beside the group before."""
+        return self.kv_bytes / (1 if self.machine.cpu else head_groups(self.cfg))
+
     # --- forward ---
 
     def attention_half_s(self, mid: float) -> tuple[float, float]:
         """(seconds, exposed seconds of broadcasts among them) to make attn_out and a part of mid's rows from
         x."""
         work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
-        # without the projection's, which come by themselves
-        nbytes = self.group_bytes - self.C * self.q_width * self.itemsize * (self.tp > 1)
+        nbytes = self.qkv_bytes  # the projection's come by themselves
         coming, step = self.travel_s("gather", nbytes), work / self.groups
         exposed = self.exposed_beside(coming, self.norm_s)
         exposed += self.steps_s("gather", "", nbytes, 0, self.groups, step)
@@ -142,7 +152,9 @@ class MetpSeconds(LayerSeconds):
         exposed += self.exposed_beside(self.travel_s("gather", self.group_bytes), mlp)
         exposed += self.steps_s("gather", "scatter", self.group_bytes, fp32 * self.group_bytes, self.groups,
                                 attention / self.groups)
-        exposed += self.exposed_beside(self.travel_s("scatter", fp32 * self.group_bytes), norm_backward)
+        # behind the last group: the projection's left before attention, the others' before their products
+        last = norm_backward + sum(self.parts_s(1, self.C, width) for width in self.widths)
+        exposed += self.exposed_beside(self.travel_s("scatter", fp32 * self.qkv_bytes), last)
         sums = self.sums_s((self.hop_bytes * (self.tp - 1) + self.group_bytes * self.groups) / self.itemsize)
         return mlp + attention + self.norm_s + 2 * norm_backward + sums + exposed, exposed
 

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import gcd
-from typing import Any
 
 import torch
 
 from memo.attention import Attention, Gradients, Result
 from memo.config import Config
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.mesh import Axis, Mesh, Works
 from memo.subsequences import subsequence_lengths
 
 
@@ -63,6 +62,10 @@ def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 # --- ring ---
 
+def nothing() -> None:
+    pass
+
+
 def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
     """(queries, keys, causal) that meet, of the queries of rank `rank` and the keys of rank `source`: its own
     under the mask; of an earlier rank's the first half, seen by all queries; all of a later rank's, seen by
@@ -73,31 +76,44 @@ def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
     return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
+# `hop`: Works of ring_start(k, v). meanwhile() is called before the last block: what it sends has that block
+# to hide behind.
+
+def ring_start(axis: Axis, k: torch.Tensor, v: torch.Tensor) -> Works:
+    return axis.shift(k.contiguous(), v.contiguous())
+
+
 def ring_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, k: torch.Tensor,
-                 v: torch.Tensor, causal: bool, scale: float) -> Result:
+                 v: torch.Tensor, causal: bool, scale: float, hop: Works | None = None,
+                 meanwhile: Callable = nothing) -> Result:
     assert causal  # meeting_parts() knows no other
-    T = q.shape[1]
-    kv: Any = [k.contiguous(), v.contiguous()]
+    T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
+    hop = hop or ring_start(axis, *kv)
     for step in range(axis.size):
-        hop = axis.shift(*kv) if step < axis.size - 1 else None  # meanwhile the next block travels
+        if step == axis.size - 1:
+            meanwhile()
+        if step > 0:
+            kv = hop.wait()
+            hop = axis.shift(*kv) if step < axis.size - 1 else hop  # the next block travels beside this one
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         out_, lse_ = attention.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
         if step == 0:
             out, lse = out_.float(), lse_
         else:
             merge(out[:, queries], lse[..., queries], out_, lse_)
-        kv = hop and hop.wait()
     return out.to(q.dtype), lse
 
 
 def ring_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                  v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
-                  scale: float) -> Gradients:
+                  v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
+                  hop: Works | None = None, meanwhile: Callable = nothing) -> Gradients:
     # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
     assert causal
-    T, hop = q.shape[1], axis.shift(k.contiguous(), v.contiguous())
+    T, hop = q.shape[1], hop or ring_start(axis, k, v)
     dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
     for step in range(1, axis.size + 1):
+        if step == axis.size:
+            meanwhile()
         kv = hop.wait() if step < axis.size else (k, v)
         hop = axis.shift(*kv) if step < axis.size - 1 else hop
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
@@ -162,8 +178,9 @@ def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Cal
         return attention
     if kind == "ring":
         pair = partial(ring_forward, attention, axis, merge), partial(ring_backward, attention, axis)
-        heads = 1
+        heads, start = 1, partial(ring_start, axis)
     else:
         pair = partial(ulysses_forward, attention, axis), partial(ulysses_backward, attention, axis)
-        heads = axis.size
-    return Attention(attention.name, *pair, heads=heads, label=f"{kind} of {axis.size}, {attention.label}")
+        heads, start = axis.size, None
+    label = f"{kind} of {axis.size}, {attention.label}"
+    return Attention(attention.name, *pair, heads=heads, label=label, start=start)

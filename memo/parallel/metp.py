@@ -12,7 +12,9 @@ While one lot is used the next is on its way. Every matrix here is what a rank h
 fp32 in a fixed order. Source: METP (FITEE 2400602), algorithms 1 to 6.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -235,13 +237,30 @@ class Broadcasts:
         return here, works
 
 
+class Ahead:
+    """Iterating gives the items of an iterator; prepare() makes the next one before its turn."""
+
+    def __init__(self, items: Iterator) -> None:
+        self.items, self.ready = items, deque[Any]()
+
+    def prepare(self) -> None:
+        self.ready.extend(islice(self.items, 1))
+
+    def __iter__(self) -> Iterator:
+        self.prepare()
+        while self.ready:
+            yield self.ready.popleft()
+            if not self.ready:
+                self.prepare()
+
+
 class Reductions:
     """The way home of the gradients of groups of heads: to the rank that holds the group's parameters, whose
     gradients `dw` they are added to. One group's are on their way while the next one's are computed."""
 
     def __init__(self, axis: Axis, dw: SimpleNamespace, D: int) -> None:
         self.axis, self.dw, self.D = axis, dw, D
-        self.under_way: list[tuple[Works, torch.Tensor | None]] = []
+        self.under_way: list[tuple[Heads, Works, torch.Tensor | None]] = []
 
     def places(self, group: Heads, matrices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """{name: fp32 tensor to add the group's gradient to}."""
@@ -249,17 +268,22 @@ class Reductions:
             return {name: torch.zeros_like(m, dtype=torch.float32) for name, m in matrices.items()}
         return {name: group.own_columns(getattr(self.dw, name), name, self.D) for name in matrices}
 
-    def start(self, group: Heads, gradients: dict[str, torch.Tensor]) -> None:
-        """Sends what places() has given, where there are other ranks."""
-        self.finish()
-        for name, gradient in gradients.items() if self.axis.size > 1 else ():
+    def start(self, group: Heads, places: dict[str, torch.Tensor], *names: str) -> None:
+        """Takes these gradients, where there are such, out of `places`, and sends them where there are other
+        ranks."""
+        for name in names:
+            gradient = places.pop(name, None)
+            if gradient is None or self.axis.size == 1:
+                continue
             for rank, share, own in group.shares(gradient, getattr(self.dw, name), name, self.D):
                 work = self.axis.start_reduce(share, rank)
-                self.under_way.append((work, own if rank == self.axis.rank else None))
+                self.under_way.append((group, work, own if rank == self.axis.rank else None))
 
-    def finish(self) -> None:
-        for work, own in self.under_way:
-            total: Any = work.wait()
-            if own is not None:
-                own += total
-        self.under_way = []
+    def finish(self, but: Heads | None = None) -> None:
+        """Waits for all gradients but those of group `but`."""
+        for group, work, own in self.under_way:
+            if group is not but:
+                total: Any = work.wait()
+                if own is not None:
+                    own += total
+        self.under_way = [message for message in self.under_way if message[0] is but]
