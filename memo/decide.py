@@ -12,7 +12,7 @@ from memo.config import Config
 from memo.estimate.step_seconds import UnitRates, compute_seconds, swap_s
 from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
 from memo.subsequences import subsequence_lengths
-from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan, place_rows, placed, swaps_layers
+from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan, place_rows, placed, rests, swaps_layers
 from memo.swap.placement import Placement
 
 GAPS = 32  # one part in so many of the device's memory is lost to gaps between the allocator's blocks
@@ -95,6 +95,8 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
     frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
     alone bounds the two.
     """
+    if rests(cfg) and not room.cpu:
+        return replace(problem, device_bytes=room.spare_bytes)
     if not (swaps_layers(cfg) and cfg.finds_alpha):
         return problem
     p, units = problem.placement, problem.placement.n_units

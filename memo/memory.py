@@ -45,7 +45,7 @@ from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
 from memo.subsequences import subsequences_line, unit_rows
-from memo.swap.alpha import OutOfHostMemory, swaps_layers, what_set_it
+from memo.swap.alpha import OutOfHostMemory, rests, swaps_layers, what_set_it
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
 from memo.swap.streams import Streams
@@ -100,16 +100,17 @@ def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
 
 
 def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
-    """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha.
-    Errors: ConfigError where not even two buffers fit at alpha = 0."""
-    if not gpu_decides(cfg, model.device):
+    """The Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for one.
+    Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
+    finds = gpu_decides(cfg, model.device)
+    if not finds and not rests(cfg):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
     assert layer is not None  # on a GPU it is measured
     spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
     least = problem_of(cfg, model.dtype.itemsize, None, Room(0)).least_device_bytes
-    if spare < least:
+    if finds and spare < least:
         free -= total // GAPS
         longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
                       cfg.block_size * max(0, free - head) // least)

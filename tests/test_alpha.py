@@ -1,13 +1,19 @@
 """The alpha program against brute force, a greedy knapsack and the paper's Tables 4 and 5."""
 
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from memo.layer import gpt_layer, groups_of
+from memo.config import Config
+from memo.decide import Rates, Room, place_whole, problem_of, ways_of_keys
+from memo.estimate.step_seconds import compute_seconds, swap_s
+from memo.layer import gpt_layer, groups_of, tensors_of
+from memo.profiler import MeasuredUnit
+from memo.subsequences import unit_rows
 from memo.swap.alpha import (
     AlphaProblem,
     OutOfHostMemory,
@@ -15,6 +21,7 @@ from memo.swap.alpha import (
     largest_block_size,
     paper,
     per_tensor,
+    placed,
     plan,
     rows,
 )
@@ -266,3 +273,70 @@ def test_the_plan_of_rounded_fractions_is_what_is_copied():
     rounded = plan(p, {n: (rows(f, N, N // 8) / N,) for n, (f,) in chosen.fractions.items()})
     assert rounded.alpha == 0.75 and rounded.host_bytes == 30 * (p.always_bytes + p.others_bytes * 3 // 4)
     assert rounded.host_bytes < chosen.host_bytes
+
+
+# --- several subsequences ---
+
+CFG = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=4096, subsequences=4,
+             alpha_mode="paper")
+ITEMSIZE = 4
+
+
+def rates_of(cfg, rate, backward=2.0, recompute=0.5):
+    """Rates whose units take a second for each 1,024 own rows, and for their share of attention, as much
+    again in the last one; copies at `rate`, in units of what a layer's rows need beside its forward."""
+    cuts, units, before = unit_rows(cfg, 1, cfg.block_size)["cuts"], [], 0
+    tensors = tensors_of(cfg, ITEMSIZE)
+    nbytes = {g: sum(tensors[n].nbytes for n in names) for g, names in groups_of(tensors).items()}
+    for n in cuts or (cfg.block_size,):
+        forward_s = n / 1024 * (1 + (before + n / 2) / cfg.block_size)
+        others = {g: recompute * n / 1024 * b / sum(nbytes.values()) for g, b in nbytes.items()}
+        units.append(MeasuredUnit(n, forward_s, backward * forward_s, n / 4096, forward_s - n / 2048, others))
+        before += n
+    forward_s = sum(unit.forward_s for unit in units)
+    speed = rate * sum(t.nbytes for t in tensors.values()) / forward_s
+    groups = {g: sum(unit.groups_s[g] for unit in units) for g in nbytes}
+    return Rates(forward_s, backward * forward_s, groups, speed, speed, None, tuple(units))
+
+
+def step_of(placement, tensors, rates):
+    """(seconds, of which waiting)."""
+    forward, backward, stall = swap_s(placement, tensors, compute_seconds(placement, rates.units),
+                                      rates.offload_bytes_per_s)
+    return forward + backward, stall
+
+
+def best_of_all(cfg, rates, host_bytes):
+    """The fewest seconds over all fates: each subsequence's alpha in quarters, keys copied or made, where no
+    copy stalls that would not with alpha = 0."""
+    tensors, best = tensors_of(cfg, ITEMSIZE), inf
+    p = placed(cfg, 2, cfg.block_size, {})
+    for keys in {p.keys, "made"} if p.keys == "copied" else {p.keys}:
+        for quarters in product(range(5), repeat=len(p.cuts)):
+            kept = {name: tuple(n * q // 4 for n, q in zip(p.cuts, quarters, strict=True)) if t.group
+                    else cfg.block_size for name, t in tensors.items()}
+            one = replace(p, keys=keys, kept=kept)
+            if one.host_bytes(tensors) > host_bytes:
+                continue
+            seconds, stall = step_of(one, tensors, rates)
+            if not any(quarters):
+                least = stall  # product() gives this one first
+            if stall <= least + 1e-9:
+                best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("rate", [0.7, 1.1, 1.5, 5.0])
+@pytest.mark.parametrize("keys", [{}, dict(subsequence_cut="flops"), dict(unit_order="subsequence"),
+                                  dict(n_layer=4, subsequences=2)], ids=str)
+def test_the_program_is_as_good_as_the_best_of_all_fates(keys, rate):
+    cfg = replace(CFG, **keys)
+    rates, tensors = rates_of(cfg, rate), tensors_of(cfg, ITEMSIZE)
+    whole = sum(t.nbytes for t in tensors.values()) * cfg.n_layer
+    for host in (whole, whole // 3):
+        problems = [problem_of(cfg, ITEMSIZE, rates, Room(host), way) for way in ways_of_keys(cfg)]
+        placement, plan = place_whole(cfg, problems, rates)
+        got, best = step_of(placement, tensors, rates)[0], best_of_all(cfg, rates, host)
+        print(keys, rate, host, plan.alphas, placement.keys, got, best)
+        assert placement.host_bytes(tensors) <= host
+        assert got <= best * 1.02

@@ -73,6 +73,11 @@ class AlphaProblem:
         apart = self.placement.apart
         return sum(t.nbytes for name, t in self.tensors.items() if not t.group and not apart(name))
 
+    @property
+    def all_bytes(self) -> int:
+        """Of one layer, keys and values that lie apart left out."""
+        return self.always_bytes + self.others_bytes
+
     # --- units ---
 
     @cached_property
@@ -316,6 +321,30 @@ def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: 
     return replace(chosen, binds=None)
 
 
+def rests(cfg: Config) -> bool:
+    """Whether rows whose copies do not hide stay on the device, as far as that has room."""
+    return cfg.activation == "swap" and cfg.subsequences > 1
+
+
+def resting(problem: AlphaProblem) -> Rows:
+    """With recompute forbidden, Placement.stays: of each tensor but x the rows beyond what the link carries
+    while the next unit computes; fewer, in the same proportion, where the device has less room. Source: SPPO
+    5.2, whose alpha_i A_i is what travels of subsequence i."""
+    p, x = problem.placement, problem.nbytes[INPUT]
+    room, whole = problem.device_bytes - p.device_bytes(problem.tensors, problem.dealt), problem.all_bytes
+    idle = [(1 - a) * problem.others_bytes / (whole - x) for a in problem.overlap]
+    parts = [min(part, 1.0) if c else 0.0 for part, c in zip(idle, problem.swapped, strict=True)]
+    needs = sum(c * n * part for c, n, part in zip(problem.swapped, problem.parts, parts, strict=True))
+    needs *= whole - x
+    if not needs or room <= 0:
+        return {}
+    if needs <= room:
+        stay = tuple(ceil(part * n) for part, n in zip(parts, problem.cuts, strict=True))
+    else:
+        stay = tuple(int(part * n * room / needs) for part, n in zip(parts, problem.cuts, strict=True))
+    return {name: stay for name in problem.tensors if name != INPUT and not p.apart(name)}
+
+
 def out_of_host_memory(problem: AlphaProblem, what: str, needed: int, remedy: str) -> OutOfHostMemory:
     need, have = needed / 2**30, problem.host_bytes / 2**30
     return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.n_swapped} swapped "
@@ -385,4 +414,5 @@ def place_rows(cfg: Config, problem: AlphaProblem,
                                     for name, kept in by_unit.items()}), binds=chosen.binds)
     kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
                   for name in problem.tensors}
-    return replace(problem.placement, kept=kept, input_only=chosen.input_only), chosen
+    stays = resting(problem) if rests(cfg) and problem.device_bytes < inf else {}
+    return replace(problem.placement, kept=kept, input_only=chosen.input_only, stays=stays), chosen
