@@ -221,8 +221,8 @@ def placements(cfg):
     buffers."""
     L, N = cfg.n_layer, cfg.block_size
     problem = problem_of(cfg, 2, None, Room(2**60))
-    made = {a: place_rows(replace(cfg, activation=a), problem, N)[0] for a in ("keep", "recompute", "swap")}
-    made |= {f"alpha {a}": place_rows(replace(cfg, alpha=a), problem, N)[0] for a in (0.0, 0.5)}
+    made = {a: place_rows(replace(cfg, activation=a), problem)[0] for a in ("keep", "recompute", "swap")}
+    made |= {f"alpha {a}": place_rows(replace(cfg, alpha=a), problem)[0] for a in (0.0, 0.5)}
     half = made["alpha 0.5"].kept
     finer = {name: N * (i % 4) // 4 if name in problem.others else N for i, name in enumerate(half)}
     # one group with their output

@@ -295,10 +295,10 @@ def cpu(rounds):
     host, took, again = Axis("host"), {"today": [], "metp": []}, []
     for _ in range(rounds):
         for name, model in models.items():
-            rates = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
-            took[name].append(rates[0] + rates[1])
+            [unit], _ = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
+            took[name].append(unit.forward_s + unit.backward_s)
             if name == "today":
-                again.append(sum(s for group, s in rates[2].items() if group != "mid"))
+                again.append(sum(s for group, s in unit.groups_s.items() if group != "mid"))
     today, metp_s, again_s = (statistics.median(x) for x in (took["today"], took["metp"], again))
     print(f"one process, h={h}, S={S}: a layer's forward and backward {today:.3f} s; METP with 8 groups of "
           f"heads {metp_s:.3f} s, of which {again_s:.3f} s make q, k, v and the inside of the MLP again: the "

@@ -108,7 +108,7 @@ def measure(bench, bytes_per_s, rounds):
     """Rows of one rate: every alpha on the grid and both choices, taking turns."""
     bench.rate(bytes_per_s)
     nothing = problem_of(CFG, 4, None, Room(2**50, cpu=True))
-    cases = {f"{a:.3f}": (a, place_rows(replace(CFG, alpha=a), nothing, CFG.block_size)[0]) for a in GRID}
+    cases = {f"{a:.3f}": (a, place_rows(replace(CFG, alpha=a), nothing)[0]) for a in GRID}
     limits = {}
     for mode in ("paper", "per_tensor"):
         d = bench.chosen(mode)

@@ -3,22 +3,27 @@ estimate what it models. No torch. Source: MEMO 4.1.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import inf
+from typing import Any
 
 from memo.config import Config
-from memo.layer import KEYS_VALUES, groups_of, keys_dealt, n_rows, tensors_of
+from memo.estimate.step_seconds import UnitRates, compute_seconds, swap_s
+from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
 from memo.subsequences import subsequence_lengths
-from memo.swap.alpha import AlphaProblem, SwapPlan, place_rows, placed, swaps_layers
+from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan, place_rows, placed, rests, swaps_layers
 from memo.swap.placement import Placement
 
 GAPS = 32  # one part in so many of the device's memory is lost to gaps between the allocator's blocks
+STALL = 1e-6  # of a step's seconds: waiting that does not count
+HALVINGS = 6  # of the rate that alpha is found with, where copies do not hide
 SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its buffers is kept free
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds are of one layer at the run's shape, all rows."""
+    """Seconds are of one layer at the run's shape, all rows. `units`: of each of several subsequences."""
 
     forward_s: float
     backward_s: float
@@ -26,6 +31,14 @@ class Rates:
     offload_bytes_per_s: float  # device to host and host to device, while both are busy
     prefetch_bytes_per_s: float
     transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None: not known
+    units: tuple[UnitRates, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For plan.json, measured ones."""
+        return {name: value for name, value in asdict(self).items() if name != "units" or value}
+
+
+Placed = tuple[Placement, SwapPlan | None]
 
 
 @dataclass(frozen=True)
@@ -54,26 +67,27 @@ class Decision:
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> AlphaProblem:
+def ways_of_keys(cfg: Config) -> tuple[str, ...]:
+    """What may become of keys and values that give way to the next layer's, see Placement: by the mode, the
+    first that does where the others do as well."""
+    several = len(subsequence_lengths(cfg)) > 1 and cfg.unit_order == "layer"
+    return ("copied", "made") if several and swaps_layers(cfg) else ("copied",)
+
+
+def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room,
+               keys: str = "copied") -> AlphaProblem:
     """The alpha program's problem with two buffers; without rates every copy hides."""
-    seconds, rate = (rates.forward_s, rates.offload_bytes_per_s) if rates else (inf, 1.0)
+    N, rate = len(subsequence_lengths(cfg)), rates.offload_bytes_per_s if rates else 1.0
+    seconds = (inf,) * N
     if not room.cpu and not cfg.pin_memory:
-        seconds = 0.0  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
-    N = len(subsequence_lengths(cfg))  # units share a layer's bytes and seconds equally, on average
-    travelling = tensors = tensors_of(cfg, itemsize)
-    if N > 1 and cfg.unit_order == "subsequence":  # keys and values stay on the device
-        travelling = {name: t for name, t in tensors.items() if name not in KEYS_VALUES}
-    units = {name: replace(t, nbytes=t.nbytes // N) for name, t in travelling.items()}
-    problem = AlphaProblem(units, cfg.n_layer * N, seconds / N, rate, room.host_bytes)
-    if N == 1:
-        return problem
-    nothing = {name: 0 if t.group else n_rows(cfg) for name, t in tensors.items()}
-    least, most = (placed(cfg, 2, n_rows(cfg), kept).device_bytes(tensors, keys_dealt(cfg))
-                   for kept in (nothing, None))
-    return replace(problem, taken=(least, most))
+        seconds = (0.0,) * N  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
+    elif rates:
+        seconds = tuple(unit.forward_s for unit in rates.units) if N > 1 else (rates.forward_s,)
+    return AlphaProblem(placed(cfg, 2, n_rows(cfg), keys=keys), tensors_of(cfg, itemsize), seconds, rate,
+                        room.host_bytes, dealt=keys_dealt(cfg))
 
 
-def with_buffers(cfg: Config, itemsize: int, problem: AlphaProblem, room: Room) -> AlphaProblem:
+def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem:
     """The problem with as many buffers as there is room for, where that is for memo to find.
 
     A buffer more is a unit less to swap: where more than two fit whole, up to one a unit, they are taken;
@@ -81,24 +95,80 @@ def with_buffers(cfg: Config, itemsize: int, problem: AlphaProblem, room: Room) 
     frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
     alone bounds the two.
     """
+    if rests(cfg) and not room.cpu:
+        return replace(problem, device_bytes=room.spare_bytes)
     if not (swaps_layers(cfg) and cfg.finds_alpha):
         return problem
-    tensors, units = tensors_of(cfg, itemsize), problem.n_layer
+    p, units = problem.placement, problem.placement.n_units
+
+    def of(n: int) -> Placement:
+        return placed(cfg, n, p.n_rows, keys=p.keys)
 
     def fits(n: int) -> bool:
-        return placed(cfg, n, n_rows(cfg)).device_bytes(tensors, keys_dealt(cfg)) <= room.spare_bytes
+        return of(n).device_bytes(problem.tensors, problem.dealt) <= room.spare_bytes
     if fits(units):
-        return replace(problem, n_buffers=units)
+        return replace(problem, placement=of(units))
     if room.cpu or cfg.alpha_mode == "paper" or not fits(3):
         return replace(problem, device_bytes=inf if room.cpu else room.spare_bytes)
-    return replace(problem, n_buffers=2 + bisect_left(range(3, units), True, key=lambda n: not fits(n)))
+    n = 2 + bisect_left(range(3, units), True, key=lambda n: not fits(n))
+    return replace(problem, placement=of(n))
 
 
-def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> tuple[Placement, SwapPlan | None]:
+def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | None) -> Placed:
+    """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; of the first
+    that leaves more than their input to all units where there are no rates, or alpha is given. Errors:
+    OutOfHostMemory where none fits."""
+    costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problems[0].tensors), 1.0)
+    judged, last = [], None
+    for problem in problems:
+        try:
+            if rates and rates.units and cfg.finds_alpha and problem.n_swapped:
+                judged.append(hidden(cfg, problem, rates))
+            else:
+                placement, plan = place_rows(cfg, problem, costs)
+                judged.append((placement.input_only, placement, plan))
+        except OutOfHostMemory as e:
+            last = e
+    if not judged:
+        assert last is not None  # there is a problem
+        raise last
+    _, placement, plan = min(judged, key=lambda found: found[0])
+    return placement, plan
+
+
+def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Placed:
     """Errors: OutOfHostMemory, before anything is allocated."""
-    problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, rates, room), room)
-    costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
-    return place_rows(cfg, problem, n_rows(cfg), costs)
+    return place_whole(cfg, [with_buffers(cfg, problem_of(cfg, itemsize, rates, room, keys), room)
+                             for keys in ways_of_keys(cfg)], rates)
+
+
+def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:
+    """(seconds of all layers, Placement, SwapPlan) with the most rows whose copies hide, as the schedule's
+    simulator sees it: where the program's copies hold the computing up, as those of keys or of the backward
+    may, the rate that it counts on is a part of the real one, found by bisection."""
+    rate = min(rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)
+
+    def of(part: float) -> tuple[float, float, Placement, SwapPlan | None]:
+        less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
+        placement, plan = place_rows(cfg, less, rates.recompute_s)
+        forward, backward, stall = swap_s(placement, problem.tensors,
+                                          compute_seconds(placement, rates.units), rate)
+        return forward + backward, stall, placement, plan
+    best = of(1.0)
+    if best[1] <= STALL * best[0]:
+        return best[0], *best[2:]
+    least = of(0.0)
+    most = least[1] + STALL * least[0]  # with alpha = 0 that cannot be helped
+    if best[1] > most:
+        best, low, high = least, 0.0, 1.0
+        for _ in range(HALVINGS):
+            part = (low + high) / 2
+            found = of(part)
+            if found[1] <= most:
+                best, low = found, part
+            else:
+                high = part
+    return best[0], *best[2:]
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:

@@ -296,7 +296,8 @@ def head_groups(cfg: "Config") -> int:
     if cfg.head_groups != "auto":
         return cfg.head_groups
     possible = possible_groups(cfg.n_head, cfg.kv_heads, cfg.tp)
-    least, elements = max(cfg.tp, min(2 * cfg.tp, cfg.kv_heads)), n_rows(cfg) * cfg.n_head * cfg.head_width
+    least = max(cfg.tp, min(2 * cfg.tp, cfg.kv_heads))
+    elements = n_rows(cfg) // cfg.subsequences * cfg.n_head * cfg.head_width  # of a unit
     return next((n for n in possible if n >= least and elements // n <= METP_ELEMENTS), possible[-1])
 
 

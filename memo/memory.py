@@ -17,8 +17,10 @@ from memo.decide import (
     Rates,
     Room,
     decide,
+    place_whole,
     problem_of,
     spare_bytes,
+    ways_of_keys,
     with_buffers,
 )
 from memo.device import device_name, free_bytes, settle
@@ -37,13 +39,13 @@ from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
 from memo.formulas import parameters, percent
 from memo.launch import Launch
-from memo.layer import groups_of, n_rows
+from memo.layer import n_rows
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
 from memo.subsequences import subsequences_line, unit_rows
-from memo.swap.alpha import OutOfHostMemory, place_rows, swaps_layers, what_set_it
+from memo.swap.alpha import OutOfHostMemory, rests, swaps_layers, what_set_it
 from memo.swap.placement import Placement
 from memo.swap.slab import host_bytes
 from memo.swap.streams import Streams
@@ -83,8 +85,9 @@ def check_memory(cfg: Config, device: torch.device, dtype: torch.dtype, limit: i
                           "run to run, and so would the rows that are recomputed); try --alpha=0.5 or "
                           "--activation=keep")
     if swaps_layers(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
-        problem = problem_of(cfg, dtype.itemsize, None, Room(limit, cpu=device.type == "cpu"))
-        place_rows(cfg, problem, n_rows(cfg), dict.fromkeys(groups_of(problem.tensors), 1.0))
+        room = Room(limit, cpu=device.type == "cpu")
+        ways = [problem_of(cfg, dtype.itemsize, None, room, keys) for keys in ways_of_keys(cfg)]
+        place_whole(cfg, ways, None)
 
 
 def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
@@ -97,16 +100,17 @@ def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
 
 
 def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
-    """The Room of the fullest GPU beside one layer's transients; without a bound where the user fixed alpha.
-    Errors: ConfigError where not even two buffers fit at alpha = 0."""
-    if not gpu_decides(cfg, model.device):
+    """The Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for one.
+    Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
+    finds = gpu_decides(cfg, model.device)
+    if not finds and not rests(cfg):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
     assert layer is not None  # on a GPU it is measured
     spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
     least = problem_of(cfg, model.dtype.itemsize, None, Room(0)).least_device_bytes
-    if spare < least:
+    if finds and spare < least:
         free -= total // GAPS
         longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
                       cfg.block_size * max(0, free - head) // least)
@@ -128,8 +132,8 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free
     room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
-    problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, None, room), room)
-    all_fit = cpu and problem.n_buffers == problem.n_layer
+    problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room)
+    all_fit = cpu and not problem.n_swapped
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         # one buffer, in which the layer's units take turns, and no row that outlives any
@@ -235,10 +239,11 @@ def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) 
     lines = []
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     if plan:
-        lines.append(f"alpha       {what_set_it(cfg, plan, p.n_swapped)}")
+        lines.append(f"alpha       {what_set_it(cfg, plan, p)}")
     if decision.alpha is not None and rates is not None:
         if p.input_only:
-            lines.append(f"            {p.input_only} of {p.n_swapped} swapped layers keep only their input")
+            swapped = f"{p.n_swapped} swapped {p.what}"
+            lines.append(f"            {p.input_only} of {swapped} keep only their input")
         ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
         speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
         lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; "
@@ -260,6 +265,6 @@ def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line]
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
                 placement=decision.placement.as_dict(), device_bytes=model.swap.device_bytes,
                 host_bytes=model.swap.host_bytes,
-                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and asdict(decision.rates),
+                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and decision.rates.as_dict(),
                 regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])

@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -35,7 +36,7 @@ from memo.device import pick_device, synchronize
 from memo.estimate.calibrate import calibrate
 from memo.estimate.hardware import calibration_path
 from memo.launch import read_launch
-from memo.layer import groups_of
+from memo.layer import ATTENTION, groups_of
 from memo.parallel.mesh import ALONE, Axis, connected, open_mesh
 from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab
@@ -61,10 +62,28 @@ def least_seconds(device: torch.device, call: Callable, before: Callable = lambd
     return best
 
 
+@dataclass(frozen=True)
+class MeasuredUnit:
+    """A UnitRates, see memo/estimate/step_seconds.py, that was measured. `groups_s`: {group of the layer:
+    seconds to rebuild all of the unit's rows}."""
+
+    rows: int
+    forward_s: float
+    backward_s: float
+    sweep_s: float
+    attention_s: float
+    groups_s: dict[str, float]
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
+        groups = sum(parts.get(group, 0.0) * seconds for group, seconds in self.groups_s.items())
+        return groups + (self.attention_s if ATTENTION in parts else 0.0)
+
+
 def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, device: torch.device,
-               host: Axis) -> tuple[float, float, dict[str, float]]:
-    """(forward_s, backward_s, recompute_s) of `block` at subsequence i, in the buffer of the first layer's
-    unit; those of the subsequences before have run."""
+               host: Axis) -> MeasuredUnit:
+    """Of `block` at subsequence i, in the buffer of the first layer's unit; those of the subsequences before
+    have run."""
     s, y = swap.units[0, i], swap.between[1][i]
     generator = torch.Generator(device).manual_seed(i)
 
@@ -83,24 +102,26 @@ def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, devi
     launches_s = recompute_s(())
     groups_s = {name: max(0.0, recompute_s(tensors) - launches_s)
                 for name, tensors in groups_of(swap.tensors).items()}
+    attention_s = sweep_s = 0.0
+    if swap.placement.several:
+        attention_s = max(0.0, recompute_s((ATTENTION,)) - launches_s)
+        sweep_s = least_seconds(device, partial(block.sweep, s, s.x, turn), host=host)
     backward()
-    return forward_s, least_seconds(device, backward, before=refill, host=host), groups_s
+    backward_s = least_seconds(device, backward, before=refill, host=host)
+    return MeasuredUnit(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
 
 
 def layer_rates(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
-                host: Axis) -> tuple[float, float, dict[str, float], int | None]:
-    """(forward_s, backward_s, recompute_s, transient_bytes) of `block`: seconds of all units together.
-    `turns`: rotations of each subsequence."""
+                host: Axis) -> tuple[list[MeasuredUnit], int | None]:
+    """(units, transient_bytes) of `block`. `turns`: rotations of each subsequence."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    forward, backward, groups = zip(*(unit_rates(block, swap, i, turn, device, host)
-                                      for i, turn in enumerate(turns)), strict=True)
+    units = [unit_rates(block, swap, i, turn, device, host) for i, turn in enumerate(turns)]
     transient = None
     if device.type == "cuda":
         transient = int(*host.max(torch.cuda.max_memory_allocated(device) - before))
-    groups_s = {name: sum(seconds[name] for seconds in groups) for name in groups[0]}
-    return sum(forward), sum(backward), groups_s, transient
+    return units, transient
 
 
 def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, float]:
@@ -134,9 +155,12 @@ def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], devi
     decide alike."""
     synchronize(device)
     swap.streams.timeline.take()
-    forward_s, backward_s, recompute_s, transient = layer_rates(block, swap, turns, device, host)
+    units, transient = layer_rates(block, swap, turns, device, host)
     offload, prefetch = host.max(*(-rate for rate in copy_rates(swap, device, pin)))  # of the slowest
-    return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient)
+    forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
+    recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
+    return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,
+                 tuple(units) if len(units) > 1 else ())
 
 
 def main(argv: list[str]) -> None:

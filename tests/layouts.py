@@ -1,13 +1,16 @@
 """What the tests of several ranks share: models in a layout, and their gradients put together."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from memo import memory
-from memo.layer import n_rows, tensors_of
+from memo.decide import Room, problem_of
+from memo.layer import tensors_of
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena
-from memo.swap.alpha import AlphaProblem, place_rows
+from memo.swap.alpha import place_rows
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, step
@@ -29,8 +32,10 @@ def build(cfg, mesh, dtype=torch.float32):
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))
     tensors = tensors_of(cfg, dtype.itemsize)
     hidden = 0.6 if cfg.finds_alpha else 1.0
-    p = AlphaProblem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
-    placement, _ = place_rows(cfg, p, n_rows(cfg), costs_of(tensors))
+    p = problem_of(cfg, dtype.itemsize, None, Room(10**12, cpu=True))
+    layer = hidden * sum(t.nbytes for t in tensors.values())
+    p = replace(p, forward_s=tuple(layer * part for part in p.parts), offload_bytes_per_s=1.0)
+    placement, _ = place_rows(cfg, p, costs_of(tensors))
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
     return model, optimizer
 

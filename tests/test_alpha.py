@@ -1,13 +1,19 @@
 """The alpha program against brute force, a greedy knapsack and the paper's Tables 4 and 5."""
 
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from memo.layer import gpt_layer, groups_of
+from memo.config import Config
+from memo.decide import Rates, Room, place_whole, problem_of, ways_of_keys
+from memo.estimate.step_seconds import compute_seconds, swap_s
+from memo.layer import gpt_layer, groups_of, tensors_of
+from memo.profiler import MeasuredUnit
+from memo.subsequences import unit_rows
 from memo.swap.alpha import (
     AlphaProblem,
     OutOfHostMemory,
@@ -15,9 +21,11 @@ from memo.swap.alpha import (
     largest_block_size,
     paper,
     per_tensor,
+    placed,
     plan,
     rows,
 )
+from memo.swap.placement import Placement
 from testing.paper import PAPER
 
 # half of the 2 TB is lost to blocks rounded up to powers of two
@@ -34,28 +42,33 @@ def skeletal(B, T, C, H, itemsize, tp=1):
     return gpt_layer(C, H).tensors(B, T, itemsize, tp)
 
 
+def problem(tensors, n_layer, forward_s, rate, host_bytes):
+    """The AlphaProblem of one subsequence in two buffers."""
+    return AlphaProblem(Placement(n_layer, 2, tensors["x"].shape[0]), tensors, (forward_s,), rate, host_bytes)
+
+
 def instances(n=300, seed=0, lacking=0.2):
     """Random problems and their generator. Each limit, as an alpha, is uniform in [-lacking, 1 + lacking]."""
     rng = np.random.default_rng(seed)
     for _ in range(n):
-        tp, H = 2 ** rng.integers(0, 3), 4 * rng.integers(1, 9)
-        tensors = skeletal(rng.integers(1, 4), 64 * rng.integers(1, 5000), H * 64, H,
-                           rng.choice([2, 4]), tp=tp)
+        tp, H = 2 ** int(rng.integers(0, 3)), 4 * int(rng.integers(1, 9))
+        tensors = skeletal(int(rng.integers(1, 4)), 64 * int(rng.integers(1, 5000)), H * 64, H,
+                           int(rng.choice([2, 4])), tp=tp)
         tensors = {name: replace(t, nbytes=int(t.nbytes)) for name, t in tensors.items()}
-        p = AlphaProblem(tensors, int(rng.integers(3, 90)), 1.0, 1.0, 1)
+        p = problem(tensors, int(rng.integers(3, 90)), 1.0, 1.0, 1)
         forward_s, host = p.always_bytes + p.others_bytes * rng.uniform(-lacking, 1 + lacking, 2)
-        yield AlphaProblem(tensors, p.n_layer, max(forward_s, 0) / 3e9, 3e9,
-                           int(max(0, host) * p.swapped_layers)), rng
+        yield replace(p, forward_s=(max(forward_s, 0) / 3e9,), offload_bytes_per_s=3e9,
+                      host_bytes=int(max(0, host) * p.n_swapped)), rng
 
 
 def copied(p, fractions):
     """Bytes of one layer, tensor by tensor."""
-    return sum(b * fractions.get(name, 1) for name, b in p.nbytes.items())
+    return sum(b * fractions.get(name, (1,))[0] for name, b in p.nbytes.items())
 
 
 def under_limits(p, fractions, slack=0.0):
     layer = copied(p, fractions) * (1 - slack)
-    return (layer / p.offload_bytes_per_s <= p.forward_s) & ((p.n_layer - 2) * layer <= p.host_bytes)
+    return (layer / p.offload_bytes_per_s <= p.forward_s[0]) & (p.n_swapped * layer <= p.host_bytes)
 
 
 def test_the_groups_are_the_others():
@@ -67,9 +80,9 @@ def test_closed_form_against_brute_force():
     grid = np.linspace(0, 1, 2001)
     over = 0
     for p, _ in instances():
-        allowed = grid[under_limits(p, dict.fromkeys(OTHERS, grid))]
+        allowed = grid[under_limits(p, dict.fromkeys(OTHERS, (grid,)))]
         got = paper(p)
-        assert all(f == pytest.approx(got.alpha, abs=1e-12) for f in got.fractions.values())
+        assert all(f == (pytest.approx(got.alpha, abs=1e-12),) for f in got.fractions.values())
         if allowed.size:
             assert allowed[-1] - 1e-12 <= got.alpha <= allowed[-1] + grid[1]
             assert under_limits(p, got.fractions, slack=1e-14)
@@ -82,18 +95,18 @@ def test_closed_form_against_brute_force():
 
 def test_the_limits_are_reported_one_by_one():
     tensors = skeletal(1, 4096, 256, 4, 2)
-    p = AlphaProblem(tensors, 12, 1.0, 1.0, 1)
+    p = problem(tensors, 12, 1.0, 1.0, 1)
     always, others, layer = p.always_bytes, p.others_bytes, sum(t.nbytes for t in tensors.values())
 
     def limits(overlap, host):
-        return paper(AlphaProblem(tensors, 12, (always + overlap * others) / 1e9, 1e9,
-                                  10 * always + 10 * others * host))
+        return paper(problem(tensors, 12, (always + overlap * others) / 1e9, 1e9,
+                             10 * always + 10 * others * host))
 
     got = limits(0.78, 1.5)
     assert got.limits == pytest.approx({"overlap": 0.78, "host": 1}) and got.binds == "overlap"
-    assert got.alpha == pytest.approx(0.78) and got.input_only_layers == 0
-    assert got.layer_offload_bytes == int(always + got.alpha * others)
-    assert got.host_bytes == 10 * got.layer_offload_bytes
+    assert got.alpha == pytest.approx(0.78) and got.input_only == 0
+    assert got.layer_bytes == int(always + got.alpha * others)
+    assert got.host_bytes == 10 * got.layer_bytes
     got = limits(0.78, 0.25)
     assert got.limits == pytest.approx({"overlap": 0.78, "host": 0.25}) and got.binds == "host"
     got = limits(1, 1)
@@ -102,14 +115,14 @@ def test_the_limits_are_reported_one_by_one():
     assert got.alpha == 1 and got.limits == {"overlap": 1, "host": 1} and got.binds is None
     got = limits(-0.1, 0.5)  # the copy of x and attn_out does not hide, and is made all the same
     assert got.limits["overlap"] == pytest.approx(-0.1) and got.binds == "overlap" and got.alpha == 0
-    assert got.layer_offload_bytes == always and got.input_only_layers == 0 and got.fits
+    assert got.layer_bytes == always and got.input_only == 0 and got.fits
 
 
 @pytest.mark.parametrize("n_layer", [1, 2])
 def test_the_last_two_layers_are_never_swapped(n_layer):
-    p = AlphaProblem(skeletal(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
+    p = problem(skeletal(1, 4096, 256, 4, 2), n_layer, 0.0, 1.0, 0)
     for got in (paper(p), fixed_alpha(p, 1, 4096), per_tensor(p, dict.fromkeys(GROUPS, 1.0))):
-        assert got.alpha == 1 and got.host_bytes == got.layer_offload_bytes == got.input_only_layers == 0
+        assert got.alpha == 1 and got.host_bytes == got.layer_bytes == got.input_only == 0
         assert got.fits and got.binds is None
     assert largest_block_size(p, 4096, 2) == inf
 
@@ -119,7 +132,7 @@ def most_saved(p, recompute_s):
     saved, size = ([of[g] for g in GROUPS] for of in
                    (recompute_s, {g: sum(p.nbytes[n] for n in names) for g, names in GROUPS.items()}))
     room = [max(0, n - p.always_bytes)
-            for n in (p.forward_s * p.offload_bytes_per_s, p.host_bytes / (p.n_layer - 2))]
+            for n in (p.forward_s[0] * p.offload_bytes_per_s, p.host_bytes / p.n_swapped)]
     scale = max(size)
     got = linprog([-s / max(saved) for s in saved], A_ub=[[n / scale for n in size]] * 2,
                   b_ub=[n / scale for n in room], bounds=(0, 1), method="highs")
@@ -133,47 +146,47 @@ def test_per_tensor_is_the_linear_programs_best_and_never_worse_than_paper():
         recompute_s = dict(zip(GROUPS, 10 ** rng.uniform(-6, -1, len(GROUPS)), strict=True))
         recompute_s["gelu_out"] *= rng.integers(0, 2)
         got, single = per_tensor(p, recompute_s), paper(p)
-        saved, paper_saved = (sum(recompute_s[g] * q.fractions[g] for g in GROUPS) for q in (got, single))
+        saved, paper_saved = (sum(recompute_s[g] * q.fractions[g][0] for g in GROUPS) for q in (got, single))
         assert saved == pytest.approx(most_saved(p, recompute_s), rel=1e-5, abs=1e-12)
         assert saved >= paper_saved * (1 - 1e-6)
         better += saved > 1.05 * paper_saved
-        assert all(0 <= f <= 1 for f in got.fractions.values())
+        assert all(0 <= f[0] <= 1 for f in got.fractions.values())
         assert all(len({got.fractions[n] for n in names}) == 1 for names in GROUPS.values())
         assert got.alpha * p.others_bytes == pytest.approx(copied(p, got.fractions) - p.always_bytes)
         assert got.host_bytes <= p.host_bytes or not got.fits
         assert (got.limits, got.binds) == (single.limits, single.binds)
-        assert got.input_only_layers == single.input_only_layers
+        assert got.input_only == single.input_only
         if min(got.limits.values()) >= 0:
             assert under_limits(p, got.fractions, slack=1e-14)
     assert better > 100
 
 
-def test_input_only_layers_are_the_least_that_fit():
+def test_input_only_are_the_least_that_fit():
     below = oohm = 0
     for p, _ in instances(seed=2, lacking=0.3):
-        x, always, layers = p.nbytes["x"], p.always_bytes, p.n_layer - 2
+        x, always, layers = p.nbytes["x"], p.always_bytes, p.n_swapped
         enough = [n for n in range(layers + 1) if n * x + (layers - n) * always <= p.host_bytes]
         got = paper(p)
         assert got.fits == bool(enough)
-        assert got.input_only_layers == (enough[0] if enough else layers)
+        assert got.input_only == (enough[0] if enough else layers)
         if enough and enough[0]:
             below += 1
             assert got.alpha == 0 and got.limits["host"] < 0
             assert got.host_bytes == enough[0] * x + (layers - enough[0]) * always
         if not enough:
             oohm += 1
-            assert got.host_bytes == layers * x == layers * got.layer_offload_bytes
+            assert got.host_bytes == layers * x == layers * got.layer_bytes
     assert below > 20 and oohm > 20
 
 
 def test_an_alpha_by_hand():
     tensors = skeletal(2, 4096, 256, 4, 2)
     layer = sum(t.nbytes for t in tensors.values())
-    p = AlphaProblem(tensors, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; time does not count
+    p = problem(tensors, 12, 0.0, 1.0, 10 * layer)  # the host holds all to the byte; time does not count
     got = fixed_alpha(p, 1, 4096)
-    assert got.alpha == 1 and got.host_bytes == 10 * layer and got.layer_offload_bytes == layer and got.fits
+    assert got.alpha == 1 and got.host_bytes == 10 * layer and got.layer_bytes == layer and got.fits
     assert fixed_alpha(p, 0, 4096).host_bytes == 10 * p.always_bytes
-    short = AlphaProblem(tensors, 12, 0.0, 1.0, 5 * layer)
+    short = problem(tensors, 12, 0.0, 1.0, 5 * layer)
     with pytest.raises(OutOfHostMemory,
                        match=r"^alpha=1 needs 0\.\d+ GiB .* 10 swapped layers, this rank has 0\.\d+ GiB; "
                              r"the largest alpha that fits is 0\.42\d, "
@@ -184,7 +197,7 @@ def test_an_alpha_by_hand():
     with pytest.raises(OutOfHostMemory):
         fixed_alpha(short, largest + 0.001, 4096)
     with pytest.raises(OutOfHostMemory, match="not even alpha=0 fits; try alpha=auto"):
-        fixed_alpha(AlphaProblem(tensors, 12, 1.0, 1.0, 10 * tensors["x"].nbytes), 0, 4096)
+        fixed_alpha(problem(tensors, 12, 1.0, 1.0, 10 * tensors["x"].nbytes), 0, 4096)
 
 
 @pytest.mark.parametrize("fraction,n,granularity,want", [
@@ -201,12 +214,12 @@ def test_the_largest_block_size_is_the_last_that_fits():
     for _ in range(100):
         cp, n_layer, host = (int(v) for v in rng.integers([1, 3, 2**24], [5, 90, 2**40]))
 
-        def problem(S):
-            return AlphaProblem(skeletal(2, S // cp, 512, 8, 2, tp=2), n_layer, 1.0, 1e9, host)  # noqa: B023
+        def of(S):
+            return problem(skeletal(2, S // cp, 512, 8, 2, tp=2), n_layer, 1.0, 1e9, host)  # noqa: B023
 
-        longest = largest_block_size(problem(2400), 2400, 2 * cp)
+        longest = largest_block_size(of(2400), 2400, 2 * cp)
         assert longest % (2 * cp) == 0
-        assert paper(problem(longest)).fits and not paper(problem(longest + 2 * cp)).fits
+        assert paper(of(longest)).fits and not paper(of(longest + 2 * cp)).fits
 
 
 # The paper's 7B on one node of 8 A800, bf16.
@@ -218,7 +231,7 @@ def paper_problem(table, S, host_bytes=HOST_BYTES):
     flops = 2 * S * 12 * C**2 + 2 * C * S**2
     forward_s = flops / table["gpus"] / (0.62 * PAPER["peak_flops"])
     tensors = skeletal(1, S // cp, C, m["n_head"], 2, tp=tp)
-    return AlphaProblem(tensors, m["n_layer"], forward_s, OFFLOAD_BYTES_PER_S, host_bytes)
+    return problem(tensors, m["n_layer"], forward_s, OFFLOAD_BYTES_PER_S, host_bytes)
 
 
 @pytest.mark.parametrize("S", [196608, 262144])
@@ -244,7 +257,7 @@ def test_what_ran_in_the_paper_fits():
     for S, cell in zip(table["seq_tokens"], table["mfu_percent"]["memo"], strict=True):
         got = paper(paper_problem(table, S))
         assert cell != "oohm"
-        assert got.fits and got.input_only_layers == 0
+        assert got.fits and got.input_only == 0
 
 
 def test_a_slab_of_the_exact_size_swaps_longer_sequences():
@@ -257,6 +270,73 @@ def test_the_plan_of_rounded_fractions_is_what_is_copied():
     p = paper_problem(PAPER["table5"], 196608)
     N = 196608 // PAPER["table5"]["cp"]
     chosen = paper(p)
-    rounded = plan(p, {n: rows(f, N, N // 8) / N for n, f in chosen.fractions.items()})
+    rounded = plan(p, {n: (rows(f, N, N // 8) / N,) for n, (f,) in chosen.fractions.items()})
     assert rounded.alpha == 0.75 and rounded.host_bytes == 30 * (p.always_bytes + p.others_bytes * 3 // 4)
     assert rounded.host_bytes < chosen.host_bytes
+
+
+# --- several subsequences ---
+
+CFG = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=4096, subsequences=4,
+             alpha_mode="paper")
+ITEMSIZE = 4
+
+
+def rates_of(cfg, rate, backward=2.0, recompute=0.5):
+    """Rates whose units take a second for each 1,024 own rows, and for their share of attention, as much
+    again in the last one; copies at `rate`, in units of what a layer's rows need beside its forward."""
+    cuts, units, before = unit_rows(cfg, 1, cfg.block_size)["cuts"], [], 0
+    tensors = tensors_of(cfg, ITEMSIZE)
+    nbytes = {g: sum(tensors[n].nbytes for n in names) for g, names in groups_of(tensors).items()}
+    for n in cuts or (cfg.block_size,):
+        forward_s = n / 1024 * (1 + (before + n / 2) / cfg.block_size)
+        others = {g: recompute * n / 1024 * b / sum(nbytes.values()) for g, b in nbytes.items()}
+        units.append(MeasuredUnit(n, forward_s, backward * forward_s, n / 4096, forward_s - n / 2048, others))
+        before += n
+    forward_s = sum(unit.forward_s for unit in units)
+    speed = rate * sum(t.nbytes for t in tensors.values()) / forward_s
+    groups = {g: sum(unit.groups_s[g] for unit in units) for g in nbytes}
+    return Rates(forward_s, backward * forward_s, groups, speed, speed, None, tuple(units))
+
+
+def step_of(placement, tensors, rates):
+    """(seconds, of which waiting)."""
+    forward, backward, stall = swap_s(placement, tensors, compute_seconds(placement, rates.units),
+                                      rates.offload_bytes_per_s)
+    return forward + backward, stall
+
+
+def best_of_all(cfg, rates, host_bytes):
+    """The fewest seconds over all fates: each subsequence's alpha in quarters, keys copied or made, where no
+    copy stalls that would not with alpha = 0."""
+    tensors, best = tensors_of(cfg, ITEMSIZE), inf
+    p = placed(cfg, 2, cfg.block_size, {})
+    for keys in {p.keys, "made"} if p.keys == "copied" else {p.keys}:
+        for quarters in product(range(5), repeat=len(p.cuts)):
+            kept = {name: tuple(n * q // 4 for n, q in zip(p.cuts, quarters, strict=True)) if t.group
+                    else cfg.block_size for name, t in tensors.items()}
+            one = replace(p, keys=keys, kept=kept)
+            if one.host_bytes(tensors) > host_bytes:
+                continue
+            seconds, stall = step_of(one, tensors, rates)
+            if not any(quarters):
+                least = stall  # product() gives this one first
+            if stall <= least + 1e-9:
+                best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("rate", [0.7, 1.1, 1.5, 5.0])
+@pytest.mark.parametrize("keys", [{}, dict(subsequence_cut="flops"), dict(unit_order="subsequence"),
+                                  dict(n_layer=4, subsequences=2)], ids=str)
+def test_the_program_is_as_good_as_the_best_of_all_fates(keys, rate):
+    cfg = replace(CFG, **keys)
+    rates, tensors = rates_of(cfg, rate), tensors_of(cfg, ITEMSIZE)
+    whole = sum(t.nbytes for t in tensors.values()) * cfg.n_layer
+    for host in (whole, whole // 3):
+        problems = [problem_of(cfg, ITEMSIZE, rates, Room(host), way) for way in ways_of_keys(cfg)]
+        placement, plan = place_whole(cfg, problems, rates)
+        got, best = step_of(placement, tensors, rates)[0], best_of_all(cfg, rates, host)
+        print(keys, rate, host, plan.alphas, placement.keys, got, best)
+        assert placement.host_bytes(tensors) <= host
+        assert got <= best * 1.02

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from memo.config import Config
-from memo.layer import layer_of, n_rows, tensors_of
+from memo.decide import Room, problem_of
+from memo.layer import layer_of, n_rows
 from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
 from memo.parallel.rendezvous import (
@@ -26,7 +27,7 @@ from memo.parallel.rendezvous import (
     Wait,
     validate_programs,
 )
-from memo.swap.alpha import AlphaProblem, place_rows
+from memo.swap.alpha import place_rows
 from memo.swap.placement import Placement
 from memo.swap.schedule import schedule
 from memo.swap.streams import open_streams
@@ -62,8 +63,7 @@ def program_of(cfg, rank, dp, lost):
     B, T = cfg.batch_size, cfg.block_size // cfg.cp
     placement = None  # every unit keeps its own
     if cfg.activation == "recompute":
-        problem = AlphaProblem(tensors_of(cfg, 2), cfg.n_layer, 0.0, 1.0, 0)
-        placement, _ = place_rows(cfg, problem, n_rows(cfg))
+        placement, _ = place_rows(cfg, problem_of(cfg, 2, None, Room(0)))
     model.reserve(B, T, placement, streams=open_streams(torch.device("cpu")))
     if lost:
         rebuild(model, cfg, lost)

@@ -74,7 +74,7 @@ def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(
 def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_inverse():
     t = tensors()
     for alpha in (0.0, 0.25, 0.5, 1.0):
-        p, _ = place_rows(fixed(alpha), problem_of(CFG, 4, None, Room(2**40, cpu=True)), 512)
+        p, _ = place_rows(fixed(alpha), problem_of(CFG, 4, None, Room(2**40, cpu=True)))
         taken = sum(p.buffer_bytes(t).values())
         problem = replace(problem_of(CFG, 4, RATES, Room(2**40, cpu=True)), device_bytes=taken)
         assert problem.limits["device"] == pytest.approx(alpha)
@@ -99,7 +99,7 @@ def stalls(L, n, f, c):
 @pytest.mark.parametrize("L,n", [(3, 2), (32, 2), (8, 3), (32, 20), (32, 31)])
 def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
     total = whole()
-    p = AlphaProblem(tensors(), L, 1.0, total / 2.0, 2**50, n)  # a whole layer's copy takes two forwards
+    p = AlphaProblem(Placement(L, n, 512), tensors(), (1.0,), total / 2.0, 2**50)  # a layer: two forwards
     limit = (p.limits["overlap"] * p.others_bytes + p.always_bytes) / total * 2.0
     if p.limits["overlap"] < 1:
         assert stalls(L, n, 1.0, limit * 0.999) == 0 < stalls(L, n, 1.0, limit * 1.001)
@@ -191,8 +191,8 @@ def gpu_with(monkeypatch, free):
 def buffers(cfg, model, rates):
     """(rounding buffers, bytes that the device has for them)."""
     room = memory.gpu_room(cfg, model, rates, PLENTY)
-    p = with_buffers(cfg, 4, problem_of(cfg, 4, rates, room), room)
-    return p.n_buffers, p.device_bytes
+    p = with_buffers(cfg, problem_of(cfg, 4, rates, room), room)
+    return p.placement.n_buffers, p.device_bytes
 
 
 def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(monkeypatch):
@@ -304,6 +304,6 @@ def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
 
 def test_the_longest_sequence_with_an_alpha():
     t = gpt_layer(64, 2).tensors(1, 4096, 2)
-    p = AlphaProblem(t, 10, 1.0, 1.0, 8 * sum(tensor.nbytes for tensor in t.values()))
+    p = AlphaProblem(Placement(10, 2, 4096), t, (1.0,), 1.0, 8 * sum(tensor.nbytes for tensor in t.values()))
     assert largest_block_size(p, 4096, alpha=1) == 4096
     assert largest_block_size(p, 4096, alpha=0) > 4096 * 7

@@ -33,10 +33,10 @@ def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
     """The Placement of `cfg` where host and copy's time are these parts of what swapping all needs."""
     problem = problem_of(cfg, dtype.itemsize, None, Room(0, cpu=True))
     whole = sum(problem.nbytes.values())
-    p = replace(problem, forward_s=hidden * whole, offload_bytes_per_s=1.0,
-                host_bytes=int(host * max(0, problem.n_layer - 2) * whole))
+    p = replace(problem, forward_s=tuple(hidden * whole * part for part in problem.parts),
+                offload_bytes_per_s=1.0, host_bytes=int(host * max(0, problem.needed_bytes(1))))
     assert cfg.subsequences > 1 or set(costs_of(p.tensors)) == set(groups_of(p.tensors))
-    return place_rows(cfg, p, B * S, costs_of(p.tensors))[0]
+    return place_rows(cfg, p, costs_of(p.tensors))[0]
 
 
 def build(B, S, dtype, device="cpu", streams=None, limits=None, changed=None, **keys):

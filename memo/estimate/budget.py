@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memo.config import Config, communicators, degrees
-from memo.decide import Rates, Room, decide, margin_bytes, problem_of, spare_bytes, with_buffers
+from memo.decide import (
+    Rates,
+    Room,
+    decide,
+    margin_bytes,
+    problem_of,
+    spare_bytes,
+    ways_of_keys,
+    with_buffers,
+)
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
@@ -92,10 +101,10 @@ class Estimate:
 
     @property
     def layer_offload_s(self) -> float | None:
-        """Of a layer that is swapped; None where none is."""
+        """Of a layer that is swapped, all its units; None where none is."""
         if self.plan is None or self.alpha is None:
             return None
-        return self.plan.layer_offload_bytes / self.machine.node.pcie_bytes_per_s
+        return self.plan.layer_bytes / self.machine.node.pcie_bytes_per_s
 
     def bytes_of(self, region: str) -> tuple[int, int]:
         """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
@@ -188,12 +197,16 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
             room: Room) -> tuple[Placement, alpha.SwapPlan | None, str | None]:
     """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
     rate = machine.node.pcie_bytes_per_s
-    rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None) if layer else None
+    rates = None
+    if layer:
+        units = tuple(layer.units) if len(layer.units) > 1 else ()
+        rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units)
     try:
         return *decide(cfg, itemsize, rates, room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
-        problem = with_buffers(cfg, itemsize, problem_of(cfg, itemsize, rates, room), room)
-        least = problem.swapped_layers * problem.least_bytes if cfg.finds_alpha else 2**62
+        keys = ways_of_keys(cfg)[-1]
+        problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room, keys), room)
+        least = problem.least_bytes if cfg.finds_alpha else 2**62
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         assert plan is not None  # of a mode that copies
         return placement, replace(plan, limits=problem.limits), str(e)

@@ -53,7 +53,7 @@ def table(got: Estimate) -> list[str]:
     lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip()
               for row in rows]
     if got.plan:
-        lines.append(f"alpha       {what_set_it(cfg, got.plan, got.placement.n_swapped)}")
+        lines.append(f"alpha       {what_set_it(cfg, got.plan, got.placement)}")
     if got.seconds:
         parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
         shares = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]

@@ -2,8 +2,9 @@
 of the optimizer and of the gradients' and parameters' messages. Source: MEMO 4.1 on which copies and messages
 hide behind which operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import sqrt
+from typing import Protocol
 
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
@@ -38,6 +39,41 @@ def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable
                 return p.row_bytes(tensors[INPUT]) * p.rows(k) / bytes_per_s
         return compute_s(step)
     return totals_of(p.fates, p.n_layer, p.subsequences, p.order, seconds)
+
+
+class UnitRates(Protocol):
+    """Seconds of a layer's unit at one subsequence. `sweep_s`: to make its keys and values again.
+    recompute_s(missing): to recompute rows, as in Placement.missing."""
+
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def backward_s(self) -> float: ...
+    @property
+    def sweep_s(self) -> float: ...
+
+    def recompute_s(self, missing: dict[str, slice]) -> float: ...
+
+
+def compute_seconds(placement: Placement, units: Sequence[UnitRates]) -> Callable[[Step], float]:
+    """-> what gives the seconds of a step that computes, of those of a layer's units; embedding and head are
+    counted by themselves."""
+    p = placement
+    of_likes = {k: units[p.units[k][1]].recompute_s(p.missing(k)) for k in set(p.like)}
+
+    def seconds(step: Step) -> float:
+        unit = units[step.unit[1]]
+        match step.kind:
+            case "forward":
+                return unit.forward_s
+            case "recompute":
+                return of_likes[p.like[p.number[step.unit]]]
+            case "backward":
+                return unit.backward_s
+            case "sweep":
+                return unit.sweep_s
+        return 0.0
+    return seconds
 
 
 def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
@@ -102,25 +138,12 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
            data: int) -> dict[str, float]:
     """{part: seconds} of a step, which add up to its "step"."""
     p, tensors, micros = placement, tensors_of(cfg, itemsize), micro_batches(cfg, world)
-    of_likes = {k: layer.units[p.units[k][1]].recompute_s(p.missing(k)) for k in set(p.like)}
-    recompute = [of_likes[like] for like in p.like]
+    computed = compute_seconds(p, layer.units)
+    recompute = sum(computed(Step("recompute", unit)) for unit in p.units)
     swept = [i for layer, i in p.units if p.keys == "made" and keys_leave((layer, i), p.n_layer)]
-
-    def compute_s(step: Step) -> float:
-        unit = layer.units[step.unit[1]]
-        match step.kind:
-            case "forward":
-                return unit.forward_s
-            case "recompute":
-                return recompute[p.number[step.unit]]
-            case "backward":
-                return unit.backward_s
-            case "sweep":
-                return unit.sweep_s
-        return 0.0
-    forward, backward, stall = swap_s(p, tensors, compute_s, machine.node.pcie_bytes_per_s)
+    forward, backward, stall = swap_s(p, tensors, computed, machine.node.pcie_bytes_per_s)
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
-             "recompute": sum(recompute) + sum(layer.units[i].sweep_s for i in swept), "stall": stall}
+             "recompute": recompute + sum(layer.units[i].sweep_s for i in swept), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
     parts = {name: micros * seconds for name, seconds in parts.items()}

@@ -1,19 +1,23 @@
 """The alpha program: how much of every layer's skeletal activations is swapped; the rest is recomputed.
 
-`paper` finds one alpha for all tensors in closed form, `per_tensor` one fraction for each by a linear
-program, `fixed_alpha` takes alpha as it is. Plain numbers in, a SwapPlan out; `place_rows` makes it rows.
-Source: MEMO 4.1.
+With several subsequences each has an alpha of its own, whose copies hide behind the unit that follows; what
+one byte saves is the same in all of them, for others are rebuilt token by token. `paper` finds one alpha for
+all tensors in closed form, `per_tensor` one fraction for each by a linear program, `fixed_alpha` takes alpha
+as it is. Plain numbers in, a SwapPlan out; `place_rows` makes it rows. Source: MEMO 4.1; SPPO 5.2.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from functools import cached_property
+from math import ceil, inf
 from typing import Literal
 
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor, groups_of
 from memo.subsequences import unit_rows
-from memo.swap.placement import Placement, rows
+from memo.swap.placement import Placement, Rows, rows
 
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
@@ -38,20 +42,16 @@ def granted_bytes(host_memory_gb: float | Literal["auto"], there_bytes: int, res
 
 @dataclass(frozen=True)
 class AlphaProblem:
-    """One rank's sizes, speeds and room."""
+    """One rank's sizes, speeds and room. `placement`: its units and buffers; its `kept` is what is asked
+    for."""
 
-    tensors: dict[str, Tensor]  # all skeletal tensors of one layer
-    n_layer: int
-    forward_s: float  # one layer's forward
+    placement: Placement
+    tensors: dict[str, Tensor]  # all skeletal tensors of one layer, all rows
+    forward_s: tuple[float, ...]  # of a layer's unit at each subsequence
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
     host_bytes: int  # this rank's share
-    n_buffers: int = 2  # rounding buffers; the layers in them at the end of the forward are not swapped
     device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
-    taken: tuple[int, int] | None = None  # of these at alpha = 0, at alpha = 1; None: as the tensors say
-
-    @property
-    def swapped_layers(self) -> int:
-        return max(0, self.n_layer - self.n_buffers)
+    dealt: int = 1  # see Placement.region_bytes
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -62,155 +62,306 @@ class AlphaProblem:
         """The tensors that need not be swapped."""
         return [name for name, t in self.tensors.items() if t.group]
 
-    @property
+    @cached_property
     def others_bytes(self) -> int:
+        """Of one layer."""
         return sum(t.nbytes for t in self.tensors.values() if t.group)
 
-    @property
+    @cached_property
     def always_bytes(self) -> int:
-        """x, attn_out and its logsumexp of one layer; with several subsequences keys and values too."""
-        return sum(self.nbytes.values()) - self.others_bytes
+        """x, attn_out and its logsumexp of one layer."""
+        apart = self.placement.apart
+        return sum(t.nbytes for name, t in self.tensors.items() if not t.group and not apart(name))
+
+    @property
+    def all_bytes(self) -> int:
+        """Of one layer, keys and values that lie apart left out."""
+        return self.always_bytes + self.others_bytes
+
+    # --- units ---
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Rows of each subsequence."""
+        return self.placement.cuts or (self.placement.n_rows,)
+
+    @cached_property
+    def parts(self) -> list[float]:
+        """The same in units of all rows."""
+        return [n / self.placement.n_rows for n in self.cuts]
+
+    @property
+    def n_swapped(self) -> int:
+        return max(0, self.placement.n_swapped)
+
+    @cached_property
+    def swapped(self) -> list[int]:
+        """Units of each subsequence that are swapped."""
+        of = Counter(i for _, i in self.placement.units[:self.n_swapped])
+        return [of[i] for i in range(len(self.cuts))]
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """Of each subsequence the part that it has in the rows of all swapped units; of all units where none
+        is swapped."""
+        counted = [c * n for c, n in zip(self.swapped, self.cuts, strict=True)]
+        return [n / sum(counted) for n in counted] if any(counted) else self.parts
+
+    def mean(self, alphas: Sequence[float]) -> float:
+        """Of the alphas of all subsequences, over the rows of the swapped units."""
+        return sum(w * a for w, a in zip(self.weights, alphas, strict=True))
+
+    # --- the host ---
+
+    @cached_property
+    def keys_bytes(self) -> int:
+        """Keys and values of all units, where they go to the host."""
+        return sum(self.placement.keys_swapped(self.tensors).values())
+
+    @property
+    def layer_keys_bytes(self) -> int:
+        """The same of one layer that sends them."""
+        return sum(self.nbytes[name] for name in KEYS_VALUES) if self.keys_bytes else 0
+
+    def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
+        """Bytes of the rows of a unit at each subsequence, where a layer has `always` in all rows, and
+        others[i] more if all were as those of subsequence i."""
+        n_rows, whole = self.placement.n_rows, int if len(self.cuts) == 1 else ceil  # a part may be inexact
+        return [always * n // n_rows + whole(part * more)
+                for n, part, more in zip(self.cuts, self.parts, others, strict=True)]
+
+    def slab_bytes(self, units: Sequence[int]) -> int:
+        """Of the host, with units of so many bytes at each subsequence."""
+        return sum(c * n for c, n in zip(self.swapped, units, strict=True)) + self.keys_bytes
+
+    def needed_bytes(self, alpha: float) -> int:
+        """Of the host, with one alpha for all."""
+        others = [alpha * self.others_bytes] * len(self.cuts)
+        return self.slab_bytes(self.unit_bytes(self.always_bytes, others))
+
+    @cached_property
+    def input_bytes(self) -> list[int]:
+        """Of a unit at each subsequence that keeps only its input."""
+        return self.unit_bytes(self.nbytes[INPUT], [0] * len(self.cuts))
 
     @property
     def least_bytes(self) -> int:
-        """What a layer sends to the host that keeps only its input."""
-        return sum(t.nbytes for name, t in self.tensors.items()
-                   if name == INPUT or (name in KEYS_VALUES and not t.group))
+        """Of the host, where all units keep only their input."""
+        return self.slab_bytes(self.input_bytes)
+
+    def host_level(self) -> float:
+        """The largest alpha of all subsequences whose copies hide so far; the others have less."""
+        room: float = self.host_bytes - self.needed_bytes(0)
+        whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
+        for most, weight in sorted((min(max(a, 0.0), 1.0), w)
+                                   for a, w in zip(self.overlap, self.weights, strict=True)):
+            if most * left >= room:
+                return room / left if left else 0.0
+            room, left = room - most * weight * whole, left - weight * whole
+        return 1.0
+
+    # --- the device ---
+
+    def device_bytes_at(self, kept: int) -> int:
+        """Bytes of all buffers and regions where so many rows of each of the others survive."""
+        p = replace(self.placement, kept=dict.fromkeys(self.others, kept))
+        return p.device_bytes(self.tensors, self.dealt)
 
     @property
     def least_device_bytes(self) -> int:
-        """Bytes of two buffers and three inputs at alpha = 0."""
-        return self.taken[0] if self.taken else 2 * self.always_bytes + self.nbytes[INPUT] + self.others_bytes
+        """At alpha = 0."""
+        return self.device_bytes_at(0)
 
-    @property
+    # --- what bounds alpha ---
+
+    @cached_property
+    def overlap(self) -> list[float]:
+        """Of each subsequence the largest alpha whose copies hide; at most 1, negative where those of x,
+        attn_out, keys and values do not hide.
+
+        The copies of the swapped units, U - n of all U, one after the other from the end of the first unit
+        on, must be done when the last unit starts: U - 2 units' time. With the paper's n = 2 each must be
+        done within the unit that follows; with more within the mean of the n - 1 units that follow, and the
+        others' part of U - 2.
+        """
+        p, found = self.placement, dict[int, float]()
+        order = [i for _, i in p.units]
+        always = self.always_bytes + self.layer_keys_bytes
+        ahead = min(max(1, p.n_buffers - 1), p.subsequences)
+        for i, *following in {tuple(order[k:k + 1 + ahead]) for k in range(self.n_swapped)}:
+            mean_s = sum(self.forward_s[j] for j in following) / len(following)
+            hidden = mean_s * ((p.n_units - 2) / self.n_swapped) * self.offload_bytes_per_s
+            alpha = (hidden - always * self.parts[i]) / (self.others_bytes * self.parts[i])
+            found[i] = min(alpha, found.get(i, 1.0))
+        return [found.get(i, 1.0) for i in range(len(self.cuts))]
+
+    @cached_property
     def limits(self) -> dict[str, float]:
         """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone
-        allows. At most 1.
+        allows, the mean of all subsequences. At most 1.
 
-        Negative where x and attn_out alone are too much: the copy does not hide, or the host is too small for
-        alpha = 0. The copies of the L - n swapped layers, one after the other from the end of the first layer
-        on, must be done when the last layer starts: L - 2 layers' time. With the paper's n = 2 that is a
-        layer's time for each.
+        Negative where x and attn_out alone are too much: the copies hide nowhere, or the host is too small
+        for alpha = 0.
         """
-        always, others, layers = self.always_bytes, self.others_bytes, self.swapped_layers
-        device = {}
+        found = {"overlap": 1.0, "host": 1.0}
+        if self.n_swapped:
+            hides = [max(0.0, a) for a in self.overlap] if max(self.overlap) > 0 else self.overlap
+            least = self.needed_bytes(0)
+            found = {"overlap": self.mean(hides),
+                     "host": min(1.0, (self.host_bytes - least) / (self.needed_bytes(1) - least))}
         if self.device_bytes < inf:
-            more = self.taken[1] - self.taken[0] if self.taken else others
-            device = {"device": min(1.0, (self.device_bytes - self.least_device_bytes) / more)}
-        if not layers:
-            return {"overlap": 1.0, "host": 1.0} | device
-        hidden = self.forward_s * ((self.n_layer - 2) / layers) * self.offload_bytes_per_s
-        return {"overlap": min(1.0, (hidden - always) / others),
-                "host": min(1.0, (self.host_bytes - layers * always) / (layers * others))} | device
+            least = self.least_device_bytes
+            more = self.device_bytes_at(self.placement.n_rows) - least
+            found["device"] = min(1.0, (self.device_bytes - least) / more) if more else 1.0
+        return found
 
-    @property
-    def largest_alpha(self) -> float:
-        """The largest alpha in [0, 1] under all limits; 0 where even that is over one of them."""
-        return max(0.0, min(self.limits.values()))
+    @cached_property
+    def alphas(self) -> list[float]:
+        """Of each subsequence alpha in [0, 1] under all limits; 0 where even that is over one of them."""
+        level = min(self.host_level() if self.n_swapped else 1.0, self.limits.get("device", 1.0))
+        return [max(0.0, min(level, a)) for a in self.overlap]
+
+
+Fractions = dict[str, tuple[float, ...]]  # {"other" tensor: of each subsequence the part that is swapped}
 
 
 @dataclass(frozen=True)
 class SwapPlan:
     """What is swapped. Bytes are of this rank."""
 
-    fractions: dict[str, float]  # {"other" tensor: f}: rows [0, f) of it are swapped, f in [0, 1]
-    alpha: float  # their mean, weighted by bytes
+    fractions: Fractions
+    alphas: tuple[float, ...]  # of each subsequence their mean, weighted by bytes
+    alpha: float  # the same of all swapped units
     limits: dict[str, float]  # see AlphaProblem.limits
     binds: str | None  # the lowest limit, which set alpha; None where all are 1, or alpha is the user's
-    input_only_layers: int  # swapped layers that keep only x: the fewest that let the rest fit the host
-    layer_offload_bytes: int  # of a layer that keeps more than x, if there is one
-    host_bytes: int  # of all layers
-    fits: bool  # False: OOHM, though every layer keeps only x
+    input_only: int  # swapped units that keep only x: the fewest that let the rest fit the host
+    layer_bytes: int  # that the units of a layer send which keep more than x, if there are such units
+    host_bytes: int  # of all units
+    fits: bool  # False: OOHM, though every unit keeps only x
 
 
-def what_set_it(cfg: Config, plan: SwapPlan, n_swapped: int) -> str:
+def what_set_it(cfg: Config, plan: SwapPlan, placement: Placement) -> str:
     """alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
-    if not n_swapped:
-        return "none: all layers stay on the device"
+    if placement.n_swapped <= 0:
+        return f"none: all {placement.what} stay on the device"
     why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
     limits = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
-    return f"{plan.alpha:.3f}, {why}: {limits}"
+    least, most = min(plan.alphas), max(plan.alphas)
+    spread = f" ({least:.2f} to {most:.2f})" if least < most else ""
+    return f"{plan.alpha:.3f}{spread}, {why}: {limits}"
 
 
-def plan(problem: AlphaProblem, fractions: dict[str, float]) -> SwapPlan:
+def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
     """The SwapPlan of these fractions, whether or not its copies hide."""
-    layers, x, limits = problem.swapped_layers, problem.least_bytes, problem.limits
-    others = sum(f * problem.nbytes[name] for name, f in fractions.items())
-    layer = problem.always_bytes + int(others)
-    lacking = layers * layer - problem.host_bytes
-    input_only = min(layers, max(0, int(-(-lacking // (layer - x)))))
-    host = input_only * x + (layers - input_only) * layer
+    nbytes, limits, n = problem.nbytes, problem.limits, problem.n_swapped
+    others = [sum(f[i] * nbytes[name] for name, f in fractions.items()) for i in range(len(problem.cuts))]
+    units, inputs = problem.unit_bytes(problem.always_bytes, others), problem.input_bytes
+    host, input_only = problem.slab_bytes(units), 0
+    for count, unit, x in zip(problem.swapped, units, inputs, strict=True):  # see Placement.gives_up
+        lacking = host - problem.host_bytes
+        giving = min(count, max(0, int(-(-lacking // (unit - x)))))
+        host, input_only = host - giving * (unit - x), input_only + giving
     lowest = min(limits, key=limits.__getitem__)
     binds = lowest if limits[lowest] < 1 else None
-    offload = layer if input_only < layers else x if layers else 0
-    return SwapPlan(fractions, others / problem.others_bytes, limits, binds, input_only, offload, host,
+    layer = sum(units if input_only < n else inputs) + problem.layer_keys_bytes if n else 0
+    alphas = tuple(of / problem.others_bytes for of in others)
+    return SwapPlan(fractions, alphas, problem.mean(alphas), limits, binds, input_only, layer, host,
                     host <= problem.host_bytes)
+
+
+def one_for_all(problem: AlphaProblem, alphas: Sequence[float]) -> SwapPlan:
+    """The SwapPlan with one alpha for all tensors, of each subsequence."""
+    return plan(problem, dict.fromkeys(problem.others, tuple(alphas)))
 
 
 def paper(problem: AlphaProblem) -> SwapPlan:
     """The SwapPlan with one alpha for all tensors, the largest under all limits. Source: MEMO 4.1.
 
     Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they
-    are over the host limit some layers keep only x.
+    are over the host limit some units keep only x.
     """
-    return plan(problem, dict.fromkeys(problem.others, problem.largest_alpha))
+    return one_for_all(problem, problem.alphas)
 
 
 def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan:
     """The SwapPlan that saves the most recompute seconds under the limits of `paper`.
 
     recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
-    the same sum of bytes, so the linear program is a knapsack: first what saves most per byte, the last one
-    in part.
+    the same sum of bytes, so the linear program is, for each subsequence, a knapsack: first what saves most
+    per byte, the last one in part.
     """
-    room = problem.largest_alpha * problem.others_bytes
-    fractions: dict[str, float] = {}
     groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
     nbytes = {group: sum(nbytes_of[n] for n in names) for group, names in groups.items()}
-    for group in sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True):
-        f = min(1.0, room / nbytes[group]) if recompute_s[group] > 0 else 0.0
-        room = max(0.0, room - f * nbytes[group])
-        fractions |= dict.fromkeys(groups[group], f)
-    return plan(problem, fractions)
+    densest = sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True)
+
+    def filled(alpha: float) -> dict[str, float]:
+        room, found = alpha * problem.others_bytes, dict[str, float]()
+        for group in densest:
+            f = min(1.0, room / nbytes[group]) if recompute_s[group] > 0 else 0.0
+            room, found[group] = max(0.0, room - f * nbytes[group]), f
+        return found
+    found = [filled(alpha) for alpha in problem.alphas]
+    return plan(problem, {name: tuple(of[group] for of in found)
+                          for group in densest for name in groups[group]})
 
 
 def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: int = 1) -> SwapPlan:
     """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot
     hold it."""
-    chosen = plan(problem, dict.fromkeys(problem.others, float(alpha)))
-    if chosen.input_only_layers:
-        limit = problem.limits["host"]
+    chosen = one_for_all(problem, [float(alpha)] * len(problem.cuts))
+    if chosen.input_only:
+        limit, needed = problem.limits["host"], problem.needed_bytes(alpha)
         longest = largest_block_size(problem, block_size, multiple, alpha)
         shorter = (f"the largest block_size with this alpha {longest}" if longest else
                    "no block_size fits with this alpha")
         remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}, {shorter}" if limit >= 0 else
-                  "not even alpha=0 fits; try alpha=auto, which can keep just the input of a layer; "
-                  f"{shorter}")
-        layer = problem.always_bytes + int(alpha * problem.others_bytes)
-        raise out_of_host_memory(problem, f"alpha={alpha:g}", layer, remedy)
+                  "not even alpha=0 fits; try alpha=auto, which can keep just the input of a "
+                  f"{problem.placement.what[:-1]}; {shorter}")
+        raise out_of_host_memory(problem, f"alpha={alpha:g}", needed, remedy)
     return replace(chosen, binds=None)
 
 
-def out_of_host_memory(problem: AlphaProblem, what: str, layer_bytes: int, remedy: str) -> OutOfHostMemory:
-    need, have = problem.swapped_layers * layer_bytes / 2**30, problem.host_bytes / 2**30
-    return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.swapped_layers} swapped "
-                           f"layers, this rank has {have:.4g} GiB; {remedy}")
+def rests(cfg: Config) -> bool:
+    """Whether rows whose copies do not hide stay on the device, as far as that has room."""
+    return cfg.activation == "swap" and cfg.subsequences > 1
+
+
+def resting(problem: AlphaProblem) -> Rows:
+    """With recompute forbidden, Placement.stays: of each tensor but x the rows beyond what the link carries
+    while the next unit computes; fewer, in the same proportion, where the device has less room. Source: SPPO
+    5.2, whose alpha_i A_i is what travels of subsequence i."""
+    p, x = problem.placement, problem.nbytes[INPUT]
+    room, whole = problem.device_bytes - p.device_bytes(problem.tensors, problem.dealt), problem.all_bytes
+    idle = [(1 - a) * problem.others_bytes / (whole - x) for a in problem.overlap]
+    parts = [min(part, 1.0) if c else 0.0 for part, c in zip(idle, problem.swapped, strict=True)]
+    needs = sum(c * n * part for c, n, part in zip(problem.swapped, problem.parts, parts, strict=True))
+    needs *= whole - x
+    if not needs or room <= 0:
+        return {}
+    if needs <= room:
+        stay = tuple(ceil(part * n) for part, n in zip(parts, problem.cuts, strict=True))
+    else:
+        stay = tuple(int(part * n * room / needs) for part, n in zip(parts, problem.cuts, strict=True))
+    return {name: stay for name in problem.tensors if name != INPUT and not p.apart(name)}
+
+
+def out_of_host_memory(problem: AlphaProblem, what: str, needed: int, remedy: str) -> OutOfHostMemory:
+    need, have = needed / 2**30, problem.host_bytes / 2**30
+    return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.n_swapped} swapped "
+                           f"{problem.placement.what}, this rank has {have:.4g} GiB; {remedy}")
 
 
 def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,
                        alpha: float | None = None) -> float:
     """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of
-    all layers; or x, attn_out and `alpha` of the others.
+    all units; or x, attn_out and `alpha` of the others.
 
-    `block_size`: that of problem.nbytes. Infinite where no layer is swapped.
+    `block_size`: that of problem.nbytes. Infinite where no unit is swapped.
     """
-    if not problem.swapped_layers:
+    if not problem.n_swapped:
         return inf
-    layer = problem.least_bytes
-    if alpha is not None:
-        layer = problem.always_bytes + int(alpha * problem.others_bytes)
-    tokens = int(problem.host_bytes) * block_size // (problem.swapped_layers * layer)
-    return tokens // multiple * multiple
+    needed = problem.least_bytes if alpha is None else problem.needed_bytes(alpha)
+    return int(problem.host_bytes) * block_size // needed // multiple * multiple
 
 
 def swaps_layers(cfg: Config) -> bool:
@@ -218,7 +369,7 @@ def swaps_layers(cfg: Config) -> bool:
     return cfg.activation in ("swap", "memo") and cfg.n_layer * cfg.subsequences > 2
 
 
-def placed(cfg: Config, n_buffers: int, n_rows: int, kept: dict[str, int] | None = None, input_only: int = 0,
+def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, input_only: int = 0,
            x_stays: bool = False, keys: str = "copied") -> Placement:
     """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
     values that give way to the next layer's."""
@@ -229,7 +380,7 @@ def placed(cfg: Config, n_buffers: int, n_rows: int, kept: dict[str, int] | None
                      keys="stay" if stay else keys, **several)
 
 
-def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
+def place_rows(cfg: Config, problem: AlphaProblem,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
     cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
@@ -237,16 +388,16 @@ def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
 
     Errors: OutOfHostMemory, before anything is allocated.
     """
-    N, units = n_rows, problem.n_layer
+    N, cuts = problem.placement.n_rows, problem.cuts
     if cfg.activation == "keep":
-        return placed(cfg, units, N), None
-    only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
+        return placed(cfg, problem.placement.n_units, N), None
     if cfg.activation == "recompute":
-        return placed(cfg, 1, N, only_input, units, x_stays=True, keys="made"), None
+        only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
+        return placed(cfg, 1, N, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
     if not cfg.finds_alpha:
         alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
         chosen = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
-    elif cfg.alpha_mode == "per_tensor" and problem.swapped_layers:
+    elif cfg.alpha_mode == "per_tensor" and problem.n_swapped:
         assert recompute_s is not None  # per_tensor needs it
         chosen = per_tensor(problem, recompute_s)
     else:
@@ -255,7 +406,13 @@ def place_rows(cfg: Config, problem: AlphaProblem, n_rows: int,
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes,
                                  "the largest block_size that fits is "
                                  f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
-    granularity = max(1, min(SPLIT_ROWS, N // 16))
-    kept = {name: rows(chosen.fractions.get(name, 1), N, granularity) for name in problem.tensors}
-    chosen = replace(plan(problem, {name: kept[name] / N for name in problem.others}), binds=chosen.binds)
-    return placed(cfg, problem.n_buffers, N, kept, chosen.input_only_layers), chosen
+    granularity = SPLIT_ROWS if len(cuts) > 1 else max(1, min(SPLIT_ROWS, N // 16))
+    by_unit = {name: tuple(rows(f, n, granularity)
+                           for f, n in zip(chosen.fractions[name], cuts, strict=True))
+               for name in problem.others}
+    chosen = replace(plan(problem, {name: tuple(k / n for k, n in zip(kept, cuts, strict=True))
+                                    for name, kept in by_unit.items()}), binds=chosen.binds)
+    kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
+                  for name in problem.tensors}
+    stays = resting(problem) if rests(cfg) and problem.device_bytes < inf else {}
+    return replace(problem.placement, kept=kept, input_only=chosen.input_only, stays=stays), chosen

@@ -2,6 +2,7 @@
 Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -10,6 +11,8 @@ from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.swap.schedule import SWEEP_PLACES, Fates, keys_leave, swept_inputs, units_in_order
+
+Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,13 @@ class Placement:
     n_layer: int
     n_buffers: int
     n_rows: int  # of a rank's own, of all subsequences
-    kept: dict = field(default_factory=dict)  # {tensor: of n_rows}; all rows of those it does not name
+    kept: Rows = field(default_factory=dict)  # {tensor: of n_rows}; all rows of those it does not name
     input_only: int = 0  # with any, `kept` names all tensors but keys and values
     x_stays: bool = False
     cuts: tuple[int, ...] = ()  # rows of each subsequence, which add up to n_rows; empty: there is one
     order: str = "layer"
     keys: str = "stay"
-    stays: dict = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
+    stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json. What says nothing with one subsequence, and with no copies on the device, is left
@@ -64,6 +67,11 @@ class Placement:
     @property
     def subsequences(self) -> int:
         return max(1, len(self.cuts))
+
+    @property
+    def what(self) -> str:
+        """What a unit is called where there are many."""
+        return "units" if self.several else "layers"
 
     @cached_property
     def n_units(self) -> int:
@@ -92,9 +100,11 @@ class Placement:
         """Whether a tensor is in no buffer: keys and values, where there are several subsequences."""
         return self.several and name in KEYS_VALUES
 
-    def part(self, k: int, whole: int) -> int:
-        """Rows of unit k that are as large a part of its rows as `whole` of all, in multiples of
+    def part(self, k: int, whole: int | tuple[int, ...]) -> int:
+        """Rows of unit k: its own number, or as large a part of its rows as `whole` of all, in multiples of
         SPLIT_ROWS."""
+        if isinstance(whole, tuple):
+            return whole[self.units[k][1]]
         return rows(whole / self.n_rows, self.rows(k), SPLIT_ROWS) if self.several else whole
 
     def kept_rows(self, k: int, name: str) -> int:
@@ -119,7 +129,13 @@ class Placement:
         return frozenset(swapped[:self.input_only])
 
     @cached_property
-    def buffers_known(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    def neighbours(self) -> list[int]:
+        """Units, each with the one before it, which stand for all pairs of subsequences that are one after
+        the other."""
+        return [*{(self.units[k - 1][1], self.units[k][1]): k for k in range(1, self.n_units)}.values()]
+
+    @cached_property
+    def buffers_known(self) -> dict[tuple, list[tuple[int, int]]]:
         """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
         return {}
 
@@ -138,8 +154,8 @@ class Placement:
         if n != 2:
             return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
         # neighbours take turns: neither may reach into what the other keeps
-        unlike = {(self.rows(k - 1), self.rows(k)): k for k in range(1, self.n_units)}.values()
-        spans = [self.rows(a) + self.kept_rows(b, name) for k in unlike for a, b in ((k - 1, k), (k, k - 1))]
+        spans = [self.rows(a) + self.kept_rows(b, name) for k in self.neighbours
+                 for a, b in ((k - 1, k), (k, k - 1))]
         span = max(*lengths, *spans)
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
