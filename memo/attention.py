@@ -68,7 +68,7 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
            scale: float, out: torch.Tensor, lse: torch.Tensor, hop: Any = None,
            meanwhile: Callable | None = None) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `hop`: see start_keys(); `meanwhile`
-    is called before the last block that comes by a ring."""
+    is called before the last block of a ring."""
     B, T, H, D = q.shape
     groups = slices_of_heads(B * T, D, H, k.shape[2], attention.heads)
     for h, kv in groups:

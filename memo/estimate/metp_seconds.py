@@ -83,7 +83,7 @@ class MetpSeconds(LayerSeconds):
                    for n, message in ((1, coming), (steps - 2, coming + going), (1, going)))
 
     def exposed_hops_s(self, block_s: float) -> float:
-        """The first hop of a group goes beside a block of the group before, too."""
+        """The first hop of a group goes beside the last block of the group before, too."""
         return self.late_s(self.kv_bytes, 2 * block_s) + (self.ring - 2) * self.late_s(self.kv_bytes, block_s)
 
     @property

@@ -76,8 +76,8 @@ def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
     return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
-# `hop`: Works of ring_start(k, v). meanwhile() is called before the last block that comes: what it sends has
-# that block to hide behind, in the backward the own block too.
+# `hop`: Works of ring_start(k, v). meanwhile() is called before the last block: what it sends has that block
+# to hide behind.
 
 def ring_start(axis: Axis, k: torch.Tensor, v: torch.Tensor) -> Works:
     return axis.shift(k.contiguous(), v.contiguous())
@@ -112,10 +112,10 @@ def ring_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch
     T, hop = q.shape[1], hop or ring_start(axis, k, v)
     dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
     for step in range(1, axis.size + 1):
+        if step == axis.size:
+            meanwhile()
         kv = hop.wait() if step < axis.size else (k, v)
         hop = axis.shift(*kv) if step < axis.size - 1 else hop
-        if step == axis.size - 1:
-            meanwhile()
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
                                  lse[..., queries].contiguous(), causal, scale)
