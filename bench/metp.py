@@ -22,7 +22,7 @@ from memo.decide import GAPS
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.search import config_with, longest
-from memo.layer import tensors_of
+from memo.layer import head_groups, n_rows, tensors_of
 from memo.load_config import load_config
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.rehearsal import FakeArena
@@ -73,11 +73,13 @@ MESSAGES = {"shift", "start", "places", "start_gather", "start_scatter_sum", "ro
 
 
 class Metered(FakeArena):
-    """A FakeArena that knows which requests hold messages: by the function that makes them."""
+    """A FakeArena that knows which requests hold messages: by the function that makes them. Of METP's keys
+    and values those of one group of heads are in use; the next group's, under way, are messages."""
 
-    def __init__(self):
+    def __init__(self, cfg):
         super().__init__()
-        self.messages = set()
+        self.messages, self.keys = set(), set()
+        self.in_use = 2 * 2 * n_rows(cfg) * cfg.kv_heads * cfg.head_width // head_groups(cfg)  # bytes, bf16
 
     def note(self, storage):
         before = self.ids
@@ -87,27 +89,32 @@ class Metered(FakeArena):
             file, function = frame.f_code.co_filename, frame.f_code.co_name
             if "memo/parallel" in file and function in MESSAGES:
                 self.messages.add(str(self.ids))
+                break
+            if function == "send_keys":
+                self.keys.add(str(self.ids))
+                break
             frame, depth = frame.f_back, depth + 1
 
     def peaks(self):
         """(peak bytes without messages, peak bytes of messages) of what is recorded since the last call."""
-        live, peak, sizes = {False: 0, True: 0}, {False: 0, True: 0}, {}
+        live, peak, sizes = dict(messages=0, keys=0, others=0), [0, 0], {}
         for verb, name, n in self.log:
-            message = name in self.messages
+            kind = "messages" if name in self.messages else "keys" if name in self.keys else "others"
             if verb == "malloc":
                 sizes[name] = n
-                live[message] += n
+                live[kind] += n
             elif verb == "free" and name in sizes:
-                live[message] -= sizes[name]
-            peak[message] = max(peak[message], live[message])
+                live[kind] -= sizes[name]
+            here = min(live["keys"], self.in_use)
+            peak = [max(peak[0], live["others"] + here), max(peak[1], live["messages"] + live["keys"] - here)]
         self.log.clear()
-        return peak[False], peak[True]
+        return tuple(peak)
 
 
 def layer_memory(h, heads, S, p, kind="metp"):
     """Elements on a rank: {half: (kept after its forward, peak in it)} without states, and of messages."""
     cfg, model = one_layer(h, heads, S, p, kind)
-    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered()
+    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
     arena.run("forward", block.forward, s, model.turn[0], y)
     whole, messages = arena.peaks()
@@ -117,7 +124,7 @@ def layer_memory(h, heads, S, p, kind="metp"):
 def halves_memory(h, heads, S, p):
     """{half: (kept, peak)} of METP's two halves, elements without states, and of messages."""
     cfg, model = one_layer(h, heads, S, p)
-    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered()
+    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
     arena.run("attention", block.attention_half, s, model.turn[0], y, slice(None))
     attention = arena.peaks()

@@ -238,6 +238,7 @@ def slow_layer(host, keys, rounds):
 
 RATIOS, RANKS = (0.25, 0.5, 1, 2), (2, 4)
 TOKENS, PACED_S = 256, 3.0  # of a rank; seconds that a layer's products last, forward and backward
+GROUPS = 16  # of heads: as many as `auto` takes for LLaMA-7B with 64K tokens a rank
 
 
 def overlap(rounds):
@@ -246,7 +247,8 @@ def overlap(rounds):
     rows = []
     for p in RANKS:
         for name, (h, heads) in MODELS.items():
-            keys = dict(n_layer=1, n_embd=h // 16, n_head=heads, block_size=p * TOKENS, vocab_size=128)
+            keys = dict(n_layer=1, n_embd=h // 16, n_head=heads, block_size=p * TOKENS, vocab_size=128,
+                        head_groups=GROUPS)
             unpaced_s, found = pool(p).run(slow_layer, keys, rounds)[0]
             print(f"{name}, {p} ranks: {h // 16} wide, {heads} heads, {unpaced_s:.2f} s if nothing sleeps")
             for row in found:

@@ -105,13 +105,13 @@ class MetpBlock(Block):
         """Of each group of heads (Heads, its matrices, [k, v], their first hop); without the last two where
         keys lie in pieces, without the last for one rank. A group that is prepared before its turn has
         its keys on their way beside the group before."""
-        def made(item: tuple[Heads, dict[str, torch.Tensor]]) -> tuple:
+        def send_keys(item: tuple[Heads, dict[str, torch.Tensor]]) -> tuple:
             heads, matrices = item
             if s.pieces:
                 return heads, matrices, [], None
             kv = self.made("kv", normed, matrices, turn, s.lse)
             return heads, matrices, kv, start_keys(self.attention_at(turn), heads.q.stop - heads.q.start, *kv)
-        return Ahead(map(made, coming))
+        return Ahead(map(send_keys, coming))
 
     def made(self, names: str, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
              turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:

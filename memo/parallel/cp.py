@@ -101,6 +101,7 @@ def ring_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Ten
             out, lse = out_.float(), lse_
         else:
             merge(out[:, queries], lse[..., queries], out_, lse_)
+    del kv  # before the result takes memory
     return out.to(q.dtype), lse
 
 
