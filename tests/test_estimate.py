@@ -21,7 +21,7 @@ from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
-from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
+from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.roofline import LayerSeconds
 from memo.estimate.step_seconds import swap_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -505,9 +505,11 @@ def test_the_longest_of_all_layouts():
 def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
     cfg = load_config(["config/gpt2_124m.py", "--block_size=8192", "--subsequences=7", "--vocab_size=1000",
                        f"--subsequence_cut={cut}"])
-    few = arena_here(trace_step, cfg, A800)
+    few = trace_step(cfg, "cuda")
     with patch.object(rehearsal, "PIECES_BEFORE", 99):
-        assert arena_here(trace_step, cfg, A800) == few
+        every = trace_step(cfg, "cuda")
+    assert len(few.events) < len(every.events)
+    assert planned_arena_bytes(few, cfg.solver, "cuda") == planned_arena_bytes(every, cfg.solver, "cuda")
 
 
 def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
