@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
-from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
+from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.roofline import LayerSeconds
 from memo.estimate.step_seconds import swap_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -28,6 +30,7 @@ from memo.layer import groups_of, n_rows, tensors_of
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
+from memo.planner import rehearsal
 from memo.planner.trace import parse_trace
 from memo.run import arena_here
 from memo.swap.placement import Placement
@@ -478,6 +481,36 @@ def test_the_longest_fits_and_a_longer_one_does_not():
     assert most.fits and most.cfg.block_size % unit == 0
     assert not budget.estimate(replace(cfg, block_size=most.cfg.block_size + unit), A800, 8, fast_arena).fits
     assert search.longest(cfg, replace(A800, memory_bytes=10**9), 8, fast_arena) is None
+
+
+def test_the_longest_of_several_subsequences_is_found_where_shorter_ones_cannot_be():
+    cfg, unit = load_config(["config/7b_1m.py", "--subsequences=2500"]), 1024 * 8
+
+    def fits_to_7(cfg, *args):
+        return cfg and SimpleNamespace(cfg=cfg, fits=cfg.block_size <= 7 * unit)
+    assert search.config_with(cfg, block_size=4 * unit) is None
+    with patch.object(search, "estimate_or_none", fits_to_7):
+        assert search.longest(cfg, A800, 8, fast_arena).cfg.block_size == 7 * unit
+
+
+def test_the_longest_of_all_layouts():
+    cfg = load_config(["config/gpt2_124m.py", "--vocab_size=50257", "--gradient_accumulation_steps=2"])
+    found = search.longest_of_layouts(cfg, A800, 2, fast_arena)
+    every = [search.longest(one, A800, 2, fast_arena) for one in search.layouts(cfg, A800, 2)]
+    lengths = [got.cfg.block_size for got in found]
+    assert lengths[0] == max(got.cfg.block_size for got in every if got) and all(got.fits for got in found)
+    assert lengths == sorted(lengths, reverse=True) and len({report.layout_of(got) for got in found}) > 1
+
+
+@pytest.mark.parametrize("cut", ["equal", "flops"])
+def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
+    cfg = load_config(["config/gpt2_124m.py", "--block_size=8192", "--subsequences=7", "--vocab_size=1000",
+                       f"--subsequence_cut={cut}"])
+    few = trace_step(cfg, "cuda")
+    with patch.object(rehearsal, "PIECES_BEFORE", 99):
+        every = trace_step(cfg, "cuda")
+    assert len(few.events) < len(every.events)
+    assert planned_arena_bytes(few, cfg.solver, "cuda") == planned_arena_bytes(every, cfg.solver, "cuda")
 
 
 def test_where_only_metp_fits_the_search_and_the_remedies_find_it():

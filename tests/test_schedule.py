@@ -3,9 +3,11 @@
 import random
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
+from memo.swap import periods
 from memo.swap.placement import Placement
 from memo.swap.schedule import Fates, Step, compute_only, keys_leave, schedule, times_of, units_in_order
 from memo.swap.validator import validate_schedule
@@ -277,3 +279,37 @@ def test_the_validator_knows_shared_rows():
         validate_schedule(steps, fates, 3)
     apart = replace(fates, n_buffers=3, copied=frozenset(), rebuilt=frozenset())
     validate_schedule(schedule(apart, 3), apart, 3)
+
+
+def random_problem(rng):
+    """(fates, layers, subsequences, order, seconds of a step) of many layers."""
+    layers, N, order = rng.choice([24, 40]), rng.randint(2, 5), rng.choice(["layer", "subsequence"])
+    units = units_in_order(layers, N, order)
+    n, number = rng.choice([1, 2, 2, 3, 5]), {unit: k for k, unit in enumerate(units)}
+    copied = frozenset(range(len(units) - n))
+    rebuilt = (copied | {len(units) - 2} if n == 2 else copied) if rng.random() < 0.7 else frozenset()
+    some = rng.randint(0, len(copied)) if rebuilt and rng.random() < 0.5 else 0
+    inputs = frozenset(sorted(copied, key=lambda k: (units[k][1], k))[:some])
+    keys = rng.choice(["copied", "made", "stay"]) if order == "layer" else "stay"
+    forward = [rng.random() + 0.2 * i for i in range(N)]
+    copies = [rng.choice([0.3, 1, 1.02, 2]) * sum(forward) / N for _ in range(N)]
+    tables = dict(forward=forward, backward=[2 * s for s in forward], recompute=[0.4 * s for s in forward],
+                  sweep=[0.1] * N, offload=copies, prefetch=copies)
+
+    def seconds(step):
+        table = tables.get(step.kind, [0.0] * N if step.stream == "compute" else [0.2 * s for s in copies])
+        gives_up = step.kind in ("offload", "prefetch") and number[step.unit] in inputs
+        return table[step.unit[1]] * (0.5 if gives_up else 1)
+    return Fates(n, copied, rebuilt, inputs, keys=keys), layers, N, order, seconds
+
+
+def test_seconds_of_few_layers_are_those_of_all():
+    rng, few = random.Random(0), 0
+    for _ in range(60):
+        *instance, seconds = random_problem(rng)
+        with patch.object(periods, "steps_of", wraps=schedule) as simulated:
+            found = periods.totals_of(*instance, seconds)
+        every = periods.totals(times_of(schedule(*instance), seconds), *instance[1:3])
+        assert found == pytest.approx(every, rel=1e-9, abs=1e-9 * sum(every[:2])), instance
+        few += all(call.args[1] < instance[1] for call in simulated.call_args_list)
+    assert few > 30

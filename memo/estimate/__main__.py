@@ -109,7 +109,7 @@ from memo.estimate.report import (
     summary,
     table,
 )
-from memo.estimate.search import longest, search
+from memo.estimate.search import longest, longest_of_layouts, search
 from memo.formulas import parameters, percent
 
 
@@ -173,13 +173,21 @@ def main(argv: list[str]) -> None:
     out = as_dict(got)
     if options.get("search"):
         out["candidates"] = [as_dict(other) for other in found[1:]]
-    most = longest(got.cfg, machine, world, arena) if {"max_context", "plot"} & set(options) else None
+    most, both = None, {"search", "max_context"} <= set(options)
+    if both:
+        every = longest_of_layouts(cfg, machine, world, arena)
+        most, out["longest"] = next(iter(every), None), [as_dict(other) for other in every]
+    elif {"max_context", "plot"} & set(options):
+        most = longest(got.cfg, machine, world, arena)
     if options.get("max_context"):
         limit, text = limit_of(most) if most else (None, "")
         out["max_block_size"], out["max_block_size_limit"] = most.cfg.block_size if most else 0, limit
         lines.append("max_context " + (
             f"{most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {text}" if most else
             "none: what does not depend on the sequence is too much already"))
+    if both:
+        lines += ["", f"{'longest':>13}  {HEADING}",
+                  *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
         draw_estimate(got, machine, world, most, options["plot"])

@@ -98,6 +98,7 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
     """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp up to LONGEST; None
     where not one of them does."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
+    least = -(-cfg.subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
 
     def of(n: int, arena: ArenaOf) -> Estimate | None:
         """The Estimate of n units, None where they do not fit."""
@@ -108,11 +109,11 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
 
     def fitting(arena: ArenaOf) -> int:
         """The greatest number of units by bisection: memory grows with the sequence."""
-        low, high = 0, max(1, LONGEST // unit) + 1
+        low, high = least - 1, max(least, LONGEST // unit) + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if of(middle, arena) else (low, middle)
-        return low
+        return low if low >= least else 0
     with progress(lambda: f"looking for the greatest block_size that fits: trying {trying:,}"):
         n = fitting(fast_arena)
         if arena is not fast_arena and n:  # the bound is a little above the trace: scale it, then check
@@ -121,8 +122,38 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
             traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
             while n and not of(n, arena):
-                n -= max(1, n // 100)
+                n = shorter if (shorter := n - max(1, n // 100)) >= least else 0
         return of(n, arena) if n else None
+
+
+def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
+                       best: int = 5) -> list[Estimate]:
+    """Of the `best` layouts with the longest contexts the Estimate of each one's longest, the longest first;
+    judged by the fast bound first, then by `arena`. Empty where no layout fits."""
+    every, tried = [*layouts(cfg, machine, world)], 0
+    found: dict[tuple, Estimate] = {}
+
+    def length(got: Estimate) -> tuple[int, float]:
+        return got.cfg.block_size, speed(got)
+    with progress(lambda: f"--search --max_context: {tried} of {len(every)} layouts tried"):
+        for one in every:
+            tried += 1
+            likeness = one.tp, one.cp, one.tensor_parallel, one.context_parallel
+            others = sorted((got.cfg.block_size for key, got in found.items() if key != likeness),
+                            reverse=True)
+            least = max([*others[best - 1:best], found[likeness].cfg.block_size if likeness in found else 0])
+            unit = MULTIPLE * one.cp * one.tp
+            at_least = config_with(one, block_size=max(unit, -(-least // unit) * unit))
+            got = estimate_or_none(at_least, machine, world, fast_arena) if least else None
+            if least and not (got and got.fits):
+                continue  # most layouts end here: with one estimate
+            most = longest(one, machine, world, fast_arena)
+            if most and (likeness not in found or length(most) > length(found[likeness])):
+                found[likeness] = most
+        chosen = sorted(found.values(), key=length, reverse=True)[:best]
+        if arena is not fast_arena:
+            chosen = [*filter(None, (longest(got.cfg, machine, world, arena) for got in chosen))]
+        return sorted(chosen, key=length, reverse=True)
 
 
 def at_its_end(got: Estimate) -> bool:

@@ -21,6 +21,8 @@ from memo.swap.streams import open_streams
 if TYPE_CHECKING:
     from model import GPT
 
+PIECES_BEFORE = 3  # of keys and values, with which a traced unit requests as much as with more of them
+MORE_LENGTHS = 4  # of subsequences that are traced
 # (name of an operation, its arguments) -> bytes of each request of an attention kernel for itself
 RequestsOf = Callable[[str, Sequence], list[int]]
 
@@ -28,16 +30,18 @@ RequestsOf = Callable[[str, Sequence], list[int]]
 class Rehearsal:
     """In the place of a model's arena while it goes through a step and an evaluation: of the segments that
     make the same requests (the layers are identical) only the first does anything. `order`: {label: that of
-    its first like}."""
+    its first like}. `subsequences`: all others are left out; None: there are no others."""
 
-    def __init__(self, arena: "Arena | FakeArena") -> None:
-        self.arena = arena
+    def __init__(self, arena: "Arena | FakeArena", subsequences: list[int] | None = None) -> None:
+        self.arena, self.subsequences = arena, subsequences
         self.first: dict[str, str] = {}
         self.order: dict[str, str] = {}
 
     def run(self, label: str, work: Callable, *args: Any) -> None:
         name, _, unit = label.rpartition(" ")
         layer, _, subsequence = unit.partition(".")  # a subsequence's requests are like no other's
+        if subsequence and self.subsequences and int(subsequence) not in self.subsequences:
+            return
         kind = f"{name} {subsequence}" if layer.isdigit() else label
         if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
             kind += str(args[-1])
@@ -47,12 +51,14 @@ class Rehearsal:
         self.order[label] = self.first[kind]
 
 
-def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena") -> Trace:
+def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena",
+                       subsequences: list[int] | None = None) -> Trace:
     """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
-    one layer of each kind. Copies nothing; the model's gradients are zero afterwards."""
+    one layer of each kind, and of these `subsequences` alone where they are given. Copies nothing; the
+    model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
-    steps, before, rehearsal = swap.steps, model.arena, Rehearsal(arena)
+    steps, before, rehearsal = swap.steps, model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
     swap.set_steps(compute_only(steps))
     try:
@@ -72,8 +78,9 @@ def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int,
                     device: str = "meta", requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
     "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each unit recomputes, see
-    Placement.missing; `keys`: as there. requests(name of an operation, its arguments) -> bytes of each
-    request of an attention kernel for itself, see kernel_requests; None leaves them out."""
+    Placement.missing; `keys`: as there. Of many subsequences the Trace has those that request most.
+    requests(name of an operation, its arguments) -> bytes of each request of an attention kernel for itself,
+    see kernel_requests; None leaves them out."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
@@ -82,7 +89,18 @@ def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int,
         rebuilt = frozenset(k for k, rows in enumerate(missing) if rows)
         fates = replace(p.fates, rebuilt=rebuilt, keys=keys)
         swap.set_steps(schedule(fates, p.n_layer, p.subsequences, p.order))
-        return rehearsed_requests(model, FakeArena(requests))
+        for s in swap.units.values() if p.several else ():
+            s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
+                                for them in (s.pieces, s.sums))
+        return rehearsed_requests(model, FakeArena(requests), largest_subsequences(p.cuts))
+
+
+def largest_subsequences(cuts: Sequence[int]) -> list[int]:
+    """The subsequences that request most, from the rows of each: the first ones, which are the longest, and
+    some shorter ones, where rows may be cut into fewer and longer pieces."""
+    first = {n: i for i, n in reversed(list(enumerate(cuts)))}
+    shorter = sorted(i for i in first.values() if i > PIECES_BEFORE)
+    return [*range(PIECES_BEFORE + 1), *shorter[::-(-len(shorter) // MORE_LENGTHS) or 1]]
 
 
 def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: bool = False,
