@@ -206,7 +206,7 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
         keys = ways_of_keys(cfg)[-1]
         problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room, keys), room)
-        least = problem.least_bytes if cfg.finds_alpha else 2**62
+        least = problem.least_bytes if cfg.finds_alpha else alpha.ANY_HOST
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         assert plan is not None  # of a mode that copies
         return placement, replace(plan, limits=problem.limits), str(e)

@@ -22,6 +22,9 @@ from memo.swap.placement import Placement, Rows, rows
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
 
+ANY_HOST = 2**62  # bytes of a host that holds whatever there is
+
+
 class OutOfHostMemory(ConfigError):
     """OOHM: the host cannot hold what is to be swapped."""
 
@@ -380,6 +383,21 @@ def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, i
                      keys="stay" if stay else keys, **several)
 
 
+def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
+              granularity: int) -> dict[str, tuple[int, ...]]:
+    """{tensor: rows of each subsequence}, multiples of `granularity`, rounded down; what that leaves of a
+    subsequence the next one has, up to its fraction of `most`. There are no fewer earlier units than later
+    ones, so that no more rows are swapped than were chosen."""
+    found = {}
+    for name, fractions in chosen.items():
+        kept, left = [], 0.0
+        for n, f, highest in zip(cuts, fractions, most[name], strict=True):
+            kept.append(rows(min(f + left / n, highest), n, granularity))
+            left += f * n - kept[-1]
+        found[name] = tuple(kept)
+    return found
+
+
 def place_rows(cfg: Config, problem: AlphaProblem,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
@@ -394,22 +412,22 @@ def place_rows(cfg: Config, problem: AlphaProblem,
     if cfg.activation == "recompute":
         only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
         return placed(cfg, 1, N, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
+    on_any_host = replace(problem, host_bytes=ANY_HOST)
     if not cfg.finds_alpha:
         alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
-        chosen = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
+        chosen = most = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
     elif cfg.alpha_mode == "per_tensor" and problem.n_swapped:
         assert recompute_s is not None  # per_tensor needs it
-        chosen = per_tensor(problem, recompute_s)
+        chosen, most = (per_tensor(p, recompute_s) for p in (problem, on_any_host))
     else:
-        chosen = paper(problem)
+        chosen, most = paper(problem), paper(on_any_host)
     if not chosen.fits:
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes,
                                  "the largest block_size that fits is "
                                  f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
     granularity = SPLIT_ROWS if len(cuts) > 1 else max(1, min(SPLIT_ROWS, N // 16))
-    by_unit = {name: tuple(rows(f, n, granularity)
-                           for f, n in zip(chosen.fractions[name], cuts, strict=True))
-               for name in problem.others}
+    by_unit = kept_rows({name: chosen.fractions[name] for name in problem.others}, most.fractions, cuts,
+                        granularity)
     chosen = replace(plan(problem, {name: tuple(k / n for k, n in zip(kept, cuts, strict=True))
                                     for name, kept in by_unit.items()}), binds=chosen.binds)
     kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
