@@ -115,10 +115,12 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
         longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
                       cfg.block_size * max(0, free - head) // least)
         longest -= longest % cfg.block_multiple
+        all_layers = cfg.subsequences > 1 and cfg.unit_order == "subsequence"  # of these keys and values stay
         raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for "
                           "two buffers of activations, the model's states and a layer's temporaries leave "
-                          f"{spare / 2**30:.4g} GiB; try --block_size={longest}, or --alpha=0 to try all the "
-                          "same")
+                          f"{spare / 2**30:.4g} GiB; try --block_size={longest}, "
+                          f"{'--unit_order=layer, ' * all_layers}more --subsequences, or --alpha=0 to try all "
+                          "the same")
     return Room(limit, spare)
 
 

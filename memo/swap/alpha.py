@@ -108,7 +108,12 @@ class AlphaProblem:
         """Of each subsequence the part that it has in the rows of all swapped units; of all units where none
         is swapped."""
         counted = [c * n for c, n in zip(self.swapped, self.cuts, strict=True)]
-        return [n / sum(counted) for n in counted] if any(counted) else self.parts
+        return [n / self.swapped_rows for n in counted] if any(counted) else self.parts
+
+    @property
+    def swapped_rows(self) -> int:
+        """Rows of all swapped units."""
+        return sum(c * n for c, n in zip(self.swapped, self.cuts, strict=True))
 
     def mean(self, alphas: Sequence[float]) -> float:
         """Of the alphas of all subsequences, over the rows of the swapped units."""
@@ -153,7 +158,8 @@ class AlphaProblem:
         return self.slab_bytes(self.input_bytes)
 
     def host_level(self) -> float:
-        """The largest alpha of all subsequences whose copies hide so far; the others have less."""
+        """The largest alpha that the host has room for, where subsequences whose copies do not hide as far
+        have less."""
         room: float = self.host_bytes - self.needed_bytes(0)
         whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
         for most, weight in sorted((min(max(a, 0.0), 1.0), w)
@@ -220,7 +226,8 @@ class AlphaProblem:
 
     @cached_property
     def alphas(self) -> list[float]:
-        """Of each subsequence alpha in [0, 1] under all limits; 0 where even that is over one of them."""
+        """Of each subsequence the largest alpha in [0, 1] under all limits; 0 where even that is over one of
+        them. One bound serves host and device, below which each has what hides."""
         level = min(self.host_level() if self.n_swapped else 1.0, self.limits.get("device", 1.0))
         return [max(0.0, min(level, a)) for a in self.overlap]
 
@@ -249,8 +256,8 @@ def what_set_it(cfg: Config, plan: SwapPlan, placement: Placement) -> str:
         return f"none: all {placement.what} stay on the device"
     why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
     limits = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
-    least, most = min(plan.alphas), max(plan.alphas)
-    spread = f" ({least:.2f} to {most:.2f})" if least < most else ""
+    least, most = (f"{of(plan.alphas):.2f}" for of in (min, max))
+    spread = f" ({least} to {most})" if least != most else ""
     return f"{plan.alpha:.3f}{spread}, {why}: {limits}"
 
 
@@ -432,5 +439,10 @@ def place_rows(cfg: Config, problem: AlphaProblem,
                                     for name, kept in by_unit.items()}), binds=chosen.binds)
     kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
                   for name in problem.tensors}
-    stays = resting(problem) if rests(cfg) and problem.device_bytes < inf else {}
-    return replace(problem.placement, kept=kept, input_only=chosen.input_only, stays=stays), chosen
+    placement = replace(problem.placement, kept=kept, input_only=chosen.input_only)
+    if rests(cfg) and problem.device_bytes < inf and (stays := resting(problem)):
+        placement = replace(placement, stays=stays)
+        here = placement.survivor_bytes(problem.tensors, resident=True)
+        chosen = replace(chosen, host_bytes=chosen.host_bytes - here,
+                         layer_bytes=chosen.layer_bytes - here * N // problem.swapped_rows)
+    return placement, chosen
