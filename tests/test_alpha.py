@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import linprog
 
 from memo.config import Config
-from memo.decide import Rates, Room, place_whole, problem_of, ways_of_keys
+from memo.decide import Rates, Room, place_whole, problem_of, ways_of
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.layer import decoder_layer, gpt_layer, groups_of, tensors_of
 from memo.profiler import MeasuredUnit
@@ -343,7 +343,7 @@ def test_the_program_is_as_good_as_the_best_of_all_fates(keys, rate):
     rates, tensors = rates_of(cfg, rate), tensors_of(cfg, ITEMSIZE)
     whole = sum(t.nbytes for t in tensors.values()) * cfg.n_layer
     for host in (whole, whole // 3):
-        problems = [problem_of(cfg, ITEMSIZE, rates, Room(host), way) for way in ways_of_keys(cfg)]
+        problems = [problem_of(cfg, ITEMSIZE, rates, Room(host), **one) for one in ways_of(cfg)]
         placement, plan = place_whole(cfg, problems, rates)
         got, best = step_of(placement, tensors, rates)[0], best_of_all(cfg, rates, host)
         print(keys, rate, host, plan.alphas, placement.keys, got, best)
@@ -403,7 +403,7 @@ def test_the_slab_never_exceeds_the_host_and_nearly_fills_it(cut, order):
     rates = rates_of(cfg, 5.0)
     for mode, n_buffers, part in product(("paper", "per_tensor"), (2, 3, 7), np.linspace(0.02, 1, 15)):
         host, way = int(part * whole), replace(cfg, alpha_mode=mode)
-        problems = [problem_of(way, ITEMSIZE, rates, Room(host), keys) for keys in ways_of_keys(way)]
+        problems = [problem_of(way, ITEMSIZE, rates, Room(host), **one) for one in ways_of(way)]
         problems = [replace(p, placement=replace(p.placement, n_buffers=n_buffers)) for p in problems]
         try:
             p, plan = place_whole(way, problems, rates)
@@ -418,7 +418,7 @@ def test_the_slab_never_exceeds_the_host_and_nearly_fills_it(cut, order):
 
 def test_a_host_that_lacks_room_has_keys_made_again_then_attention():
     cfg = replace(CFG, n_layer=6)
-    copied, made = [problem_of(cfg, ITEMSIZE, None, Room(0), keys) for keys in ways_of_keys(cfg)]
+    copied, made = [problem_of(cfg, ITEMSIZE, None, Room(0), **one) for one in ways_of(cfg)]
     assert (copied.placement.keys, made.placement.keys) == ("copied", "made")
 
     def found(host):

@@ -122,14 +122,16 @@ class AlphaProblem:
     # --- the host ---
 
     @cached_property
-    def keys_bytes(self) -> int:
-        """Keys and values of all units, where they go to the host."""
-        return sum(self.placement.keys_swapped(self.tensors).values())
+    def beside_bytes(self) -> int:
+        """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
+        rows = self.all_bytes * self.swapped_rows // self.placement.n_rows
+        return replace(self.placement, kept={}).host_bytes(self.tensors) - rows
 
     @property
     def layer_keys_bytes(self) -> int:
-        """The same of one layer that sends them."""
-        return sum(self.nbytes[name] for name in KEYS_VALUES) if self.keys_bytes else 0
+        """Of keys and values that a layer sends."""
+        copied = self.placement.several and self.placement.keys == "copied"
+        return sum(self.nbytes[name] for name in KEYS_VALUES) if copied else 0
 
     def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
         """Bytes of the rows of a unit at each subsequence, where a layer has `always` in all rows, and
@@ -140,7 +142,7 @@ class AlphaProblem:
 
     def slab_bytes(self, units: Sequence[int]) -> int:
         """Of the host, with units of so many bytes at each subsequence."""
-        return sum(c * n for c, n in zip(self.swapped, units, strict=True)) + self.keys_bytes
+        return sum(c * n for c, n in zip(self.swapped, units, strict=True)) + self.beside_bytes
 
     def needed_bytes(self, alpha: float) -> int:
         """Of the host, with one alpha for all."""
