@@ -67,23 +67,22 @@ class Decision:
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def ways_of_keys(cfg: Config) -> tuple[str, ...]:
-    """What may become of keys and values that give way to the next layer's, see Placement: by the mode, the
-    first that does where the others do as well."""
-    several = len(subsequence_lengths(cfg)) > 1 and cfg.unit_order == "layer"
-    return ("copied", "made") if several and swaps_layers(cfg) else ("copied",)
+def ways_of(cfg: Config) -> list[dict[str, Any]]:
+    """What placed() may be given beside the config to decide between; the first serves where others do
+    too."""
+    several = len(subsequence_lengths(cfg)) > 1 and cfg.unit_order == "layer" and swaps_layers(cfg)
+    return [dict(keys="copied"), dict(keys="made")] if several else [{}]
 
 
-def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room,
-               keys: str = "copied") -> AlphaProblem:
-    """The alpha program's problem with two buffers; without rates every copy hides."""
+def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, **way: Any) -> AlphaProblem:
+    """The alpha program's problem with two buffers; without rates every copy hides. `way`: for placed()."""
     N, rate = len(subsequence_lengths(cfg)), rates.offload_bytes_per_s if rates else 1.0
     seconds = (inf,) * N
     if not room.cpu and not cfg.pin_memory:
         seconds = (0.0,) * N  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
     elif rates:
         seconds = tuple(unit.forward_s for unit in rates.units) if N > 1 else (rates.forward_s,)
-    return AlphaProblem(placed(cfg, 2, n_rows(cfg), keys=keys), tensors_of(cfg, itemsize), seconds, rate,
+    return AlphaProblem(placed(cfg, 2, n_rows(cfg), **way), tensors_of(cfg, itemsize), seconds, rate,
                         room.host_bytes, dealt=keys_dealt(cfg))
 
 
@@ -115,31 +114,33 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
 
 
 def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | None) -> Placed:
-    """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; of the first
-    that leaves more than their input to all units where there are no rates, or alpha is given. Errors:
-    OutOfHostMemory where none fits."""
+    """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; where there
+    are no rates, or alpha is given, of the first that takes attention from the fewest units. Those that fit
+    the device come first. Errors: OutOfHostMemory where none fits the host."""
     costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problems[0].tensors), 1.0)
-    judged, last = [], None
+    judged: list[tuple[bool, float, Placement, SwapPlan | None]] = []
+    last = None
     for problem in problems:
         try:
             if rates and rates.units and cfg.finds_alpha and problem.n_swapped:
-                judged.append(hidden(cfg, problem, rates))
+                seconds, placement, plan = hidden(cfg, problem, rates)
             else:
                 placement, plan = place_rows(cfg, problem, costs)
-                judged.append((placement.input_only, placement, plan))
+                seconds = placement.input_only
+            over = placement.device_bytes(problem.tensors, problem.dealt) > problem.device_bytes
+            judged.append((over, seconds, placement, plan))
         except OutOfHostMemory as e:
             last = e
     if not judged:
         assert last is not None  # there is a problem
         raise last
-    _, placement, plan = min(judged, key=lambda found: found[0])
-    return placement, plan
+    return min(judged, key=lambda found: found[:2])[2:]
 
 
 def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Placed:
     """Errors: OutOfHostMemory, before anything is allocated."""
-    return place_whole(cfg, [with_buffers(cfg, problem_of(cfg, itemsize, rates, room, keys), room)
-                             for keys in ways_of_keys(cfg)], rates)
+    return place_whole(cfg, [with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
+                             for way in ways_of(cfg)], rates)
 
 
 def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:

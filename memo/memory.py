@@ -20,7 +20,7 @@ from memo.decide import (
     place_whole,
     problem_of,
     spare_bytes,
-    ways_of_keys,
+    ways_of,
     with_buffers,
 )
 from memo.device import device_name, free_bytes, settle
@@ -86,7 +86,7 @@ def check_memory(cfg: Config, device: torch.device, dtype: torch.dtype, limit: i
                           "--activation=keep")
     if swaps_layers(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
         room = Room(limit, cpu=device.type == "cpu")
-        ways = [problem_of(cfg, dtype.itemsize, None, room, keys) for keys in ways_of_keys(cfg)]
+        ways = [problem_of(cfg, dtype.itemsize, None, room, **way) for way in ways_of(cfg)]
         place_whole(cfg, ways, None)
 
 
@@ -115,10 +115,11 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
         longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
                       cfg.block_size * max(0, free - head) // least)
         longest -= longest % cfg.block_multiple
+        order = "--unit_order=layer, " * (cfg.subsequences > 1 and cfg.unit_order == "subsequence")
         raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for "
                           "two buffers of activations, the model's states and a layer's temporaries leave "
-                          f"{spare / 2**30:.4g} GiB; try --block_size={longest}, or --alpha=0 to try all the "
-                          "same")
+                          f"{spare / 2**30:.4g} GiB; try --block_size={longest}, {order}more --subsequences, "
+                          "or --alpha=0 to try all the same")
     return Room(limit, spare)
 
 

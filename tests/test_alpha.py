@@ -9,9 +9,9 @@ import pytest
 from scipy.optimize import linprog
 
 from memo.config import Config
-from memo.decide import Rates, Room, place_whole, problem_of, ways_of_keys
+from memo.decide import Rates, Room, place_whole, problem_of, ways_of
 from memo.estimate.step_seconds import compute_seconds, swap_s
-from memo.layer import gpt_layer, groups_of, tensors_of
+from memo.layer import decoder_layer, gpt_layer, groups_of, tensors_of
 from memo.profiler import MeasuredUnit
 from memo.subsequences import unit_rows
 from memo.swap.alpha import (
@@ -23,6 +23,7 @@ from memo.swap.alpha import (
     per_tensor,
     placed,
     plan,
+    resting,
     rows,
 )
 from memo.swap.placement import Placement
@@ -326,17 +327,114 @@ def best_of_all(cfg, rates, host_bytes):
     return best
 
 
-@pytest.mark.parametrize("rate", [0.7, 1.1, 1.5, 5.0])
-@pytest.mark.parametrize("keys", [{}, dict(subsequence_cut="flops"), dict(unit_order="subsequence"),
-                                  dict(n_layer=4, subsequences=2)], ids=str)
+def slow(**keys):
+    return pytest.param(keys, marks=pytest.mark.slow)
+
+
+TWO = dict(n_layer=4, subsequences=2)
+
+
+@pytest.mark.parametrize("rate", [0.7, 1.1, 1.5])
+@pytest.mark.parametrize("keys", [
+    TWO, TWO | dict(subsequence_cut="flops"), TWO | dict(unit_order="subsequence"), slow(),
+    slow(subsequence_cut="flops"), slow(unit_order="subsequence")], ids=str)
 def test_the_program_is_as_good_as_the_best_of_all_fates(keys, rate):
     cfg = replace(CFG, **keys)
     rates, tensors = rates_of(cfg, rate), tensors_of(cfg, ITEMSIZE)
     whole = sum(t.nbytes for t in tensors.values()) * cfg.n_layer
     for host in (whole, whole // 3):
-        problems = [problem_of(cfg, ITEMSIZE, rates, Room(host), way) for way in ways_of_keys(cfg)]
+        problems = [problem_of(cfg, ITEMSIZE, rates, Room(host), **one) for one in ways_of(cfg)]
         placement, plan = place_whole(cfg, problems, rates)
         got, best = step_of(placement, tensors, rates)[0], best_of_all(cfg, rates, host)
         print(keys, rate, host, plan.alphas, placement.keys, got, best)
         assert placement.host_bytes(tensors) <= host
         assert got <= best * 1.02
+
+
+def test_with_one_subsequence_the_program_is_memos():
+    tensors = skeletal(1, 4096, 256, 4, 2)
+    always = sum(tensors[n].nbytes for n in ("x", "attn_out", "lse"))
+    others = sum(t.nbytes for t in tensors.values()) - always
+    for seconds, host in product((1.5, 2.5, 9.0), (3, 6, 40)):
+        host *= 10 * always
+        got = paper(problem(tensors, 12, seconds * always / 1e9, 1e9, host))
+        copied_in_time = min(1.0, (seconds * always / 1e9 * 1e9 - always) / others)
+        fits = min(1.0, (host - 10 * always) / (10 * others))
+        assert got.alphas == (max(0.0, min(copied_in_time, fits)),) and got.alpha == got.alphas[0]
+
+
+@pytest.mark.parametrize("carried", [0.3, 0.7, 5.0])
+def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
+    """`carried`: of the first subsequence's activations what the link carries while the next one computes."""
+    N, cuts = 8, (2048, 1536, 1280, 1024, 896, 768, 640, 512)  # equal FLOPs: early ones are longer
+    p = Placement(1, 2, sum(cuts), cuts=cuts, order="subsequence")
+    layer = decoder_layer(64, 2, 2, 32, 256, subsequences=True)
+    problem = AlphaProblem(p, layer.tensors(1, sum(cuts), 4), (1.0,) * N, 1.0, 2**40, 2.0**40)
+    A = [problem.all_bytes * n // sum(cuts) for n in cuts]
+    link = carried * A[0]
+    problem = replace(problem, offload_bytes_per_s=link)
+    stays = resting(problem)
+    placement = replace(p, stays=stays)
+    travels, rests = ([sum(n for _, n in placement.swapped(k, problem.tensors, here).values())
+                       for k in range(N)] for here in (False, True))
+    row = problem.all_bytes / sum(cuts)
+    for i in range(N - 2):
+        assert travels[i] + rests[i] == A[i]  # nothing is computed again
+        assert travels[i] == pytest.approx(min(A[i], link), abs=row)
+        assert travels[i] <= min(A[i], link) + 1
+    assert travels[-2:] == [0, 0]  # the last ones stay in their buffers
+    units = [MeasuredUnit(n, 1.0, 2.0, 0.0, 0.0, {}) for n in cuts]
+    forward, backward, stall = swap_s(placement, problem.tensors, compute_seconds(placement, units), link)
+    assert (forward, backward, stall) == (N, 2 * N, 0)
+    resident = sum(rests)
+    if resident:  # on a device with half the room half as many rows stay
+        least = p.device_bytes(problem.tensors)
+        half = replace(p, stays=resting(replace(problem, device_bytes=least + resident / 2)))
+        assert resident / 2 - N * row <= half.survivor_bytes(problem.tensors, resident=True) <= resident / 2
+        assert half.device_bytes(problem.tensors) <= least + resident / 2
+        assert not resting(replace(problem, device_bytes=least - 1))
+
+
+@pytest.mark.parametrize("cut", ["equal", "flops"])
+@pytest.mark.parametrize("order", ["layer", "subsequence"])
+def test_the_slab_never_exceeds_the_host_and_nearly_fills_it(cut, order):
+    cfg = replace(CFG, n_layer=6, block_size=2**15, subsequence_cut=cut, unit_order=order)
+    whole = cfg.n_layer * sum(t.nbytes for t in tensors_of(cfg, ITEMSIZE).values())
+    rates = rates_of(cfg, 5.0)
+    for mode, n_buffers, part in product(("paper", "per_tensor"), (2, 3, 7), np.linspace(0.02, 1, 15)):
+        host, way = int(part * whole), replace(cfg, alpha_mode=mode)
+        problems = [problem_of(way, ITEMSIZE, rates, Room(host), **one) for one in ways_of(way)]
+        problems = [replace(p, placement=replace(p.placement, n_buffers=n_buffers)) for p in problems]
+        try:
+            p, plan = place_whole(way, problems, rates)
+        except OutOfHostMemory:
+            assert all(host < problem.least_bytes for problem in problems)
+            continue
+        taken = p.host_bytes(problems[0].tensors)
+        assert taken <= host
+        if plan.alpha and plan.binds == "host":
+            assert plan.host_bytes == pytest.approx(taken, abs=p.n_units) and taken > host - whole / 20
+
+
+def test_a_host_that_lacks_room_has_keys_made_again_then_attention():
+    cfg = replace(CFG, n_layer=6)
+    copied, made = [problem_of(cfg, ITEMSIZE, None, Room(0), **one) for one in ways_of(cfg)]
+    assert (copied.placement.keys, made.placement.keys) == ("copied", "made")
+
+    def found(host):
+        p, _ = place_whole(cfg, [replace(way, host_bytes=host) for way in (copied, made)], None)
+        assert p.host_bytes(copied.tensors) <= host
+        return p.keys, p.input_only
+    assert found(copied.needed_bytes(0)) == ("copied", 0)
+    assert found(copied.needed_bytes(0) - 1) == ("made", 0)
+    assert found(made.needed_bytes(0)) == ("made", 0)
+    unit = made.unit_bytes(made.always_bytes, [0] * 4)[0] - made.input_bytes[0]
+    assert found(made.needed_bytes(0) - 1) == ("made", 1)
+    assert found(made.needed_bytes(0) - unit - 1) == ("made", 2)
+    assert found(made.least_bytes) == ("made", made.n_swapped)
+    with pytest.raises(OutOfHostMemory, match=r"^block_size=4096 needs .* 22 swapped units, "):
+        found(made.least_bytes - 1)
+    half = made.needed_bytes(0.5)
+    ways = [replace(way, host_bytes=half) for way in (copied, made)]
+    p, _ = place_whole(replace(cfg, alpha=0.5), ways, None)
+    assert p.keys == "made" and p.host_bytes(made.tensors) == half

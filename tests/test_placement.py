@@ -218,7 +218,7 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     assert memory.reserve_activations(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
     gpu_with(monkeypatch, least - 1)
     wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; "
-              r"try --block_size=511, or --alpha=0 to try all the same$")
+              r"try --block_size=511, more --subsequences, or --alpha=0 to try all the same$")
     with pytest.raises(ConfigError, match=wanted):
         memory.reserve_activations(CFG, model, PLENTY)
     gpu_with(monkeypatch, 100 * whole())

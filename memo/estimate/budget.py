@@ -14,7 +14,7 @@ from memo.decide import (
     margin_bytes,
     problem_of,
     spare_bytes,
-    ways_of_keys,
+    ways_of,
     with_buffers,
 )
 from memo.errors import ConfigError
@@ -204,9 +204,9 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
     try:
         return *decide(cfg, itemsize, rates, room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
-        keys = ways_of_keys(cfg)[-1]
-        problem = with_buffers(cfg, problem_of(cfg, itemsize, rates, room, keys), room)
-        least = problem.least_bytes if cfg.finds_alpha else 2**62
+        problem = min((with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
+                       for way in ways_of(cfg)), key=lambda problem: problem.least_bytes)
+        least = problem.least_bytes if cfg.finds_alpha else alpha.ANY_HOST
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         assert plan is not None  # of a mode that copies
         return placement, replace(plan, limits=problem.limits), str(e)

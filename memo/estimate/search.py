@@ -14,6 +14,7 @@ from memo.estimate.budget import Estimate, estimate
 from memo.estimate.hardware import Machine
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
+LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 
 
@@ -172,6 +173,8 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
         dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
+    changes += [dict(unit_order="layer"), *(dict(subsequences=n * cfg.subsequences) for n in (4, 16)
+                                            if cfg.block_size >= LEAST_TOKENS * n * cfg.subsequences)]
     if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
         changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
@@ -198,24 +201,35 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
 
 # {region: keys that make it smaller}
 KNOBS = {"params": "--tp", "optimizer": "--optimizer_device=cpu, or more ranks",
-         "rounding_buffers": "--cp or --tp, or a lower --alpha", "transient": "--cp or --tp"}
+         "rounding_buffers": "--cp or --tp, more --subsequences, or a lower --alpha",
+         "transient": "--cp or --tp, or more --subsequences", "stream": "--cp or --tp",
+         "keys": "--cp or --tp", "key_gradients": "--cp or --tp", "sweep": "more --subsequences",
+         "resident": "--activation=memo"}
+ACTIVATIONS = "rounding_buffers", "keys", "key_gradients", "stream", "sweep", "resident"  # taken at once
 
 
 def explain(expected: Estimate | None, region: str, capacity: int | None, text: str) -> str:
-    """The line on a run that found no memory for `region`: what was expected of it, the knob, the longest
-    context. `capacity`: the device's bytes that other processes leave, None where it is the host."""
-    line = f"out of memory ({text}) while the region {region} grew"
+    """The line on a run that found no memory for `region`, or, where that is the buffers, for what is taken
+    with them: what was expected of it, the knob of the largest, the longest context. `capacity`: the device's
+    bytes that other processes leave, None where it is the host."""
+    line = f"out of memory ({text}) while the region"
     if expected is None:
-        return f"{line}; try {KNOBS[region]}, or a smaller --block_size"
+        return f"{line} {region} grew; try {KNOBS[region]}, or a smaller --block_size"
     cfg, machine = expected.cfg, expected.machine
+    nbytes = {name: max(expected.bytes_of(name)) for name in ACTIVATIONS} if region in ACTIVATIONS else {}
+    grew = {name: n for name, n in nbytes.items() if n} or {region: max(expected.bytes_of(region))}
+    largest = max(grew, key=grew.__getitem__)
+    knob = KNOBS[largest]
+    if cfg.unit_order == "subsequence" and largest in ("keys", "key_gradients"):
+        knob += ", or --unit_order=layer"
     if capacity is not None:
         assert machine.memory_bytes is not None  # `capacity` is of a device with its own
         machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))
-    device, host = expected.bytes_of(region)
-    line += f", estimated at {(device or host) / 2**30:.4g} GiB of {expected.device_bytes / 2**30:.4g} in all"
+    line += (f"{'s' * (len(grew) > 1)} {', '.join(grew)} grew, estimated at {sum(grew.values()) / 2**30:.4g} "
+             f"GiB of {expected.device_bytes / 2**30:.4g} in all")
     most = longest(cfg, machine, expected.world, fast_arena)
     if most is None:
-        return f"{line}; try {KNOBS[region]}; no block_size fits"
+        return f"{line}; try {knob}; no block_size fits"
     if most.cfg.block_size >= cfg.block_size:
         line += ", which should fit: something else takes the memory, or the estimate is wrong"
-    return f"{line}; try {KNOBS[region]}; the greatest block_size that would fit is {most.cfg.block_size}"
+    return f"{line}; try {knob}; the greatest block_size that would fit is {most.cfg.block_size}"

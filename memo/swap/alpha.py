@@ -22,6 +22,9 @@ from memo.swap.placement import Placement, Rows, rows
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
 
+ANY_HOST = 2**62  # bytes of a host that holds whatever there is
+
+
 class OutOfHostMemory(ConfigError):
     """OOHM: the host cannot hold what is to be swapped."""
 
@@ -105,7 +108,12 @@ class AlphaProblem:
         """Of each subsequence the part that it has in the rows of all swapped units; of all units where none
         is swapped."""
         counted = [c * n for c, n in zip(self.swapped, self.cuts, strict=True)]
-        return [n / sum(counted) for n in counted] if any(counted) else self.parts
+        return [n / self.swapped_rows for n in counted] if any(counted) else self.parts
+
+    @property
+    def swapped_rows(self) -> int:
+        """Rows of all swapped units."""
+        return sum(c * n for c, n in zip(self.swapped, self.cuts, strict=True))
 
     def mean(self, alphas: Sequence[float]) -> float:
         """Of the alphas of all subsequences, over the rows of the swapped units."""
@@ -114,14 +122,16 @@ class AlphaProblem:
     # --- the host ---
 
     @cached_property
-    def keys_bytes(self) -> int:
-        """Keys and values of all units, where they go to the host."""
-        return sum(self.placement.keys_swapped(self.tensors).values())
+    def beside_bytes(self) -> int:
+        """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
+        rows = self.all_bytes * self.swapped_rows // self.placement.n_rows
+        return replace(self.placement, kept={}).host_bytes(self.tensors) - rows
 
     @property
     def layer_keys_bytes(self) -> int:
-        """The same of one layer that sends them."""
-        return sum(self.nbytes[name] for name in KEYS_VALUES) if self.keys_bytes else 0
+        """Of keys and values that a layer sends."""
+        copied = self.placement.several and self.placement.keys == "copied"
+        return sum(self.nbytes[name] for name in KEYS_VALUES) if copied else 0
 
     def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
         """Bytes of the rows of a unit at each subsequence, where a layer has `always` in all rows, and
@@ -132,7 +142,7 @@ class AlphaProblem:
 
     def slab_bytes(self, units: Sequence[int]) -> int:
         """Of the host, with units of so many bytes at each subsequence."""
-        return sum(c * n for c, n in zip(self.swapped, units, strict=True)) + self.keys_bytes
+        return sum(c * n for c, n in zip(self.swapped, units, strict=True)) + self.beside_bytes
 
     def needed_bytes(self, alpha: float) -> int:
         """Of the host, with one alpha for all."""
@@ -150,7 +160,8 @@ class AlphaProblem:
         return self.slab_bytes(self.input_bytes)
 
     def host_level(self) -> float:
-        """The largest alpha of all subsequences whose copies hide so far; the others have less."""
+        """The largest alpha that the host has room for, where subsequences whose copies do not hide as far
+        have less."""
         room: float = self.host_bytes - self.needed_bytes(0)
         whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
         for most, weight in sorted((min(max(a, 0.0), 1.0), w)
@@ -217,7 +228,8 @@ class AlphaProblem:
 
     @cached_property
     def alphas(self) -> list[float]:
-        """Of each subsequence alpha in [0, 1] under all limits; 0 where even that is over one of them."""
+        """Of each subsequence the largest alpha in [0, 1] under all limits; 0 where even that is over one of
+        them. One bound serves host and device, below which each has what hides."""
         level = min(self.host_level() if self.n_swapped else 1.0, self.limits.get("device", 1.0))
         return [max(0.0, min(level, a)) for a in self.overlap]
 
@@ -246,8 +258,8 @@ def what_set_it(cfg: Config, plan: SwapPlan, placement: Placement) -> str:
         return f"none: all {placement.what} stay on the device"
     why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
     limits = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
-    least, most = min(plan.alphas), max(plan.alphas)
-    spread = f" ({least:.2f} to {most:.2f})" if least < most else ""
+    least, most = (f"{of(plan.alphas):.2f}" for of in (min, max))
+    spread = f" ({least} to {most})" if least != most else ""
     return f"{plan.alpha:.3f}{spread}, {why}: {limits}"
 
 
@@ -380,6 +392,21 @@ def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, i
                      keys="stay" if stay else keys, **several)
 
 
+def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
+              granularity: int) -> dict[str, tuple[int, ...]]:
+    """{tensor: rows of each subsequence}, multiples of `granularity`, rounded down; what that leaves of a
+    subsequence the next one has, up to its fraction of `most`. There are no fewer earlier units than later
+    ones, so that no more rows are swapped than were chosen."""
+    found = {}
+    for name, fractions in chosen.items():
+        kept, left = [], 0.0
+        for n, f, highest in zip(cuts, fractions, most[name], strict=True):
+            kept.append(rows(min(f + left / n, highest), n, granularity))
+            left += f * n - kept[-1]
+        found[name] = tuple(kept)
+    return found
+
+
 def place_rows(cfg: Config, problem: AlphaProblem,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
@@ -394,25 +421,30 @@ def place_rows(cfg: Config, problem: AlphaProblem,
     if cfg.activation == "recompute":
         only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
         return placed(cfg, 1, N, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
+    on_any_host = replace(problem, host_bytes=ANY_HOST)
     if not cfg.finds_alpha:
         alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
-        chosen = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
+        chosen = most = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
     elif cfg.alpha_mode == "per_tensor" and problem.n_swapped:
         assert recompute_s is not None  # per_tensor needs it
-        chosen = per_tensor(problem, recompute_s)
+        chosen, most = (per_tensor(p, recompute_s) for p in (problem, on_any_host))
     else:
-        chosen = paper(problem)
+        chosen, most = paper(problem), paper(on_any_host)
     if not chosen.fits:
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes,
                                  "the largest block_size that fits is "
                                  f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
     granularity = SPLIT_ROWS if len(cuts) > 1 else max(1, min(SPLIT_ROWS, N // 16))
-    by_unit = {name: tuple(rows(f, n, granularity)
-                           for f, n in zip(chosen.fractions[name], cuts, strict=True))
-               for name in problem.others}
+    by_unit = kept_rows({name: chosen.fractions[name] for name in problem.others}, most.fractions, cuts,
+                        granularity)
     chosen = replace(plan(problem, {name: tuple(k / n for k, n in zip(kept, cuts, strict=True))
                                     for name, kept in by_unit.items()}), binds=chosen.binds)
     kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
                   for name in problem.tensors}
-    stays = resting(problem) if rests(cfg) and problem.device_bytes < inf else {}
-    return replace(problem.placement, kept=kept, input_only=chosen.input_only, stays=stays), chosen
+    placement = replace(problem.placement, kept=kept, input_only=chosen.input_only)
+    if rests(cfg) and problem.device_bytes < inf and (stays := resting(problem)):
+        placement = replace(placement, stays=stays)
+        here = placement.survivor_bytes(problem.tensors, resident=True)
+        chosen = replace(chosen, host_bytes=chosen.host_bytes - here,
+                         layer_bytes=chosen.layer_bytes - here * N // problem.swapped_rows)
+    return placement, chosen
