@@ -136,7 +136,10 @@ FATES = [dict(activation="recompute"), dict(activation="swap"), HALF, HALF | dic
          *(HALF | dict(changed=changed) for changed in (
              dict(keys="made"), dict(input_only=5), dict(keys="made", input_only=9), dict(n_buffers=1),
              dict(n_buffers=7), dict(x_stays=True), dict(x_stays=True, keys="made", input_only=4),
-             dict(stays=dict(q=1024, fc1_out=512, gate_out=2048)), dict(kept={}, stays=dict(attn_out=1024))))]
+             dict(stays=dict(q=1024, fc1_out=512, gate_out=2048)), dict(kept={}, stays=dict(attn_out=1024)))),
+         *(HALF | dict(changed=dict(stream="copied") | changed) for changed in (
+             {}, dict(keys="made", input_only=9), dict(n_buffers=1, input_only=3), dict(n_buffers=7),
+             dict(keys="stay"), dict(x_stays=True), dict(stays=dict(x=1024, q=512))))]
 
 
 @pytest.mark.slow
@@ -150,7 +153,7 @@ def test_every_fate_of_several_subsequences_alike(order, S, keys):
     keep = trained(1, S, torch.float32, 1, activation="keep", **keys)
     assert abs(keep[0] - one[0]) < 1e-5 and error(keep[1], one[1]) < 1e-5
     for fate in FATES:
-        if order == "layer" or "keys" not in fate.get("changed", {}):
+        if order == "layer" or "keys" not in fate.get("changed", {}):  # subsequence by subsequence they stay
             assert same(trained(1, S, torch.float32, 1, **fate, **keys), keep), fate
 
 
@@ -396,12 +399,17 @@ class Delayed(CpuStream):
 # layer has units; of four whose keys and values are made again
 UNITS = {"computed": "compute", "done": "compute"}
 COPIES = UNITS | {"offloaded": "offload", "prefetched": "prefetch"}
+STREAM = {"stream offloaded": "offload", "stream prefetched": "prefetch", "gradient offloaded": "offload",
+          "gradient prefetched": "prefetch", "embedding done": "compute"}
 KEYS_MADE = {"head computed": "compute", "input prefetched": "prefetch", "swept": "compute"}
 FOUR = dict(subsequences=4, n_layer=4)
 RACES = {"one": ({}, COPIES), "four": (FOUR, COPIES),
          "four, six buffers": (FOUR | dict(changed=dict(n_buffers=6)),
                                UNITS | {"keys offloaded": "offload", "keys prefetched": "prefetch"}),
-         "four, keys made": (FOUR | dict(changed=dict(keys="made")), COPIES | KEYS_MADE)}
+         "four, keys made": (FOUR | dict(changed=dict(keys="made")), COPIES | KEYS_MADE),
+         "four, stream copied": (FOUR | dict(changed=dict(stream="copied")), COPIES | STREAM),
+         "five in order": (FOUR | dict(subsequences=5, unit_order="subsequence",
+                                       changed=dict(stream="copied", n_buffers=6)), {})}
 WAITS = [(race, wait) for race, (_, waits) in RACES.items() for wait in waits]
 
 
