@@ -23,8 +23,9 @@ import torch
 from memo.attention import resolve_attention
 from memo.block import BLOCKS, Block
 from memo.config import Config
+from memo.device import free_bytes
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
-from memo.layer import head_rows, layer_of, model_parameters
+from memo.layer import head_rows, keys_dealt, layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_positions
@@ -159,12 +160,16 @@ class GPT:
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
     def reserve_forward(self, B: int, T: int) -> None:
-        """reserve() for forward passes without a backward: all layers take turns in the memory of one."""
+        """reserve() for forward passes without a backward: all layers take turns in the memory of one. The
+        stream between layers is copied where all would take over half of what a GPU has free."""
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
         keys = "made" if self.cfg.unit_order == "layer" else "stay"  # there is no backward to make them for
-        self.reserve(B, T, Placement(self.cfg.n_layer, 1, B * T // self.mesh.weights.size, nothing, keys=keys,
-                                     **unit_rows(self.cfg, B, T)))
+        p = Placement(self.cfg.n_layer, 1, B * T // self.mesh.weights.size, nothing, keys=keys,
+                      **unit_rows(self.cfg, B, T))
+        tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
+        spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
+        self.reserve(B, T, with_stream(p, tensors, spare, keys_dealt(self.cfg)))
 
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
