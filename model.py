@@ -189,7 +189,7 @@ class GPT:
         self.tokens, self.targets = (self.by_subsequence(ids) for ids in (tokens, targets))
         self.scale = scale
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
-        # an evaluation keeps nothing: its layers take turns in the buffers, and no copy leaves but the stream's
+        # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
         trains, swap = scale is not None, self.swap
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         self.follow([step for step in swap.steps if step.kind in FORWARD] if trains else swap.evaluation)

@@ -1,5 +1,7 @@
 """What the tests of several ranks share: models in a layout, and their gradients put together."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def layout_keys(text, kind):
     return dict(tp=size["tp"], cp=size["cp"]) | what
 
 
-def build(cfg, mesh, dtype=torch.float32):
+def build(cfg, mesh, dtype=torch.float32, stream="whole"):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
     gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
     model = GPT(cfg, CPU, dtype, mesh=mesh)
@@ -31,6 +33,7 @@ def build(cfg, mesh, dtype=torch.float32):
     hidden = 0.6 if cfg.finds_alpha else 1.0
     p = AlphaProblem(tensors, cfg.n_layer, hidden * sum(t.nbytes for t in tensors.values()), 1.0, 10**12)
     placement, _ = place_rows(cfg, p, n_rows(cfg), costs_of(tensors))
+    placement = replace(placement, stream=stream)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
     return model, optimizer
 
@@ -58,11 +61,11 @@ def assembled(ranks):
     return tensors
 
 
-def gradients(host, cfgs, plan, dtype=torch.float32):
+def gradients(host, cfgs, plan, dtype=torch.float32, stream="whole"):
     """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
-        model, optimizer = build(cfg, mesh, dtype)
+        model, optimizer = build(cfg, mesh, dtype, stream)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
             arena.replay(memory.requests_of_a_step(model, arena))

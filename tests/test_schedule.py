@@ -202,10 +202,10 @@ def rule_of_step(step, instance):
             return COMPUTED, "head" if last_layer else "forward"
         case "head":
             return ABOVE, "backward"
-        case "offload" if fates.keys == "made" and keys_leave(step.unit, layers) and not came:
-            return FETCHED, "prefetch input"
-        case "offload":
-            return FETCHED, "prefetch"
+        case "offload":  # of its readers the first
+            inputs = () if came else ("prefetch input",)
+            return FETCHED, next(other.kind for other in schedule(*instance)
+                                 if other.unit == step.unit and other.kind in ("prefetch", *inputs))
         case "offload keys":
             return FETCHED, "prefetch keys"
         case "prefetch keys" | "sweep":  # the layer's first backward reads it
@@ -240,7 +240,8 @@ def test_a_schedule_without_one_of_its_steps_is_not():
     assert {kind for kind, _ in seen} == {step.kind for step in steps} | {
         "offload", "prefetch", "recompute", "offload keys", "prefetch keys", "prefetch input", "sweep",
         *(f"{way} {what}" for way in ("offload", "prefetch") for what in ("stream", "gradient"))}
-    rules = {COMPUTED, COPIED, STREAM, KEYS_COPIED, KEYS_READ, ABOVE, FETCHED, ARRIVED, READ, DROPPED, COMPLETE}
+    rules = {COMPUTED, COPIED, STREAM, KEYS_COPIED, KEYS_READ, ABOVE, FETCHED, ARRIVED, READ, DROPPED,
+             COMPLETE}
     assert {rule for _, rule in seen} == rules
 
 

@@ -84,7 +84,8 @@ class Swap:
             for unit, s in self.units.items():
                 place = self.cut("stream", p.stream_place(unit) * row, s.x.shape, dtype)
                 self.between[unit] = place, place
-            self.sweep_inputs = list(self.buffers["sweep"].view(dtype).view(-1, *shape[1:]).split(max(p.cuts)))
+            swept = self.buffers["sweep"].view(dtype).view(-1, *shape[1:])
+            self.sweep_inputs = list(swept.split(max(p.cuts)))
         else:  # a layer's output has the place of the next one's input
             self.x = [*(self.units[i, 0].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
             self.between = {(i, 0): ends for i, ends in enumerate(pairwise(self.x))}

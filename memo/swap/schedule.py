@@ -73,8 +73,8 @@ class Fates:
 
     `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
     `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
-    device. Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of all
-    layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole" or "copied".
+    device. Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of
+    all layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole" or "copied".
     """
 
     n_buffers: int

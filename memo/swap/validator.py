@@ -12,9 +12,9 @@ from memo.swap.schedule import Fates, Key, Step, Unit, units_in_order
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
 # place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i)
-# what lies between two layers, or in place i of it where it is copied, ("slab stream", unit) the host's copy of
-# a unit's input or of its gradient; ("keys", place) keys and values, ("slab keys", unit) the host's copy of
-# them, ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
+# what lies between two layers, or in place i of it where it is copied, ("slab stream", unit) the host's copy
+# of a unit's input or of its gradient; ("keys", place) keys and values, ("slab keys", unit) the host's copy
+# of them, ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
 Place = tuple
 Content = tuple
 
@@ -90,7 +90,6 @@ class Memory:
         survives = [] if k in fates.input_only else [activations]
         inputs = [] if fates.x_stays else [x_here]
         sent, came = (inputs, []) if not self.comes(unit) else ([], [(("slab stream", unit), ("x", unit))])
-        up, made = ("slab stream", (layer + 1, i)), ("x" if layer + 1 < self.layers else "dx", (layer + 1, i))
         match step.kind:
             case "embedding":
                 return Access([], [(below, ("x", unit))])
@@ -105,15 +104,6 @@ class Memory:
             case "prefetch":
                 copy = [(slab, ("copy", unit))] if survives + sent else []
                 return Access([*copy, *(came if inputs else [])], survives + inputs)
-            case "offload stream":
-                return Access([(above, made)], [(up, made)])
-            case "prefetch stream":
-                return Access(came, [(below, ("x", unit))])
-            case "prefetch gradient":
-                gradient = "dx", (layer + 1, i)
-                return Access([(up, gradient)], [(above, gradient)])
-            case "offload gradient":
-                return Access([(below, ("dx", unit))], [(("slab stream", unit), ("dx", unit))])
             case "offload keys":
                 return Access([own_keys], [copied_keys])
             case "prefetch keys":
@@ -136,6 +126,22 @@ class Memory:
                               [(below, ("dx", unit)), (kept, ("used", unit))])
             case "embedding backward":
                 return Access([(below, ("dx", unit))], [])
+        return self.stream_access(step)
+
+    def stream_access(self, step: Step) -> Access:
+        """The same of a step that copies what lies between layers."""
+        unit, (layer, i), (place, _) = step.unit, step.unit, self.ends(step.unit)
+        above = layer + 1, i
+        match step.kind:
+            case "offload stream":
+                made = "x" if layer + 1 < self.layers else "dx", above
+                return Access([(place, made)], [(("slab stream", above), made)])
+            case "prefetch stream":
+                return Access([(("slab stream", unit), ("x", unit))], [(place, ("x", unit))])
+            case "prefetch gradient":
+                return Access([(("slab stream", above), ("dx", above))], [(place, ("dx", above))])
+            case "offload gradient":
+                return Access([(place, ("dx", unit))], [(("slab stream", unit), ("dx", unit))])
         raise ValueError(f"{step.kind} {unit}: no such kind of step")
 
     def sweep_place(self, unit: Unit) -> Place:
