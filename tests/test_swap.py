@@ -13,12 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from memo.config import Config
 from memo.decide import Room, problem_of
+from memo.estimate.budget import activation_lines
+from memo.estimate.step_seconds import swap_s
 from memo.layer import gpt_layer, groups_of
 from memo.optim import Optimizer
 from memo.subsequences import unit_rows
 from memo.swap.alpha import place_rows
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement, with_stream
+from memo.swap.schedule import times_of
 from memo.swap.slab import HostSlab
 from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
 from model import GPT
@@ -173,6 +176,13 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         run_pass(model, random_batch(cfg, 2, 320, "cpu", seed=2))
         assert p.device_bytes(tensors) == sum(b.nbytes for b in swap.buffers.values()) == swap.device_bytes
         assert p.host_bytes(tensors) == swap.slab.bytes.nbytes
+        lines = activation_lines(cfg, p, 4)
+        assert sum(line.device_bytes for line in lines) == p.device_bytes(tensors)
+        assert sum(line.host_bytes for line in lines) == p.host_bytes(tensors)
+        times = times_of(swap.steps, lambda step: 1e3 if step.stream == "compute" else sum(
+            h.nbytes for _, h in swap.pairs.get(step.key, [])))
+        *passes, stall_s = swap_s(p, tensors, lambda step: 1e3, 1.0)  # as the estimate has it
+        assert (sum(passes), stall_s) == (times.spans["backward", (0, 0)][1], times.stall_s)
         copied = [h for (kind, _), pairs in swap.pairs.items() if kind.startswith("offload")
                   for _, h in pairs]
         # gradients go where inputs were; nothing else is written twice, and nothing is left out
