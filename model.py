@@ -23,8 +23,9 @@ import torch
 from memo.attention import resolve_attention
 from memo.block import BLOCKS, Block
 from memo.config import Config
+from memo.device import free_bytes
 from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
-from memo.layer import head_rows, layer_of, model_parameters
+from memo.layer import head_rows, keys_dealt, layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_positions
@@ -43,8 +44,8 @@ from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
 from memo.subsequences import unit_rows
 from memo.swap.buffers import Swap
-from memo.swap.placement import Placement
-from memo.swap.schedule import OFFLOADS, PREFETCHES, Step
+from memo.swap.placement import Placement, with_stream
+from memo.swap.schedule import FORWARD, Step
 
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 
@@ -159,12 +160,16 @@ class GPT:
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
     def reserve_forward(self, B: int, T: int) -> None:
-        """reserve() for forward passes without a backward: all layers take turns in the memory of one."""
+        """reserve() for forward passes without a backward: all layers take turns in the memory of one. The
+        stream between layers is copied where all would take over half of what a GPU has free."""
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
         keys = "made" if self.cfg.unit_order == "layer" else "stay"  # there is no backward to make them for
-        self.reserve(B, T, Placement(self.cfg.n_layer, 1, B * T // self.mesh.weights.size, nothing, keys=keys,
-                                     **unit_rows(self.cfg, B, T)))
+        p = Placement(self.cfg.n_layer, 1, B * T // self.mesh.weights.size, nothing, keys=keys,
+                      **unit_rows(self.cfg, B, T))
+        tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
+        spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
+        self.reserve(B, T, with_stream(p, tensors, spare, keys_dealt(self.cfg)))
 
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
@@ -184,10 +189,10 @@ class GPT:
         self.tokens, self.targets = (self.by_subsequence(ids) for ids in (tokens, targets))
         self.scale = scale
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
-        # an evaluation keeps nothing: its layers take turns in the buffers, and no copy leaves
-        trains = OFFLOADS if scale is not None else ()
+        # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
+        trains, swap = scale is not None, self.swap
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
-        self.follow(("embedding", "forward", "head", *trains))
+        self.follow([step for step in swap.steps if step.kind in FORWARD] if trains else swap.evaluation)
         loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
         return loss
 
@@ -195,29 +200,29 @@ class GPT:
         """(B, T) -> [(B * T_i,)]."""
         return [part.reshape(-1) for part in ids.split(self.lengths, 1)]
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (n, C)
-        """The last layer's output, of own rows, where reserve() has taken memory for (B, T). The next pass
-        writes over it."""
-        self.tokens, self.scale = self.by_subsequence(tokens), None
-        self.follow(("embedding", "forward"))
+    def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], Any]) -> list:
+        """[read(i, x)] of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the last
+        layer's output, of own rows of subsequence i; what comes next writes over it."""
+        self.tokens, self.scale, found = self.by_subsequence(tokens), None, []
+        self.follow(self.swap.evaluation, head=lambda i, x: found.append(read(i, x)))
         self.swap.streams.timeline.clear()  # nobody asks for these times
-        return self.swap.x[-1]
+        return found
 
-    def backward(self, done: Callable[[int], None] = lambda bucket: None) -> torch.Tensor:
-        """Adds the gradients of the last forward to `grads`; returns the gradient of the first layer's own
-        input (n, C). done(bucket) is called when those of a bucket are complete."""
+    def backward(self, done: Callable[[int], None] = lambda bucket: None) -> None:
+        """Adds the gradients of the last forward to `grads`. done(bucket) is called when those of a bucket
+        are complete. Where the device has all of the stream, `swap.x[0]` is then the gradient of the first
+        layer's input."""
         done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
-        self.follow(("recompute", "backward", "sweep", *PREFETCHES, "embedding backward"), done)
-        return self.swap.x[0]
+        self.follow([step for step in self.swap.steps if step.kind not in FORWARD], done)
 
-    def follow(self, kinds: Sequence[str], done: Callable[[int], None] = lambda bucket: None) -> None:
-        """Executes the steps of the schedule that are of these kinds: the host launches them in their order,
-        and the waits between streams are theirs. done(bucket): see backward()."""
+    def follow(self, steps: Iterable[Step], done: Callable[[int], None] = lambda bucket: None,
+               head: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        """Executes steps of the schedule: the host launches them in their order, and the waits between
+        streams are theirs. done(bucket): see backward(). head(subsequence, last layer's output): what to do
+        in the place of the head."""
         complete: list[int] = []
         B, T = self.shape
-        for step in self.swap.steps:
-            if step.kind not in kinds:
-                continue
+        for step in steps:
             if step.stream != "compute":
                 self.swap.wait(step)
                 self.swap.launch(step)  # a copy
@@ -229,7 +234,7 @@ class GPT:
             bucket = self.bucket_of(step)
             self.swap.wait(step)  # for the copies that this step reads, or writes over
             self.arrive(bucket)  # the optimizer's new parameters may still be on their way from other ranks
-            label, *work = self.work_of(step)
+            label, *work = self.work_of(step, head)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
             _, subsequence = step.unit
             if step.kind in ("backward", "embedding backward") and subsequence == 0:  # the backward's last
@@ -244,19 +249,21 @@ class GPT:
         others = {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}
         return others.get(step.kind, layer + 1)
 
-    def work_of(self, step: Step) -> tuple:
+    def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
-        plan."""
+        plan. `head`: see follow()."""
         layer, i = step.unit
         swap, turn, tokens, positions = self.swap, self.turn[i], self.tokens[i], self.positions[i]
         s, block, name = swap.units[step.unit], self.blocks[layer], swap.name(step.unit)
-        x, y, k = swap.between[layer][i], swap.between[layer + 1][i], swap.placement.number[step.unit]
+        (x, y), k = swap.between[step.unit], swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
         match step.kind:
             case "embedding":
                 return f"embedding{alone}", self.embed, tokens, positions, x
             case "forward":
                 return f"forward {name}", self.unit_forward, block, x, s, turn, y
+            case "head" if head is not None:
+                return f"reader{alone}", head, i, y
             case "head":
                 label = "evaluation head" if self.scale is None else "head"
                 return f"{label}{alone}", self.head, y, self.targets[i], self.scale, self.loss

@@ -97,22 +97,22 @@ def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> t
     tp, device = model.mesh.weights, model.device
     with room_for(f"{B} x {length:,} tokens"):
         reserve(model, B, length)
-        here = local_positions(model.cfg, length, model.mesh)  # of each sequence
-        x = model.hidden(windows[:, torch.cat(here)].to(device))  # (n, C)
-        # where the rows' tokens lie in (B, length): those of all sequences' first subsequence come first
-        starts = length * torch.arange(B)[:, None]
-        at = torch.cat([(starts + positions).flatten() for positions in here])
-        targets = windows[:, 1:].flatten()[at].to(device).view(-1, tp.size)  # (n, tp)
-        # the same on all tp ranks, which make their logits together
-        rows = wanted.flatten()[at].view(-1, tp.size).any(1).nonzero()[:, 0].to(device)
-        found = torch.zeros(2, *targets.shape, device=device)
-        # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
-        for part in rows.split(model.own_head_rows) if len(rows) else ():
-            # rows of a gather come rank by rank, tokens by turns
-            scores = target_scores(model, x[part], targets[part].t().reshape(-1))
-            found[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)
-    made = torch.zeros(2, B * length, dtype=torch.float64)
-    made[:, at] = found.flatten(1).double().cpu()
+        here = local_positions(model.cfg, length, model.mesh)  # of each sequence, by subsequence
+        made = torch.zeros(2, B * length, dtype=torch.float64)
+
+        def read(i: int, x: torch.Tensor) -> None:  # (n_i, C)
+            at = (length * torch.arange(B)[:, None] + here[i]).flatten()  # of the rows' tokens in (B, length)
+            targets = windows[:, 1:].flatten()[at].to(device).view(-1, tp.size)  # (n_i, tp)
+            # the same on all tp ranks, which make their logits together
+            rows = wanted.flatten()[at].view(-1, tp.size).any(1).nonzero()[:, 0].to(device)
+            found = torch.zeros(2, *targets.shape, device=device)
+            # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
+            for part in rows.split(model.own_head_rows) if len(rows) else ():
+                # rows of a gather come rank by rank, tokens by turns
+                scores = target_scores(model, x[part], targets[part].t().reshape(-1))
+                found[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)
+            made[:, at] = found.flatten(1).double().cpu()
+        model.hidden(windows[:, torch.cat(here)].to(device), read)
     return made.view(2, B, length) * wanted
 
 

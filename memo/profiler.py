@@ -84,7 +84,7 @@ def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, devi
                host: Axis) -> MeasuredUnit:
     """Of `block` at subsequence i, in the buffer of the first layer's unit; those of the subsequences before
     have run."""
-    s, y = swap.units[0, i], swap.between[1][i]
+    s, (_, y) = swap.units[0, i], swap.between[0, i]
     generator = torch.Generator(device).manual_seed(i)
 
     forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)

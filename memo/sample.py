@@ -73,7 +73,8 @@ def prefill(model: GPT, cache: Cache, prompt: list[int]) -> torch.Tensor:
     ends = [0, *accumulate(model.lengths)]
     for (layer, i), s in model.swap.units.items():
         s.pieces = [[t[:, first:end] for t in cache[layer]] for first, end in pairwise(ends[:i + 2])]
-    return last_logits(model, model.hidden(torch.tensor([prompt], device=model.device)))
+    tokens = torch.tensor([prompt], device=model.device)
+    return model.hidden(tokens, lambda i, x: last_logits(model, x))[-1]
 
 
 def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:

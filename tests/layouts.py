@@ -23,7 +23,7 @@ def layout_keys(text, kind):
     return dict(tp=size["tp"], cp=size["cp"]) | what
 
 
-def build(cfg, mesh, dtype=torch.float32):
+def build(cfg, mesh, dtype=torch.float32, stream="whole"):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
     gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
     model = GPT(cfg, CPU, dtype, mesh=mesh)
@@ -36,6 +36,7 @@ def build(cfg, mesh, dtype=torch.float32):
     layer = hidden * sum(t.nbytes for t in tensors.values())
     p = replace(p, forward_s=tuple(layer * part for part in p.parts), offload_bytes_per_s=1.0)
     placement, _ = place_rows(cfg, p, costs_of(tensors))
+    placement = replace(placement, stream=stream)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
     return model, optimizer
 
@@ -63,11 +64,11 @@ def assembled(ranks):
     return tensors
 
 
-def gradients(host, cfgs, plan, dtype=torch.float32):
+def gradients(host, cfgs, plan, dtype=torch.float32, stream="whole"):
     """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
-        model, optimizer = build(cfg, mesh, dtype)
+        model, optimizer = build(cfg, mesh, dtype, stream)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
             arena.replay(memory.requests_of_a_step(model, arena))

@@ -373,7 +373,7 @@ def test_the_messages_of_a_unit_are_those_of_a_layer(keys):
         wanted = [3 * (Q * row + Q * fp32 + 8 * fp32), 3 * (3 * Q * row + 8 * fp32 + Q * fp32)]
         if unit.ulysses:
             wanted = [3 * row * (2 * Q + 2 * KV) // 4, 3 * row * (4 * Q + 2 * KV) // 4]
-        s, y = model.swap.units[0, i], model.swap.between[1][i]
+        s, (_, y) = model.swap.units[0, i], model.swap.between[0, i]
         model.blocks[0].forward(s, model.turn[i], y)
         sent = [mesh.take_sent_bytes()["cp"]]
         model.blocks[0].backward(y, s, model.turn[i])

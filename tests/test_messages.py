@@ -53,7 +53,7 @@ def rebuild(model, cfg, lost):
     L, kept = cfg.n_layer, {t.name: 0 for t in layer_of(cfg).skeletal if lost(t)}
     model.swap.missing = [Placement(L, 1, n_rows(cfg), kept).missing(0)] * (L - 1) + [{}]
     fates = replace(model.swap.placement.fates, rebuilt=frozenset(range(L - 1)))
-    model.swap.set_steps(schedule(fates, L))
+    model.swap.set_steps(schedule(fates, L), model.swap.evaluation)
 
 
 def program_of(cfg, rank, dp, lost):

@@ -9,7 +9,18 @@ import pytest
 
 from memo.swap import periods
 from memo.swap.placement import Placement
-from memo.swap.schedule import Fates, Step, compute_only, keys_leave, schedule, times_of, units_in_order
+from memo.swap.schedule import (
+    STREAM_PLACES,
+    Fates,
+    Step,
+    compute_only,
+    evaluation,
+    keys_leave,
+    schedule,
+    stream_leaves,
+    times_of,
+    units_in_order,
+)
 from memo.swap.validator import validate_schedule
 
 
@@ -38,13 +49,14 @@ def instances(n, seed=0):
         some = rebuilt and rng.random() < 0.3
         inputs = frozenset(range(rng.randint(0, len(copied)))) if some else frozenset()
         keys = rng.choice(["copied", "made", "stay"]) if by_layer else "stay"
-        yield Fates(buffers, copied, rebuilt, inputs, keys=keys), layers, subsequences, order
+        stream = rng.choice(["whole", "copied"]) if subsequences > 1 else "whole"
+        yield Fates(buffers, copied, rebuilt, inputs, keys=keys, stream=stream), layers, subsequences, order
 
 
-def refusal(steps, instance):
+def refusal(steps, instance, trains=True):
     """The rule that the steps violate, None if there is none."""
     try:
-        validate_schedule(steps, *instance)
+        validate_schedule(steps, *instance, trains=trains)
     except ValueError as e:
         return str(e)
     return None
@@ -54,6 +66,7 @@ def test_every_schedule_that_is_made_is_valid():
     for instance in instances(1000):
         steps = schedule(*instance)
         assert refusal(steps, instance) is None, instance
+        assert refusal(evaluation(*instance), instance, trains=False) is None, instance
 
 
 COMPUTED = "a unit is computed after its input"
@@ -66,6 +79,14 @@ ABOVE = "a backward comes after that of the layer above"
 DROPPED = "rows that were dropped are recomputed before they are read"
 READ = "a unit is read after it is computed"
 COMPLETE = "every unit has a forward and a backward"
+WRITTEN = "a place is written after it was read"
+STREAM = "the stream is copied after it is made, and before its place is overwritten"
+
+
+def arrives(unit, instance):
+    """Whether a unit's input comes from the host."""
+    fates, layers, *how = instance
+    return fates.stream == "copied" and unit in stream_leaves(layers, *how)
 
 
 def rule_of_wait(step, wait, first, instance):
@@ -74,18 +95,31 @@ def rule_of_wait(step, wait, first, instance):
     first step."""
     fates, layers, subsequences, order = instance
     units = units_in_order(layers, subsequences, order)
-    if step.kind == "offload":
-        # of one subsequence that keeps only its input: the layer below wrote it, and the copy before waits
-        # for that forward or for a later one
-        only_input = subsequences == 1 and units.index(step.unit) in fates.input_only
-        return None if only_input and step.unit[0] > 0 else COPIED
-    if step.kind == "offload keys":
-        return KEYS_COPIED
-    if wait[0] in ("offload", "offload keys"):
+    input_only = units.index(step.unit) in fates.input_only
+    match step.kind:
+        case "offload":
+            # of one subsequence that keeps only its input: the layer below wrote it, and the copy before
+            # waits for that forward or for a later one
+            return None if subsequences == 1 and input_only and step.unit[0] > 0 else COPIED
+        case "offload keys":
+            return KEYS_COPIED
+        case "offload stream" | "offload gradient":
+            return STREAM
+        case "forward" if wait[0] == "prefetch stream":
+            return COMPUTED
+        case "backward" if wait[0] == "prefetch gradient" and wait[1] == step.unit:
+            return {ABOVE, ARRIVED}  # with it the unit's own copy comes
+        case "recompute" if wait[0] == "prefetch keys" and fates.stream == "copied" and not input_only:
+            return None  # nor does its backward need it, whose gradient comes later
+        case "prefetch input" if wait[0] == "head" and fates.stream == "copied":
+            return {FETCHED, None}  # of the first layer; inputs that came in the forward mostly show it
+        case "prefetch stream" | "prefetch gradient":  # the copy and the place, by one wait or two
+            return {FETCHED, REFILLED, LEFT}
+    if wait[0] in ("offload", "offload keys", "offload stream"):
         return LEFT
     if step.stream == "prefetch":
         # the first one: by nothing else its stream knows that the copies have left
-        return FETCHED if step is first else REFILLED
+        return FETCHED if step is first else {REFILLED, FETCHED} if fates.stream == "copied" else REFILLED
     return ARRIVED
 
 
@@ -100,14 +134,23 @@ def test_each_wait_of_a_schedule_is_needed_or_it_is_known_why_not():
                 left = tuple(w for w in step.waits if w != wait)
                 why = refusal([*steps[:k], step._replace(waits=left), *steps[k + 1:]], instance)
                 rule = rule_of_wait(step, wait, first, instance)
-                assert (why and why.partition(":")[0]) == rule, (step, wait, why, rule, instance)
-                seen.add((step.kind, wait[0], rule))
+                found = why and why.partition(":")[0]
+                assert found == rule or isinstance(rule, set) and found in rule, (step, wait, why, instance)
+                seen.add((step.kind, wait[0], found))
     assert seen == {
         ("offload", "forward", COPIED), ("offload", "forward", None),
         ("offload keys", "forward", KEYS_COPIED),
         ("forward", "offload", LEFT), ("forward", "offload keys", LEFT),
+        ("embedding", "offload stream", LEFT), ("forward", "prefetch stream", COMPUTED),
+        ("offload stream", "forward", STREAM), ("offload stream", "head", STREAM),
+        ("offload gradient", "backward", STREAM), ("recompute", "prefetch keys", None),
+        *(("prefetch stream", "offload stream", rule) for rule in (FETCHED, REFILLED)),
+        *(("prefetch gradient", "offload gradient", rule) for rule in (FETCHED, REFILLED, LEFT)),
+        *(("prefetch gradient", "embedding backward", rule) for rule in (FETCHED, REFILLED)),
+        ("backward", "prefetch gradient", ABOVE), ("backward", "prefetch gradient", ARRIVED),
         *((kind, "backward", rule) for kind in ("prefetch", "prefetch keys") for rule in (REFILLED, FETCHED)),
-        ("prefetch input", "head", FETCHED), ("prefetch input", "sweep", REFILLED),
+        *(("prefetch input", "head", rule) for rule in (FETCHED, None)),
+        ("prefetch input", "sweep", REFILLED),
         ("sweep", "prefetch input", ARRIVED), *((kind, copy, ARRIVED) for kind in ("recompute", "backward")
                                                 for copy in ("prefetch", "prefetch keys"))}
 
@@ -134,11 +177,22 @@ def rule_of_step(step, instance):
     units = units_in_order(layers, subsequences, order)
     k, layer = units.index(step.unit), step.unit[0]
     only_input, last_layer = k in fates.input_only, layer == layers - 1
+    came, leaves = arrives(step.unit, instance), arrives((layer + 1, step.unit[1]), instance)
     match step.kind:
         case "embedding":
             return COMPUTED, "forward"
+        case "prefetch stream":
+            return COMPUTED, "forward"
+        case "prefetch gradient":
+            return ABOVE, "backward"
+        case "head" if leaves:
+            return STREAM, "offload stream"
+        case "backward" if came:
+            return STREAM, "offload gradient"
         case "forward" if fates.keys == "copied" and keys_leave(step.unit, layers):
             return KEYS_COPIED, "offload keys"
+        case "forward" if leaves and not last_layer:
+            return STREAM, "offload stream"
         case "forward" if k in fates.copied and (subsequences > 1 or not only_input):
             return COPIED, "offload"
         case "forward" if order == "layer" and not last_layer and step.unit[1] < subsequences - 1:
@@ -147,10 +201,10 @@ def rule_of_step(step, instance):
             return COMPUTED, "head" if last_layer else "forward"
         case "head":
             return ABOVE, "backward"
-        case "offload" if fates.keys == "made" and keys_leave(step.unit, layers):
-            return FETCHED, "prefetch input"
-        case "offload":
-            return FETCHED, "prefetch"
+        case "offload":  # of its readers the first
+            inputs = () if came else ("prefetch input",)
+            return FETCHED, next(other.kind for other in schedule(*instance)
+                                 if other.unit == step.unit and other.kind in ("prefetch", *inputs))
         case "offload keys":
             return FETCHED, "prefetch keys"
         case "prefetch keys" | "sweep":  # the layer's first backward reads it
@@ -173,16 +227,25 @@ def rule_of_step(step, instance):
 def test_a_schedule_without_one_of_its_steps_is_not():
     seen = set()
     for instance in instances(50, seed=2):
-        steps = schedule(*instance)
+        steps, three = schedule(*instance), instance[2] == STREAM_PLACES
         for k, step in enumerate(steps):
+            if three and step.kind in ("prefetch stream", "prefetch gradient"):
+                continue  # it finds there what it brings
             why = refusal(without(steps, k), instance)
+            if step.kind in ("offload stream", "offload gradient"):
+                # its place is not free, or the copy is not there: whatever comes first
+                assert why.partition(":")[0] in (FETCHED, REFILLED, LEFT, WRITTEN), (step, why, instance)
+                seen.add((step.kind, FETCHED))
+                continue
             rule, kind = rule_of_step(step, instance)
             found = re.match(r"(.*?): (.*?) \(\d", why) if why else None
             assert (found.groups() if found else (None, None)) == (rule, kind), (step, why, rule, instance)
             seen.add((step.kind, rule))
     assert {kind for kind, _ in seen} == {step.kind for step in steps} | {
-        "offload", "prefetch", "recompute", "offload keys", "prefetch keys", "prefetch input", "sweep"}
-    rules = {COMPUTED, COPIED, KEYS_COPIED, KEYS_READ, ABOVE, FETCHED, ARRIVED, READ, DROPPED, COMPLETE}
+        "offload", "prefetch", "recompute", "offload keys", "prefetch keys", "prefetch input", "sweep",
+        *(f"{way} {what}" for way in ("offload", "prefetch") for what in ("stream", "gradient"))}
+    rules = {COMPUTED, COPIED, STREAM, KEYS_COPIED, KEYS_READ, ABOVE, FETCHED, ARRIVED, READ, DROPPED,
+             COMPLETE}
     assert {rule for _, rule in seen} == rules
 
 

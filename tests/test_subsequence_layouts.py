@@ -78,6 +78,17 @@ def test_subsequences_give_the_gradients_of_one(layout):
         agree(found, alone(case[1], 384), case)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout, kind", [("tp2", "ring"), ("cp2", "ring"), ("metp2", "metp")])
+def test_a_copied_stream_gives_the_same_bits(layout, kind):
+    cfgs = [config(layout.replace("me", ""), kind, family, 384, 4, "layer", cut, mode)
+            for family, cut, mode in (("rope", "equal", "swap"), ("llama", "flops", "memo"))]
+    whole, copied = (on_ranks(layout.replace("me", ""), cfgs, False, torch.float32, stream)
+                     for stream in ("whole", "copied"))
+    for a, b in zip(whole, copied, strict=True):
+        assert a[:2] == b[:2] and all(torch.equal(b[2][name], g) for name, g in a[2].items())
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind,family,order", [("ring", "llama", "layer"), ("metp", "llama", "subsequence"),

@@ -209,15 +209,18 @@ def test_a_model_has_positions_and_rotations_by_subsequence(position):
 
 
 @pytest.mark.parametrize("keys", [dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True)], ids=["gpt", "qwen"])
-def test_a_prompt_is_read_by_subsequences(keys):
-    prompt, seen = random_batch(made(320, 1), 1, 300, CPU)[0][0].tolist(), []
-    for N in (1, 2):
-        model = GPT(made(320, N, **keys), CPU, torch.float32, grads=False)
+def test_a_prompt_is_read_by_subsequences(keys, monkeypatch):
+    prompt, seen = random_batch(made(640, 1), 1, 640, CPU)[0][0].tolist(), []
+    for N, stream in ((1, "whole"), (5, "whole"), (5, "copied")):
+        monkeypatch.setattr("model.with_stream", lambda p, *a, stream=stream: replace(p, stream=stream))
+        model = GPT(made(768, N, **keys), CPU, torch.float32, grads=False)
         model.load(perturbed_weights(model.cfg, CPU))
-        cache = sample.open_cache(model, 301)
+        cache = sample.open_cache(model, 641)
         logits = [sample.prefill(model, cache, prompt)]
         assert len(model.lengths) == N
+        # the slab: layers take turns
+        assert model.swap.host_bytes == (stream == "copied") * 640 * 64 * 4
         model.reserve_forward(1, 1)
-        seen.append(torch.stack([*logits, sample.decode(model, cache, 7, 300)]))
+        seen.append(torch.stack([*logits, sample.decode(model, cache, 7, 640)]))
         model.close()
-    assert error(seen[1], seen[0]) < 1e-5
+    assert error(seen[1], seen[0]) < 1e-5 and seen[2].equal(seen[1])

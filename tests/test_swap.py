@@ -13,11 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from memo.config import Config
 from memo.decide import Room, problem_of
+from memo.estimate.budget import activation_lines
+from memo.estimate.step_seconds import swap_s
 from memo.layer import gpt_layer, groups_of
 from memo.optim import Optimizer
+from memo.subsequences import unit_rows
 from memo.swap.alpha import place_rows
 from memo.swap.buffers import Swap
-from memo.swap.placement import Placement
+from memo.swap.placement import Placement, with_stream
+from memo.swap.schedule import times_of
 from memo.swap.slab import HostSlab
 from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
 from model import GPT
@@ -136,7 +140,10 @@ FATES = [dict(activation="recompute"), dict(activation="swap"), HALF, HALF | dic
          *(HALF | dict(changed=changed) for changed in (
              dict(keys="made"), dict(input_only=5), dict(keys="made", input_only=9), dict(n_buffers=1),
              dict(n_buffers=7), dict(x_stays=True), dict(x_stays=True, keys="made", input_only=4),
-             dict(stays=dict(q=1024, fc1_out=512, gate_out=2048)), dict(kept={}, stays=dict(attn_out=1024))))]
+             dict(stays=dict(q=1024, fc1_out=512, gate_out=2048)), dict(kept={}, stays=dict(attn_out=1024)))),
+         *(HALF | dict(changed=dict(stream="copied") | changed) for changed in (
+             {}, dict(keys="made", input_only=9), dict(n_buffers=1, input_only=3), dict(n_buffers=7),
+             dict(keys="stay"), dict(x_stays=True), dict(stays=dict(x=1024, q=512))))]
 
 
 @pytest.mark.slow
@@ -176,6 +183,59 @@ def test_every_eighth_of_a_unit_alike():
         cfg = Config(**MODEL | keys, block_size=2048, batch_size=2)
         rows.append(placement(cfg, 2, 2048, torch.float32).kept_rows(0, "q"))
     assert rows == list(range(0, 2049, 256))
+
+
+@pytest.mark.parametrize("N, order, cut, changed", [
+    (2, "layer", "flops", dict(n_buffers=1)), (3, "layer", "equal", dict(keys="made")),
+    (5, "layer", "flops", dict(input_only=4)), (5, "subsequence", "equal", {})])
+def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, changed):
+    keys = dict(n_layer=3, n_head=2, subsequences=N, unit_order=order, subsequence_cut=cut)
+    mode = dict(activation="memo", alpha=0.0)
+
+    def run(**changed):
+        cfg, model, _ = build(2, 320, torch.float32, changed=changed, **mode, **keys)
+        p, tensors, swap = model.swap.placement, model.swap.tensors, model.swap
+        seen = [model.forward(*random_batch(cfg, 2, 320, "cpu", seed=i), scale=None if i else 1.0)
+                for i in range(2)]
+        run_pass(model, random_batch(cfg, 2, 320, "cpu", seed=2))
+        assert p.device_bytes(tensors) == sum(b.nbytes for b in swap.buffers.values()) == swap.device_bytes
+        assert p.host_bytes(tensors) == swap.slab.bytes.nbytes
+        lines = activation_lines(cfg, p, 4)
+        assert sum(line.device_bytes for line in lines) == p.device_bytes(tensors)
+        assert sum(line.host_bytes for line in lines) == p.host_bytes(tensors)
+        times = times_of(swap.steps, lambda step: 1e3 if step.stream == "compute" else sum(
+            h.nbytes for _, h in swap.pairs.get(step.key, [])))
+        *passes, stall_s = swap_s(p, tensors, lambda step: 1e3, 1.0)  # as the estimate has it
+        assert (sum(passes), stall_s) == (times.spans["backward", (0, 0)][1], times.stall_s)
+        copied = [h for (kind, _), pairs in swap.pairs.items() if kind.startswith("offload")
+                  for _, h in pairs]
+        # gradients go where inputs were; nothing else is written twice, and nothing is left out
+        places = {(h.data_ptr(), h.nbytes) for h in copied}
+        assert sum(n for _, n in places) == p.host_bytes(tensors)
+        sizes = p.region_bytes(tensors)["stream"], p.host_bytes(tensors)
+        model.close()
+        return [*seen, model.grads], sizes
+    (whole, (all_rows, host)), (copied, (places, more)) = run(**changed), run(**changed, stream="copied")
+    assert same(whole, copied)
+    cuts, x = unit_rows(Config(**MODEL | keys | dict(block_size=320)), 2, 320)["cuts"], 32 * 4
+    assert (all_rows, places) == (640 * x, 3 * max(cuts) * x)
+    # the gradients of the head; layer by layer the inputs of the units that are not swapped
+    n = changed.get("n_buffers", 2) if order == "layer" else 0
+    assert more - host == x * (sum(cuts[:max(0, N - 3)]) + sum(cuts[N - n:]))
+
+
+def test_the_stream_is_whole_where_it_fits():
+    p = Placement(3, 2, 640, cuts=(128,) * 5, keys="copied")
+    tensors = gpt_layer(32, 1).tensors(1, 640, 4)
+    need, saved = p.device_bytes(tensors), 2 * 128 * 32 * 4
+    assert with_stream(p, tensors, need) == p
+    copied = replace(p, stream="copied")
+    assert with_stream(p, tensors, need - 1) == with_stream(copied, tensors, 0) == copied
+    assert copied.device_bytes(tensors) == need - saved and copied.as_dict()["stream"] == "copied"
+    others = Placement(3, 1, 640, {"x": 640}, 15, x_stays=True, cuts=(128,) * 5, keys="made")
+    for q in (others, replace(p, cuts=(256, 256, 128)), Placement(3, 15, 640, cuts=(128,) * 5)):
+        assert with_stream(q, tensors, 0) == q  # copies nothing; three places are no less
+    assert "stream" not in Placement(3, 2, 640).as_dict()
 
 
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 4, 5])
@@ -417,15 +477,20 @@ class Delayed(CpuStream):
 
 
 # {what is waited for: who does it}, of one subsequence; of four with two buffers and with more of them than a
-# layer has units; of four whose keys and values are made again
+# layer has units; of four whose keys and values are made again; with a copied stream
 UNITS = {"computed": "compute", "done": "compute"}
 COPIES = UNITS | {"offloaded": "offload", "prefetched": "prefetch"}
+STREAM = {"stream offloaded": "offload", "stream prefetched": "prefetch", "gradient offloaded": "offload"}
+GRADIENT = {"gradient prefetched": "prefetch", "head computed": "compute"}
 KEYS_MADE = {"head computed": "compute", "input prefetched": "prefetch", "swept": "compute"}
 FOUR = dict(subsequences=4, n_layer=4)
 RACES = {"one": ({}, COPIES), "four": (FOUR, COPIES),
          "four, six buffers": (FOUR | dict(changed=dict(n_buffers=6)),
                                UNITS | {"keys offloaded": "offload", "keys prefetched": "prefetch"}),
-         "four, keys made": (FOUR | dict(changed=dict(keys="made")), COPIES | KEYS_MADE)}
+         "four, keys made": (FOUR | dict(changed=dict(keys="made")), COPIES | KEYS_MADE),
+         "four, stream copied": (FOUR | dict(changed=dict(stream="copied")), COPIES | STREAM | GRADIENT),
+         "five in order": (FOUR | dict(subsequences=5, unit_order="subsequence",
+                                       changed=dict(stream="copied", n_buffers=6)), COPIES | GRADIENT)}
 WAITS = [(race, wait) for race, (_, waits) in RACES.items() for wait in waits]
 
 

@@ -176,13 +176,16 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[L
     layers = [f"{held} layer{'s' * (held > 1)}" for held in
               (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
     what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
-            "stream": "stream between two layers", "resident": "rows whose copy is here",
+            "stream": "stream between two layers" if p.stream == "whole" else "places of the stream",
+            "resident": "rows whose copy is here",
             "sweep": "inputs to make keys again"}
     regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_swapped(tensors)
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
              *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]
+    stream = p.stream_bytes(tensors)
+    lines += [Line("swap", "stream between the layers", 0, stream)] * bool(stream)
     return lines + [Line("swap", f"keys and values of {len(keys)} units", 0, sum(keys.values()))] * bool(keys)
 
 

@@ -26,17 +26,21 @@ def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable
     computes; embedding and head are counted by themselves."""
     p = placement
     copied = {k: sum(nbytes for _, nbytes in p.swapped(k, tensors).values()) for k in set(p.like)}
-    keys = p.keys_swapped(tensors)
+    keys, row = p.keys_swapped(tensors), p.row_bytes(tensors[INPUT])
 
     def seconds(step: Step) -> float:
         k = p.number[step.unit]
         match step.kind:
-            case "offload" | "prefetch":
+            case "offload":
                 return copied[p.like[k]] / bytes_per_s
+            case "prefetch":  # the layer below has sent the input
+                back = row * p.rows(k) * (step.unit in p.stream_rows and not p.x_stays)
+                return (copied[p.like[k]] + back) / bytes_per_s
             case "offload keys" | "prefetch keys":
                 return keys[k] / bytes_per_s
-            case "prefetch input":
-                return p.row_bytes(tensors[INPUT]) * p.rows(k) / bytes_per_s
+            case "prefetch input" | "offload stream" | "prefetch stream" | "offload gradient" | (
+                    "prefetch gradient"):
+                return row * p.rows(k) / bytes_per_s
         return compute_s(step)
     return totals_of(p.fates, p.n_layer, p.subsequences, p.order, seconds)
 

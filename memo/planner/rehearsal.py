@@ -58,16 +58,16 @@ def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena",
     model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
-    steps, before, rehearsal = swap.steps, model.arena, Rehearsal(arena, subsequences)
+    schedules, before, rehearsal = (swap.steps, swap.evaluation), model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
-    swap.set_steps(compute_only(steps))
+    swap.set_steps(*map(compute_only, schedules))
     try:
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
         return arena.recorded().repeated(rehearsal.order.items())
     finally:
-        swap.set_steps(steps)
+        swap.set_steps(*schedules)
         model.arena = before
         swap.streams.timeline.clear()
         model.grads.zero_()
@@ -88,7 +88,7 @@ def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int,
         swap.missing, p = list(missing), swap.placement
         rebuilt = frozenset(k for k, rows in enumerate(missing) if rows)
         fates = replace(p.fates, rebuilt=rebuilt, keys=keys)
-        swap.set_steps(schedule(fates, p.n_layer, p.subsequences, p.order))
+        swap.set_steps(schedule(fates, p.n_layer, p.subsequences, p.order), swap.evaluation)
         for s in swap.units.values() if p.several else ():
             s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
                                 for them in (s.pieces, s.sums))

@@ -382,14 +382,14 @@ def swaps_layers(cfg: Config) -> bool:
 
 
 def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, input_only: int = 0,
-           x_stays: bool = False, keys: str = "copied") -> Placement:
+           x_stays: bool = False, keys: str = "copied", stream: str = "whole") -> Placement:
     """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
-    values that give way to the next layer's."""
+    values that give way to the next layer's; `stream`: of what lies between layers."""
     several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     units = cfg.n_layer * max(1, len(several["cuts"]))
     stay = units == cfg.n_layer or n_buffers >= units or cfg.unit_order == "subsequence"
     return Placement(cfg.n_layer, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
-                     keys="stay" if stay else keys, **several)
+                     keys="stay" if stay else keys, stream=stream, **several)
 
 
 def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],

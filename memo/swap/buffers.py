@@ -3,6 +3,7 @@ executed in. Source: MEMO 4.1 and 4.3.2.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from memo.layer import INPUT, Layer
 from memo.swap.placement import Placement
-from memo.swap.schedule import SWEEP_PLACES, Key, Step, Unit, schedule, swept_inputs
+from memo.swap.schedule import SWEEP_PLACES, Key, Step, Unit, evaluation, schedule, swept_inputs
 from memo.swap.slab import HostSlab
 from memo.swap.streams import Event, Streams, close_streams, open_streams
 from memo.swap.validator import validate_schedule
@@ -19,7 +20,9 @@ from memo.swap.validator import validate_schedule
 # what a wait for a step of this kind is called in the timeline
 EVENT_NAMES = {"forward": "computed", "offload": "offloaded", "backward": "done", "prefetch": "prefetched",
                "head": "head computed", "offload keys": "keys offloaded", "prefetch keys": "keys prefetched",
-               "prefetch input": "input prefetched", "sweep": "swept"}
+               "prefetch input": "input prefetched", "sweep": "swept", "offload stream": "stream offloaded",
+               "prefetch stream": "stream prefetched", "offload gradient": "gradient offloaded",
+               "prefetch gradient": "gradient prefetched", "embedding backward": "embedding done"}
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # bytes on the device and on the host, for one copy each
 
 
@@ -39,12 +42,12 @@ class Swap:
 
     `tensors`: {name: Tensor} of one layer. `units[layer, i]`: the skeletal tensors of a unit, views of its
     buffer; with several subsequences also `pieces`, [(k, v)] of the subsequences up to it, and `sums`, of
-    their gradients, fp32. `layers`: the units of the first subsequence. `between[layer][i]`: (n_i, C), what
-    lies below a layer, and above the last one; in the backward its gradient. With one subsequence that is the
-    unit's own input, with several all layers' is in one place; `x[layer]` are all its rows. `missing[k]`:
-    {tensor: the rows to recompute} of unit k. `steps`: the schedule; whoever executes it hands each step to
-    launch(). Nothing is allocated by then, and the host waits for nothing (but on the CPU, which is its own
-    device).
+    their gradients, fp32. `layers`: the units of the first subsequence. `between[layer, i]`: (x, y), twice
+    (n_i, C): what lies below a unit and what lies above it; in the backward their gradients. With one
+    subsequence x is the unit's own input, with several both are one place, of the stream; `x[layer]` are all
+    rows, where the device has them. `missing[k]`: {tensor: the rows to recompute} of unit k. `steps`: the
+    schedule, `evaluation`: that of a forward alone; whoever executes them hands each step to launch().
+    Nothing is allocated by then, and the host waits for nothing (but on the CPU, which is its own device).
 
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
     passes can be made. Errors: OutOfHostMemory.
@@ -72,23 +75,30 @@ class Swap:
         self.units = {unit: SimpleNamespace(pieces=None, **{name: view(k, unit[1], name) for name in names})
                       for k, unit in enumerate(p.units)}
         self.sweep_inputs: list[torch.Tensor] = []
+        self.between: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         if p.several:
             self.add_pieces(gradients)
-            self.x = [self.cut("stream", 0, tensors[INPUT].shape, dtype)] * (p.n_layer + 1)
-            self.between = [list(x.split(p.cuts)) for x in self.x]
-            self.sweep_inputs = list(self.buffers["sweep"].view(dtype).view(-1, *self.x[0].shape[1:])
-                                     .split(max(p.cuts)))
+            shape, row = tensors[INPUT].shape, p.row_bytes(tensors[INPUT])
+            whole = self.buffers["stream"] if p.stream == "whole" else None
+            self.x = [] if whole is None else [whole.view(dtype).view(shape)] * (p.n_layer + 1)
+            for unit, s in self.units.items():
+                place = self.cut("stream", p.stream_place(unit) * row, s.x.shape, dtype)
+                self.between[unit] = place, place
+            swept = self.buffers["sweep"].view(dtype).view(-1, *shape[1:])
+            self.sweep_inputs = list(swept.split(max(p.cuts)))
         else:  # a layer's output has the place of the next one's input
             self.x = [*(self.units[i, 0].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
-            self.between = [[x] for x in self.x]
+            self.between = {(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
         self.layers = [self.units[i, 0] for i in range(p.n_layer)]
         missing = {k: p.missing(k) for k in set(p.like)}
         self.missing = [missing[like] for like in p.like]
         self.swept = {unit: number for number, unit in enumerate(swept_inputs(p.fates, p.units))}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
-        self.set_steps(schedule(p.fates, p.n_layer, p.subsequences, p.order))
-        validate_schedule(self.steps, p.fates, p.n_layer, p.subsequences, p.order)
+        what = p.fates, p.n_layer, p.subsequences, p.order
+        self.set_steps(schedule(*what), evaluation(*what))
+        validate_schedule(self.steps, *what)
+        validate_schedule(self.evaluation, *what, trains=False)
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of this shape at byte `at` of a region."""
@@ -110,10 +120,10 @@ class Swap:
             for unit in units:
                 self.units[unit].pieces, self.units[unit].sums = keys[:unit[1] + 1], sums[:unit[1] + 1]
 
-    def set_steps(self, steps: list[Step]) -> None:
-        """Makes `steps` the schedule."""
-        self.steps = steps
-        awaited = [key for step in steps for key in step.waits]
+    def set_steps(self, steps: list[Step], evaluation: list[Step]) -> None:
+        """Makes these the schedules."""
+        self.steps, self.evaluation = steps, evaluation
+        awaited = [key for step in steps + evaluation for key in step.waits]
         self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {self.name(unit)}")
                        for kind, unit in awaited}
 
@@ -123,8 +133,8 @@ class Swap:
 
     def swapped_pairs(self) -> dict[Key, Pairs]:
         """{step that copies: [(bytes of a buffer, their bytes in the slab, or where they stay)]}."""
-        p, pairs, end, stays = self.placement, dict[Key, Pairs](), 0, self.buffers.get("resident")
-        keys, slab = p.keys_swapped(self.tensors), self.slab
+        p, pairs, stays = self.placement, dict[Key, Pairs](), self.buffers.get("resident")
+        keys, slab, end = p.keys_swapped(self.tensors), self.slab, p.stream_bytes(self.tensors)
 
         def on_host(at: int, mine: torch.Tensor) -> Pairs:
             assert slab is not None  # it is as large as all that is asked for here
@@ -134,9 +144,23 @@ class Swap:
             for direction in ("offload", "prefetch"):
                 pairs.setdefault((direction + what, unit), []).extend(places)
             return sum(place.nbytes for place, _ in places)
+
+        def of_stream(boundary: Unit, mine: torch.Tensor) -> Pairs:
+            row, (first, _) = p.row_bytes(self.tensors[INPUT]), p.stream_rows[boundary]
+            return on_host(first * row, bytes_of(mine))
         leaves = {k: p.swapped(k, self.tensors) for k in set(p.like)}
         remains = {k: p.swapped(k, self.tensors, resident=True) for k in leaves if p.stays}
         for k, unit in enumerate(p.units):
+            if unit in p.stream_rows:
+                x, s = self.between[unit][0], self.units[unit]
+                pairs["prefetch stream", unit] = pairs["offload gradient", unit] = of_stream(unit, x)
+                if k < p.n_swapped and not p.x_stays:
+                    pairs["prefetch", unit] = of_stream(unit, s.x)
+                if unit in self.swept:
+                    pairs["prefetch input", unit] = of_stream(unit, self.input_of_sweep(unit))
+            if (above := (unit[0] + 1, unit[1])) in p.stream_rows:
+                y = self.between[unit][1]
+                pairs["offload stream", unit] = pairs["prefetch gradient", unit] = of_stream(above, y)
             for name, (first, n) in leaves[p.like[k]].items():
                 if name == INPUT and unit in self.swept:  # comes back for the sweep, too
                     pairs["prefetch input", unit] = on_host(end, bytes_of(self.input_of_sweep(unit)))
@@ -179,7 +203,7 @@ class Swap:
     def close(self) -> None:
         """Waits for the copies under way and gives the memory back."""
         close_streams(self.streams)
-        self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], []
+        self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], {}
         self.sweep_inputs, self.buffers = [], None
         if self.slab is not None:
             self.slab.close()

@@ -3,14 +3,22 @@ Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
-from memo.swap.schedule import SWEEP_PLACES, Fates, keys_leave, swept_inputs, units_in_order
+from memo.swap.schedule import (
+    STREAM_PLACES,
+    SWEEP_PLACES,
+    Fates,
+    keys_leave,
+    stream_leaves,
+    swept_inputs,
+    units_in_order,
+)
 
 Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one
 
@@ -37,7 +45,9 @@ class Placement:
     With several subsequences, `cuts`, keys and values are in none of these buffers: later subsequences read
     them. Memory holds those of one layer, piece by piece, with a second place for the first piece, or those
     of all layers where keys == "stay". Otherwise layers take turns in the pieces' places: keys == "copied":
-    through the slab; "made": from x, once more, before the backward.
+    through the slab; "made": from x, once more, before the backward. What lies between two layers is whole on
+    the device, or has a few places there and leaves for the slab: stream == "copied". Layer by layer that is
+    a unit's x, and its gradient later takes the same place; the unit itself then sends no x.
     """
 
     n_layer: int
@@ -50,12 +60,13 @@ class Placement:
     order: str = "layer"
     keys: str = "stay"
     stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
+    stream: str = "whole"
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json. What says nothing with one subsequence, and with no copies on the device, is left
         out."""
         said = asdict(self)
-        for name in () if self.several else ("cuts", "order", "keys"):
+        for name in () if self.several else ("cuts", "order", "keys", "stream"):
             del said[name]
         return said if self.stays else {name: value for name, value in said.items() if name != "stays"}
 
@@ -193,7 +204,9 @@ class Placement:
         ranges = {}
         for name, t in tensors.items() if k < self.n_swapped else ():
             kept, first = self.first_kept(k, name)
-            if kept and not (name == INPUT and self.x_stays) and not self.apart(name):
+            inside = not (self.x_stays or self.units[k] in self.stream_rows) if name == INPUT else (
+                not self.apart(name))
+            if kept and inside:
                 row, stay = self.row_bytes(t), min(kept, self.part(k, self.stays.get(name, 0)))
                 first, n = (first + kept - stay, stay) if resident else (first, kept - stay)
                 ranges[name] = row * first, row * n
@@ -207,12 +220,42 @@ class Placement:
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
+    def stream_rows(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """{(layer, subsequence): (first row in the slab, which begins with these, rows)} of what leaves the
+        device of what lies between layers: below that layer, or above the last one. Where no input survives
+        its layer, in a pass without a backward, all layers' have the same places."""
+        places: dict[tuple[int, int], tuple[int, int]] = {}
+        if not self.several or self.stream != "copied":
+            return places
+        end, forward_only = 0, self.kept.get(INPUT) == 0
+        for layer, i in stream_leaves(self.n_layer, self.subsequences, self.order):
+            if forward_only:
+                places[layer, i] = sum(self.cuts[:i]), self.cuts[i]
+            else:
+                places[layer, i] = end, self.cuts[i]
+                end += self.cuts[i]
+        return places
+
+    def stream_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Bytes of the host slab for what lies between layers."""
+        return self.row_bytes(tensors[INPUT]) * max((sum(place) for place in self.stream_rows.values()),
+                                                    default=0)
+
+    def stream_place(self, unit: tuple[int, int]) -> int:
+        """The first row, from the begin of the stream's memory, of a unit's input and output."""
+        if self.stream == "copied":
+            turn = self.number[unit] if self.order == "layer" else unit[1]
+            return max(self.cuts) * (turn % STREAM_PLACES)
+        return sum(self.cuts[:unit[1]])
+
+    @cached_property
     def like(self) -> list[int]:
         """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
         firsts: dict[tuple, int] = {}
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
-        return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last), k)
-                for k, (_, i) in enumerate(self.units)]
+        return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
+                                   unit in self.stream_rows), k)
+                for k, unit in enumerate(self.units) for i in unit[1:]]
 
     @cached_property
     def fates(self) -> Fates:
@@ -221,7 +264,8 @@ class Placement:
         copied = swapped - (self.gives_up if self.x_stays else frozenset())
         lacking = {k for k in set(self.like) if self.missing(k)}
         rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
-        return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys)
+        return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys,
+                     self.stream)
 
     def key_place(self, unit: tuple[int, int]) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""
@@ -251,7 +295,8 @@ class Placement:
         summed = self.n_layer if self.order == "subsequence" else 1
         return resident | {
             "keys": elements * (layers * self.n_rows + (self.cuts[0] if self.keys != "stay" else 0)),
-            "key_gradients": elements * 4 // itemsize * summed * self.n_rows, "stream": x * self.n_rows,
+            "key_gradients": elements * 4 // itemsize * summed * self.n_rows,
+            "stream": x * (self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)),
             "sweep": x * max(self.cuts) * min(SWEEP_PLACES, len(sweeps))}
 
     def row_bytes(self, t: Tensor) -> int:
@@ -260,7 +305,8 @@ class Placement:
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of all rows."""
-        return self.survivor_bytes(tensors) + sum(self.keys_swapped(tensors).values())
+        return (self.stream_bytes(tensors) + self.survivor_bytes(tensors)
+                + sum(self.keys_swapped(tensors).values()))
 
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> int:
         """Bytes of swapped() of all units."""
@@ -280,6 +326,16 @@ class Placement:
     def device_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> int:
         """Bytes of all buffers and regions on the device. Arguments as for region_bytes."""
         return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors, dealt).values())
+
+
+def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float,
+                dealt: int = 1) -> Placement:
+    """The placement with the stream whole where its buffers and regions fit so many bytes of the device that
+    way; else copied, if that takes fewer. Modes that copy nothing have it whole. Other arguments as for
+    region_bytes."""
+    whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
+    nbytes, fewer = (p.device_bytes(tensors, dealt) for p in (whole, copied))
+    return copied if whole.fates.copied and fewer < nbytes and nbytes > spare_bytes else whole
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:

@@ -17,23 +17,30 @@ their places are those of one layer, which the next layer's take over piece by p
 subsequence leaves for the slab, and comes back when the backward of the layer above has used up the one that
 lies there; or it is made again from the layer's input, by a sweep. The first piece has two places, which even
 and odd layers use: a layer's first backward unit reads all pieces, so the first one must come back while the
-layer above still needs its own. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.
+layer above still needs its own.
+
+What lies between two layers, the stream, is whole on the device or has a few places there, which units take
+in turns: one arrives, one is computed on, one leaves. A unit's output takes the place of its input and leaves
+for the slab, from where it comes back as the input of the layer above; so the gradient in the backward, over
+that input. Subsequence by subsequence only the head's gradients leave: all layers of a subsequence have one
+place. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-OFFLOADS = "offload", "offload keys"  # kinds of steps of the streams that copy; all others compute
-PREFETCHES = "prefetch", "prefetch keys", "prefetch input"
+# kinds of steps of a forward; all others are of a backward
+FORWARD = ("embedding", "forward", "head", "offload", "offload keys", "offload stream", "prefetch stream")
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
+STREAM_PLACES = 3  # of a subsequence each, where the stream is copied
 Unit = tuple[int, int]  # layer, subsequence
 Key = tuple[str, Unit]
 
 
 def stream_of(key: Key) -> str:
-    kind, _ = key
-    return "offload" if kind in OFFLOADS else "prefetch" if kind in PREFETCHES else "compute"
+    first, *_ = key[0].split(" ", 1)
+    return first if first in ("offload", "prefetch") else "compute"
 
 
 class Step(NamedTuple):
@@ -42,7 +49,9 @@ class Step(NamedTuple):
 
     kind: embedding, forward, head (with `unit`: the last layer's), offload, prefetch, recompute, backward,
     embedding backward; of a unit's keys and values: offload keys and prefetch keys, or prefetch input and
-    sweep, which makes them again from that input.
+    sweep, which makes them again from that input; of the stream: prefetch stream of a unit's input and
+    offload stream of its output, or of the gradient that the head puts there; prefetch gradient of that of
+    its output and offload gradient of that of its input.
     """
 
     kind: str
@@ -64,8 +73,8 @@ class Fates:
 
     `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
     `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
-    device. `keys`: what becomes of keys and values where there are several subsequences: "stay" (those of all
-    layers have places), "copied" or "made".
+    device. Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of
+    all layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole" or "copied".
     """
 
     n_buffers: int
@@ -74,6 +83,7 @@ class Fates:
     input_only: frozenset[int] = frozenset()
     x_stays: bool = False
     keys: str = "stay"
+    stream: str = "whole"
 
 
 def units_in_order(layers: int, subsequences: int = 1, order: str = "layer") -> list[Unit]:
@@ -106,45 +116,119 @@ def swept_inputs(fates: Fates, units: list[Unit]) -> list[Unit]:
     return [unit for unit in swept if number[unit] in fates.copied]
 
 
+def stream_leaves(layers: int, subsequences: int, order: str) -> list[Unit]:
+    """The units of which what lies below them leaves the device, and its gradient; of layer `layers`, which
+    is no unit: the gradient alone, that the head makes. Those of the last subsequences stay in their
+    places."""
+    of_layers = units_in_order(layers, subsequences, order) if order == "layer" else []
+    heads = [(layers, i) for i in range(subsequences - STREAM_PLACES)]
+    return [unit for unit in of_layers if unit[0] > 0] + heads
+
+
+class Stream:
+    """Which steps copy what lies between layers, and when its places are free."""
+
+    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
+        self.copied, self.top = fates.stream == "copied" and subsequences > 1, layers - 1
+        leave = stream_leaves(layers, subsequences, order) if self.copied else []
+        self.leave = {unit for unit in leave if trains or unit[0] < layers}
+        units = units_in_order(layers, subsequences, order)
+        # those that have a place one after the other
+        size = 1 if order == "layer" else layers
+        self.turns = [units[k:k + size] for k in range(0, len(units), size)]
+        self.turn_of = {unit: turn for turn, those in enumerate(self.turns) for unit in those}
+
+    def arrives(self, unit: Unit) -> bool:
+        """Whether a unit's input comes from the host, and its gradient goes there."""
+        return unit in self.leave
+
+    def leaves(self, unit: Unit) -> bool:
+        """Whether a unit's output goes to the host, or the head's gradient, and the gradient comes from
+        there."""
+        return (unit[0] + 1, unit[1]) in self.leave
+
+    def before(self, unit: Unit) -> tuple[Key, ...]:
+        """In the forward, the step behind which a unit's place is free."""
+        turn = self.turn_of[unit] - STREAM_PLACES
+        if not self.copied or turn < 0:
+            return ()
+        last = self.turns[turn][-1]
+        return ("offload stream" if self.leaves(last) else "head", last),
+
+    def before_gradient(self, unit: Unit) -> tuple[Key, ...]:
+        """In the backward, the steps behind which the gradient of a unit's output can come to its place."""
+        turn, above = self.turn_of[unit] + STREAM_PLACES, (unit[0] + 1, unit[1])
+        left: Key = ("offload gradient", above) if unit[0] < self.top else ("offload stream", unit)
+        if turn >= len(self.turns):
+            return left,
+        first = self.turns[turn][0]
+        return left, ("offload gradient" if self.arrives(first) else "embedding backward", first)
+
+
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
     """The steps of a forward and a backward, in the order in which the host launches them."""
     units = units_in_order(layers, subsequences, order)
     if subsequences == 1:
         fates = replace(fates, keys="stay")
-    steps = [*forward_steps(fates, units, layers), *backward_steps(fates, units, subsequences)]
-    return with_needed_waits(steps)
+    stream = Stream(fates, layers, subsequences, order, trains=True)
+    forward = forward_steps(fates, units, layers, stream)
+    return with_needed_waits([*forward, *backward_steps(fates, units, subsequences, stream)])
 
 
-def forward_steps(fates: Fates, units: list[Unit], layers: int) -> Iterator[Step]:
+def evaluation(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
+    """The steps of a forward that keeps nothing: no copy leaves but those of the stream."""
+    kept_nothing = replace(fates, copied=frozenset(), keys="made" if fates.keys == "copied" else fates.keys)
+    units = units_in_order(layers, subsequences, order)
+    stream = Stream(fates, layers, subsequences, order, trains=False)
+    return with_needed_waits(forward_steps(kept_nothing, units, layers, stream))
+
+
+def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) -> Iterator[Step]:
     """The steps up to the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
+    # of those that keep only their input, which the layer below has sent already, nothing is left to send
+    sends = {k for k in fates.copied if not (k in fates.input_only and stream.arrives(units[k]))}
     for k, unit in enumerate(units):
+        for layer, i in units[k + 1:k + 2]:
+            if stream.arrives((layer, i)):  # while this unit computes
+                left = "offload stream", (layer - 1, i)
+                yield Step("prefetch stream", (layer, i), (left, *stream.before((layer, i))))
         # protects unit k - n: its copy still reads the buffer, and the input, that unit k is about to write
-        waits: tuple[Key, ...] = (("offload", units[k - n]),) if k - n in fates.copied else ()
+        waits: tuple[Key, ...] = (("offload", units[k - n]),) if k - n in sends else ()
         below = keys_below(unit)
         if fates.keys == "copied" and below in number:
             waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
+        if stream.arrives(unit):
+            waits += ("prefetch stream", unit),  # protects this unit, whose input may not be there yet
         if unit[0] == 0:
-            yield Step("embedding", unit)
+            yield Step("embedding", unit, stream.before(unit))  # protects what still leaves this unit's place
         yield Step("forward", unit, waits)
         # the copies' waits protect the slab from a unit that is not computed yet
         if fates.keys == "copied" and keys_leave(unit, layers):
             yield Step("offload keys", unit, (("forward", unit),))
-        if k in fates.copied:
+        if stream.leaves(unit) and unit[0] < layers - 1:
+            yield Step("offload stream", unit, (("forward", unit),))
+        if k in sends:
             yield Step("offload", unit, (("forward", unit),))
         if unit[0] == layers - 1:
             yield Step("head", unit)
+            if stream.leaves(unit):
+                yield Step("offload stream", unit, (("head", unit),))
 
 
-def backward_steps(fates: Fates, units: list[Unit], subsequences: int) -> Iterator[Step]:
+def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: Stream) -> Iterator[Step]:
     """The steps behind the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     inputs = swept_inputs(fates, units)
     following = dict(zip(inputs, inputs[SWEEP_PLACES:], strict=False))
     came = set(inputs)
     for unit in inputs[:SWEEP_PLACES]:
-        yield Step("prefetch input", unit, (("head", units[-1]),))  # protects the slab: all copies have left
+        # protects the slab: all copies have left; an input that was there in the forward has
+        yield Step("prefetch input", unit, () if stream.arrives(unit) else (("head", units[-1]),))
     for k, unit in reversed(list(enumerate(units))):
+        for earlier in units[max(0, k - 1):k]:
+            if stream.leaves(earlier):  # while this unit computes
+                yield Step("prefetch gradient", earlier, stream.before_gradient(earlier))
         # protects the unit's recompute and backward from what is not back yet. A layer's first backward unit
         # reads the keys and values of all subsequences; those of number 1 come last
         waits: tuple[Key, ...] = (("prefetch", unit),) if k in fates.copied else ()
@@ -152,8 +236,11 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int) -> Iterat
             waits += ("prefetch keys", (unit[0], 1)),
         if k in fates.rebuilt:
             yield Step("recompute", unit, waits)
-        yield Step("backward", unit, waits)
+        arrived: tuple[Key, ...] = (("prefetch gradient", unit),) if stream.leaves(unit) else ()
+        yield Step("backward", unit, waits + arrived)
         done, below = (("backward", unit),), keys_below(unit)
+        if stream.arrives(unit):
+            yield Step("offload gradient", unit, done)
         # the prefetches' waits protect this unit, whose backward reads what the copy is about to fill
         if fates.keys == "copied" and below in number:
             yield Step("prefetch keys", below, done)

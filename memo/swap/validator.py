@@ -13,8 +13,9 @@ from memo.swap.schedule import Fates, Key, Step, Unit, units_in_order
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
 # place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i)
-# what lies between two layers, ("keys", place) keys and values, ("slab keys", unit) the host's copy of them,
-# ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
+# what lies between two layers, or in place i of it where it is copied, ("slab stream", unit) the host's copy
+# of a unit's input or of its gradient; ("keys", place) keys and values, ("slab keys", unit) the host's copy
+# of them, ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
 Place = tuple
 Content = tuple
 
@@ -39,7 +40,8 @@ class Memory:
     """Which step touches which place."""
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str) -> None:
-        self.fates, self.layers, self.subsequences = fates, layers, subsequences
+        self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
+        self.copies_stream = fates.stream == "copied" and subsequences > 1
         self.units = units_in_order(layers, subsequences, order)
         self.number = {unit: k for k, unit in enumerate(self.units)}
         # two buffers share the rows that are recomputed
@@ -59,9 +61,19 @@ class Memory:
         n = self.fates.n_buffers
         return ("x", unit[0] % (n + 1)) if self.subsequences == 1 else ("x", self.number[unit] % n)
 
-    def between(self, layer: int, i: int) -> Place:
-        """Where the layer below puts its output, and the layer above the gradient of it."""
-        return self.x((layer, i)) if self.subsequences == 1 else ("stream", i)
+    def ends(self, unit: Unit) -> tuple[Place, Place]:
+        """Where a unit finds its input and puts the gradient of it, and where it puts its output and finds
+        the gradient of that."""
+        layer, i = unit
+        if self.subsequences == 1:
+            return self.x(unit), self.x((layer + 1, i))
+        if self.copies_stream:  # three places in turns, for units or, subsequence by subsequence, for these
+            i = (self.number[unit] if self.order == "layer" else i) % 3
+        return ("stream", i), ("stream", i)
+
+    def comes(self, unit: Unit) -> bool:
+        """Whether a unit's input comes from the host, where the layer below has sent it."""
+        return self.copies_stream and self.order == "layer" and unit[0] > 0
 
     def keys(self, unit: Unit) -> Place:
         layer, i = unit
@@ -85,34 +97,36 @@ class Memory:
         unit, fates = step.unit, self.fates
         layer, i = unit
         k, slab, several = self.number[unit], ("slab", unit), self.subsequences > 1
-        below, above = self.between(layer, i), self.between(layer + 1, i)
+        below, above = self.ends(unit)
         kept, rest, x = self.kept(unit), self.rest(unit), self.x(unit)
         x_here, activations = (x, ("x", unit)), (kept, ("kept", unit))
         own_keys, copied_keys = (self.keys(unit), ("keys", unit)), (("slab keys", unit), ("copy", unit))
         survives = [] if k in fates.input_only else [activations]
         inputs = [] if fates.x_stays else [x_here]
+        sent, came = (inputs, []) if not self.comes(unit) else ([], [(("slab stream", unit), ("x", unit))])
         match step.kind:
             case "embedding":
                 return Access([], [(below, ("x", unit))])
             case "forward":
-                made = [x_here, own_keys] if several else []
+                apart = [x_here, own_keys] if several else []
                 return Access([(below, ("x", unit)), *self.attention_reads(unit, own=False)],
-                              [*made, activations, (rest, ("rest", unit)), (above, ("x", (layer + 1, i)))])
+                              [*apart, activations, (rest, ("rest", unit)), (above, ("x", (layer + 1, i)))])
             case "head":
                 return Access([(above, ("x", (layer + 1, i)))], [(above, ("dx", (layer + 1, i)))])
             case "offload":
-                return Access(survives + inputs, [(slab, ("copy", unit))])
+                return Access(survives + sent, [(slab, ("copy", unit))])
             case "prefetch":
-                return Access([(slab, ("copy", unit))], survives + inputs)
+                copy = [(slab, ("copy", unit))] if survives + sent else []
+                return Access([*copy, *(came if inputs else [])], survives + inputs)
             case "offload keys":
                 return Access([own_keys], [copied_keys])
             case "prefetch keys":
                 return Access([copied_keys], [own_keys])
             case "prefetch input":
-                return Access([(slab, ("copy", unit))], [(self.sweep_place(unit), ("x", unit))])
+                return Access(came or [(slab, ("copy", unit))], [(self.sweep_place(unit), ("x", unit))])
             case "sweep":
-                came = k in fates.copied and not fates.x_stays
-                return Access([(self.sweep_place(unit), ("x", unit)) if came else x_here], [own_keys])
+                back = k in fates.copied and not fates.x_stays
+                return Access([(self.sweep_place(unit), ("x", unit)) if back else x_here], [own_keys])
             case "recompute":
                 lost = [] if survives else [activations]
                 reads = [] if survives else self.attention_reads(unit, own=True)
@@ -126,6 +140,22 @@ class Memory:
                               [(below, ("dx", unit)), (kept, ("used", unit))])
             case "embedding backward":
                 return Access([(below, ("dx", unit))], [])
+        return self.stream_access(step)
+
+    def stream_access(self, step: Step) -> Access:
+        """The same of a step that copies what lies between layers."""
+        unit, (layer, i), (place, _) = step.unit, step.unit, self.ends(step.unit)
+        above = layer + 1, i
+        match step.kind:
+            case "offload stream":
+                made = "x" if layer + 1 < self.layers else "dx", above
+                return Access([(place, made)], [(("slab stream", above), made)])
+            case "prefetch stream":
+                return Access([(("slab stream", unit), ("x", unit))], [(place, ("x", unit))])
+            case "prefetch gradient":
+                return Access([(("slab stream", above), ("dx", above))], [(place, ("dx", above))])
+            case "offload gradient":
+                return Access([(place, ("dx", unit))], [(("slab stream", unit), ("dx", unit))])
         raise ValueError(f"{step.kind} {unit}: no such kind of step")
 
     def sweep_place(self, unit: Unit) -> Place:
@@ -152,8 +182,12 @@ RULES = {  # by what a step finds that is not there, or not there for certain
 
 def rule_of_read(step: Step, what: str, copied: bool) -> str:
     """The rule that a step breaks which finds other content; `copied`: its unit went to the host."""
+    if step.stream == "prefetch":
+        return RULES["copy"]
     if step.kind == "offload":
         return "a unit is copied after it is computed, and before its buffer is overwritten"
+    if step.stream == "offload" and what in ("x", "dx"):
+        return "the stream is copied after it is made, and before its place is overwritten"
     if step.kind == "offload keys":
         return "keys and values are copied after they are made, and before others have their place"
     arrives = ("x", "kept", "keys") if copied else ("keys",)
@@ -171,8 +205,9 @@ def rule_of_write(step: Step, other: Step) -> str:
 
 
 def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subsequences: int = 1,
-                      order: str = "layer") -> None:
-    """Errors: ValueError: the rule that the steps violate, and the steps."""
+                      order: str = "layer", trains: bool = True) -> None:
+    """`trains`: whether a backward follows. Errors: ValueError: the rule that the steps violate, and the
+    steps."""
     memory = Memory(fates, layers, subsequences, order)
     streams: dict[str, Key] = {}  # the last step of each stream
     clocks: dict[Key, dict[str, int]] = {}  # of each stream the last step that is done for certain by then
@@ -210,14 +245,16 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
                 if clock.get(other.stream, -1) < other.number:
                     raise late(step, other.step, rule_of_write(step, other.step))
             content[place], writer[place], readers[place] = what, mine, {}
-    needed = {(kind, unit) for unit in memory.units for kind in ("forward", "backward")}
-    needed |= {(kind, (0, i)) for i in range(subsequences) for kind in ("embedding", "embedding backward")}
+    passes = ("forward", "backward")[:1 + trains]
+    needed = {(kind, unit) for unit in memory.units for kind in passes}
+    ends = ("embedding", "embedding backward")[:1 + trains]
+    needed |= {(kind, (0, i)) for i in range(subsequences) for kind in ends}
     needed |= {("head", (layers - 1, i)) for i in range(subsequences)}
     if lacking := sorted(needed - set(clocks)):
         kind, unit = lacking[0]
         raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")
     for layer, i in memory.units:  # attention reads the keys and values of the subsequences before
-        for kind, earlier in (("forward", i - 1), ("backward", i + 1)):
+        for kind, earlier in zip(passes, (i - 1, i + 1), strict=False):
             if 0 <= earlier < subsequences:
                 a, b = (kind, (layer, i)), (kind, (layer, earlier))
                 if clocks[a]["compute"] < clocks[b]["compute"]:
