@@ -733,6 +733,26 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     assert "while the region rounding_buffers grew, estimated at " in done.stderr, done.stderr
 
 
+def test_no_memory_for_subsequences_names_their_regions_and_the_knob_of_the_largest():
+    cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--n_layer=4", "--subsequences=16",
+                       "--alpha=0.5"])
+    for order, region, knob in (("layer", "key_gradients", "--cp or --tp; "),
+                                ("subsequence", "key_gradients", "--cp or --tp, or --unit_order=layer; ")):
+        got = budget.estimate(replace(cfg, unit_order=order), A800, 8, fast_arena)
+        line = search.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
+        assert "while the regions rounding_buffers, keys, key_gradients, stream grew, estimated at " in line
+        held = {name: got.bytes_of(name)[0] for name in search.ACTIVATIONS}
+        assert max(held, key=held.get) == region and f"; try {knob}" in line.replace("wrong; ", "; ")
+        assert f"estimated at {sum(held.values()) / 2**30:.4g} GiB" in line
+
+
+def test_a_context_too_long_for_the_device_fits_with_subsequences():
+    cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--block_size=3145728"])
+    got = budget.estimate(cfg, A800, 8, fast_arena)
+    assert got.reason == "oom"
+    assert any("--subsequences=" in text for text, _ in search.remedies(got, most=99))
+
+
 @pytest.mark.slow
 def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -12,6 +12,7 @@ from memo.batch import open_dataset
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.formulas import flops_per_sample, layer_forward_flops
+from memo.layer import head_groups
 from memo.load_config import load_config
 from memo.ops import rotations
 from memo.parallel.cp import interleaved, local_positions, token_columns
@@ -91,6 +92,12 @@ def test_another_sequence_has_as_many_as_fit():
     assert subsequence_lengths(cfg, 1028) == (516, 512)
     assert subsequence_lengths(cfg, 64) == (64,)
     assert subsequence_lengths(replace(cfg, cp=1), 1) == (1,)
+
+
+def test_groups_of_heads_are_as_large_as_a_unit_allows():
+    cfg = Config(n_layer=2, n_head=32, n_embd=4096, vocab_size=128, block_size=2**18, tp=4,
+                 tensor_parallel="metp")
+    assert [head_groups(replace(cfg, subsequences=N)) for N in (1, 2, 16)] == [16, 8, 8]
 
 
 def test_the_flops_are_those_of_a_step():
