@@ -138,13 +138,13 @@ class Copier(GPT):
 
     reach = 10**9
 
-    def hidden(self, tokens):
+    def hidden(self, tokens, read):
         ids, last, x = tokens[0].tolist(), {}, torch.zeros(tokens.shape[1], self.cfg.padded_vocab_size)
         for t, token in enumerate(ids):
             at = last.get(token, -self.reach - 1)
             x[t, ids[at + 1] if t - at <= self.reach else token] = 20.0
             last[token] = t
-        return x
+        return [read(0, x)]
 
     def logits(self, x):
         return None, None, None, x
