@@ -186,7 +186,8 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     if cfg.ops == "torch" or machine.cpu:
         several = n > CHUNK_ROWS  # the next chunk begins before all of the one before is gone
         norm = (several * AFTER_CHUNK + RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS) * f * own
-    ahead = 4 * kv * (cfg.token_ranks > 1)  # of the next group: own ones, and those that come
+    # the next group's own keys and values, and those that come; several blocks of a ring lend memory to these
+    ahead = {1: 0, 2: 4}.get(cfg.token_ranks, 2) * kv
     halves = max(2 * q + 2 * kv + ahead + attention, piece * (C + hidden) * e, norm)
     return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
