@@ -70,8 +70,10 @@ class Decision:
 def ways_of(cfg: Config) -> list[dict[str, Any]]:
     """What placed() may be given beside the config to decide between; the first serves where others do
     too."""
-    several = len(subsequence_lengths(cfg)) > 1 and cfg.unit_order == "layer" and swaps_layers(cfg)
-    return [dict(keys="copied"), dict(keys="made")] if several else [{}]
+    if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
+        return [{}]
+    keys = ("copied", "made") if cfg.unit_order == "layer" else ("stay",)
+    return [dict(keys=way, stream=stream) for stream in ("whole", "copied") for way in keys]
 
 
 def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, **way: Any) -> AlphaProblem:
@@ -101,7 +103,7 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
     p, units = problem.placement, problem.placement.n_units
 
     def of(n: int) -> Placement:
-        return placed(cfg, n, p.n_rows, keys=p.keys)
+        return placed(cfg, n, p.n_rows, keys=p.keys, stream=p.stream)
 
     def fits(n: int) -> bool:
         return of(n).device_bytes(problem.tensors, problem.dealt) <= room.spare_bytes
@@ -113,21 +115,26 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
     return replace(problem, placement=of(n))
 
 
-def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | None) -> Placed:
+def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | None,
+                spare_bytes: float = inf) -> Placed:
     """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; where there
     are no rates, or alpha is given, of the first that takes attention from the fewest units. Those that fit
-    the device come first. Errors: OutOfHostMemory where none fits the host."""
+    so many bytes of the device come first, and those with the stream whole; where none does, the one that
+    lacks least. Errors: OutOfHostMemory where
+    none fits the host."""
     costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problems[0].tensors), 1.0)
-    judged: list[tuple[bool, float, Placement, SwapPlan | None]] = []
+    judged: list[tuple[float, float, Placement, SwapPlan | None]] = []
     last = None
     for problem in problems:
+        if problem.placement.stream == "copied" and any(not over for over, *_ in judged):
+            break
         try:
             if rates and rates.units and cfg.finds_alpha and problem.n_swapped:
                 seconds, placement, plan = hidden(cfg, problem, rates)
             else:
                 placement, plan = place_rows(cfg, problem, costs)
                 seconds = placement.input_only
-            over = placement.device_bytes(problem.tensors, problem.dealt) > problem.device_bytes
+            over = max(0, placement.device_bytes(problem.tensors, problem.dealt) - spare_bytes)
             judged.append((over, seconds, placement, plan))
         except OutOfHostMemory as e:
             last = e
@@ -140,7 +147,7 @@ def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | No
 def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Placed:
     """Errors: OutOfHostMemory, before anything is allocated."""
     return place_whole(cfg, [with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
-                             for way in ways_of(cfg)], rates)
+                             for way in ways_of(cfg)], rates, inf if room.cpu else room.spare_bytes)
 
 
 def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:

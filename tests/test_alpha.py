@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import linprog
 
 from memo.config import Config
-from memo.decide import Rates, Room, place_whole, problem_of, ways_of
+from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.layer import decoder_layer, gpt_layer, groups_of, tensors_of
 from memo.profiler import MeasuredUnit
@@ -418,7 +418,7 @@ def test_the_slab_never_exceeds_the_host_and_nearly_fills_it(cut, order):
 
 def test_a_host_that_lacks_room_has_keys_made_again_then_attention():
     cfg = replace(CFG, n_layer=6)
-    copied, made = [problem_of(cfg, ITEMSIZE, None, Room(0), **one) for one in ways_of(cfg)]
+    copied, made, *_ = [problem_of(cfg, ITEMSIZE, None, Room(0), **one) for one in ways_of(cfg)]
     assert (copied.placement.keys, made.placement.keys) == ("copied", "made")
 
     def found(host):
@@ -438,3 +438,14 @@ def test_a_host_that_lacks_room_has_keys_made_again_then_attention():
     ways = [replace(way, host_bytes=half) for way in (copied, made)]
     p, _ = place_whole(replace(cfg, alpha=0.5), ways, None)
     assert p.keys == "made" and p.host_bytes(made.tensors) == half
+
+
+def test_the_stream_is_copied_where_it_does_not_fit_whole():
+    cfg = replace(CFG, n_layer=6, subsequences=8, alpha=0.0)
+    tensors, host = tensors_of(cfg, ITEMSIZE), 10**12
+    whole, _ = decide(cfg, ITEMSIZE, None, Room(host))
+    need = whole.device_bytes(tensors)
+    for spare, stream in ((need, "whole"), (need - 1, "copied"), (0, "copied")):
+        p, _ = decide(cfg, ITEMSIZE, None, Room(host, spare))
+        assert (p.stream, p.keys) == (stream, "copied")
+    assert p.device_bytes(tensors) < need and p.host_bytes(tensors) > whole.host_bytes(tensors)
