@@ -110,4 +110,5 @@ def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | 
         return None
     forward, backward = (sum(abs(min(distances)) for (later, _), distances in apart.items() if later == way)
                          for way in (True, False))
-    return Totals(forward, backward, forward + backward - computing)
+    stall_s = forward + backward - computing
+    return Totals(forward, backward, stall_s if stall_s > equal else 0.0)  # not what rounding leaves
