@@ -76,23 +76,21 @@ class Tape(list):
 
 class Slow(Axis):
     """Every message takes s_per_byte, in which nobody computes for it, one after the other. `at_once`: it
-    sets off when it is waited for, and nothing hides. `busy`: [(start, end)] of the messages."""
+    sets off when it is waited for, and nothing hides."""
 
     def prepare(self, tape, s_per_byte, at_once):
-        self.tape, self.s_per_byte, self.at_once, self.busy = tape, s_per_byte, at_once, []
+        self.tape, self.s_per_byte, self.at_once, self.end = tape, s_per_byte, at_once, 0.0
 
     def late(self, kind, works, nbytes):
         arrive, takes, number = works.wait, nbytes * self.s_per_byte, len(self.tape)
-        start = time.perf_counter()
-        if self.busy:
-            start = max(start, self.busy[-1][1])
-        self.busy.append((start, start + takes))
+        self.end = max(time.perf_counter(), self.end) + takes
+        end = self.end
         self.tape.note("post", number, self.name, kind, nbytes)
 
         def wait():
             self.tape.note("wait", number)
             received = arrive()
-            sleep_until((time.perf_counter() if self.at_once else start) + takes)
+            sleep_until(time.perf_counter() + takes if self.at_once else end)
             self.tape.go_on()
             return received
         works.wait = wait
@@ -134,11 +132,14 @@ def replayed(tape, rates):
 
 HALVES = dict(attention=("tp", "cp"), MLP=("hops",))  # the communicators of each
 LAPS = (("attention", "forward"), ("MLP", "forward"), ("MLP", "backward"), ("attention", "backward"))
+# what is shown: (half, way, its laps). Some messages of a half hide in the other one
+PARTS = (*((*lap, [i]) for i, lap in enumerate(LAPS)), ("layer", "forward", [0, 1]),
+         ("layer", "backward", [2, 3]))
 
 
 class Bench:
     """A layer of METP on slow communicators. The first messages of a half are posted where a step posts them,
-    before the half that precedes it."""
+    before the half that precedes it, and the MLP's last gradients come home beside attention."""
 
     def __init__(self, host, keys):
         cfg, p = Config(**keys, tp=host.size, tensor_parallel="metp"), host.size
@@ -157,7 +158,7 @@ class Bench:
             axis.prepare(self.tape, rates[phase][name], at_once)
 
     def run(self, rates, at_once=False):
-        """[(seconds of the slowest rank, of messages on the half's busiest communicator)] of each lap."""
+        """Seconds of the slowest rank, of each lap."""
         model = self.model
         block, s, turn, y = model.blocks[0], model.swap.layers[0], model.turn[0], model.swap.x[1]
         s.x.copy_(self.x)
@@ -172,9 +173,9 @@ class Bench:
         self.prepare(rates, at_once, phase=1)
         visits, coming = block.visits(), block.broadcasts(*block.projections, "proj_w")
         dx = torch.empty_like(y)
-        block.mlp_half_backward(visits, y, s, dx)
+        home = block.mlp_half_backward(visits, y, s, dx)
         self.lap()
-        block.attention_half_backward(coming, y, s, turn, dx)
+        block.attention_half_backward(coming, home, y, s, turn, dx)
         self.lap()
         return self.laps
 
@@ -186,10 +187,7 @@ class Bench:
     def lap(self):
         end = time.perf_counter()
         self.tape.note("lap")
-        half, _ = LAPS[len(self.laps)]
-        busy = max(sum(max(0.0, min(b, end) - max(a, self.started)) for a, b in self.axes[name].busy)
-                   for name in HALVES[half])
-        self.laps.append(self.host.max(end - self.started, busy))
+        self.laps += self.host.max(end - self.started)
         self.start()
 
     def rates(self, compute, ratio):
@@ -208,30 +206,32 @@ class Bench:
 
 
 def slow_layer(host, keys, rounds):
-    """(seconds of a layer whose products are not paced, rows of RATIOS and LAPS of one whose are)."""
+    """(seconds of a layer whose products are not paced, rows of RATIOS and PARTS of one whose are)."""
     bench = Bench(host, keys)
     nothing = [dict.fromkeys(bench.axes, 0.0)] * 2
     with Paced(0.0) as paced:
         bench.run(nothing)
         paced.flops = 0
-        unpaced_s = sum(seconds for seconds, _ in bench.run(nothing))
+        unpaced_s = sum(bench.run(nothing))
         paced.s_per_flop = PACED_S / paced.flops
         # other processes only add to the seconds: the fastest round counts
         alone = [(bench.run(nothing), bench.tape) for _ in range(3 * rounds)]
-        compute = [min(lap)[0] for lap in zip(*(laps for laps, _ in alone), strict=True)]
-        _, tape = min(alone, key=lambda run: sum(seconds for seconds, _ in run[0]))
+        compute = [min(lap) for lap in zip(*(laps for laps, _ in alone), strict=True)]
+        _, tape = min(alone, key=lambda run: sum(run[0]))
         rows = []
         for ratio in RATIOS:
             rates = bench.rates(compute, ratio)
             found = [bench.run(rates, at_once) for at_once in (*[False] * rounds, True)]
             order, exposed = replayed(tape, rates)
-            for i, (half, way) in enumerate(LAPS):
-                (took, messages), (at_once, _) = min(run[i] for run in found[:-1]), found[-1][i]
-                longer, [order_s] = max(compute[i], messages), host.max(order[i])
-                rows.append(dict(half=half, way=way, ratio=ratio, compute_s=compute[i], messages_s=messages,
-                                 seconds=took, at_once_s=at_once, order_s=order_s, over_longer=took / longer,
-                                 over_order=took / max(longer, order_s),
-                                 exposed_s={m: s for (lap, m), s in exposed.items() if lap == i and s > 0}))
+            for half, way, laps in PARTS:
+                computed, allowed, *took, at_once = (sum(of[i] for i in laps)
+                                                     for of in (compute, order, *found))
+                [order_s], longer = host.max(allowed), max(1, ratio) * computed
+                waited = sum((Counter({m: s}) for (lap, m), s in exposed.items() if lap in laps), Counter())
+                rows.append(dict(half=half, way=way, ratio=ratio, compute_s=computed,
+                                 messages_s=ratio * computed, seconds=min(took), at_once_s=at_once,
+                                 order_s=order_s, over_longer=min(took) / longer,
+                                 over_order=min(took) / order_s, exposed_s=dict(waited)))
     bench.model.close()
     return unpaced_s, rows
 
@@ -242,8 +242,8 @@ GROUPS = 16  # of heads: as many as `auto` takes for LLaMA-7B with 64K tokens a 
 
 
 def overlap(rounds):
-    """Rows of four models' layers, a sixteenth as wide: their halves' forward and backward, where messages
-    take so many times as long as computing."""
+    """Rows of four models' layers, a sixteenth as wide: forward and backward of their halves and of both,
+    where messages on a half's busiest communicator take so many times as long as its computing."""
     rows = []
     for p in RANKS:
         for name, (h, heads) in MODELS.items():
@@ -265,10 +265,10 @@ def show(row):
 
 
 def plot_overlap(rows, path):
-    fig, axes = plt.subplots(len(RANKS), len(LAPS), figsize=(12, 6.5), dpi=130, layout="constrained",
+    fig, axes = plt.subplots(len(RANKS), len(PARTS), figsize=(16, 6.5), dpi=130, layout="constrained",
                              sharey=True)
     for line, p in zip(axes, RANKS, strict=True):
-        for ax, (half, way) in zip(line, LAPS, strict=True):
+        for ax, (half, way, _) in zip(line, PARTS, strict=True):
             ax.plot(RATIOS, [max(1, r) for r in RATIOS], color="0.3", label="the longer of the two")
             for i, name in enumerate(MODELS):
                 mine = [r for r in rows if (r["model"], r["p"], r["half"], r["way"]) == (name, p, half, way)]

@@ -30,6 +30,7 @@ from memo.parallel.metp import (
     Heads,
     Reductions,
     Visits,
+    add_all,
     add_or_write,
     groups_of_heads,
     linear,
@@ -167,23 +168,27 @@ class MetpBlock(Block):
         coming = self.broadcasts(*self.projections, "proj_w",
                                  keys_at=lambda group: group.last or not s.pieces)
         dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
-        self.mlp_half_backward(visits, dy, s, dx)
-        return self.attention_half_backward(coming, dy, s, turn, dx)
+        home = self.mlp_half_backward(visits, dy, s, dx)
+        return self.attention_half_backward(coming, home, dy, s, turn, dx)
 
     def mlp_half_backward(self, visits: Visits, dy: torch.Tensor, s: SimpleNamespace,
-                          dx: torch.Tensor) -> None:
-        """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory."""
+                          dx: torch.Tensor) -> Works | None:
+        """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see
+        metp_mlp_backward."""
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, dw.fc2_b)
-        metp_mlp_backward(visits, partial(self.normed, "ln2", s.mid, mean, rstd), self.activation(), dy,
-                          [getattr(dw, name) for name in self.mlp_names], dx)
+        home = metp_mlp_backward(visits, partial(self.normed, "ln2", s.mid, mean, rstd), self.activation(),
+                                 dy, self.mlp_parts(dw), dx)
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
+        return home
 
-    def attention_half_backward(self, coming: Broadcasts, dy: torch.Tensor, s: SimpleNamespace,
-                                turn: torch.Tensor | None, dx: torch.Tensor) -> torch.Tensor:
+    def attention_half_backward(self, coming: Broadcasts, mlp_home: Works | None, dy: torch.Tensor,
+                                s: SimpleNamespace, turn: torch.Tensor | None,
+                                dx: torch.Tensor) -> torch.Tensor:
         """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
-        memory. Source: METP, algorithms 5 and 6."""
+        memory. `mlp_home`: the MLP's last gradients, on their way meanwhile. Source: METP, algorithms 5 and
+        6."""
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.x)
         normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)  # nothing needs mid any more
@@ -220,6 +225,8 @@ class MetpBlock(Block):
             home.finish(but=heads)  # the group before's, beside this one
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
         home.finish()  # the last group's
+        if mlp_home is not None:
+            add_all(self.mlp_parts(dw), mlp_home.wait())
         return s.x
 
     def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
@@ -245,7 +252,11 @@ class MetpBlock(Block):
     # --- what both need ---
 
     def visits(self) -> Visits:
-        return Visits(self.hops, [getattr(self.w, name) for name in self.mlp_names])
+        return Visits(self.hops, self.mlp_parts(self.w))
+
+    def mlp_parts(self, of: SimpleNamespace) -> list[torch.Tensor]:
+        """The rank's part of the MLP, of parameters or gradients."""
+        return [getattr(of, name) for name in self.mlp_names]
 
     def broadcasts(self, *names: str, keys_at: Callable[[Heads], bool] = lambda group: True) -> Broadcasts:
         return Broadcasts(self.tp, self.w, names, self.groups, self.head_dim, keys_at)

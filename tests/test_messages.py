@@ -169,6 +169,15 @@ def test_gradients_of_a_groups_matrices_leave_as_soon_as_they_are_made():
         assert projection < program.index(Wait(hop)) < gradients < program.index(Wait(gradients)) < others[0]
 
 
+def test_the_mlps_last_gradients_are_on_their_way_as_long_as_attention_takes():
+    program = real_programs("tp2", "metp")[0]
+    matrices, gradients = places(program, "hops")[-2:]
+    assert program[gradients].nbytes == 2 * program[matrices].nbytes  # fp32
+    ring, reduces = places(program, "cp")[-8:], places(program, "tp", kind="reduce")
+    assert matrices < program.index(Wait(matrices)) < gradients < ring[0]
+    assert reduces[-1] < program.index(Wait(gradients))
+
+
 # --- programs that were changed ---
 
 def swapped(programs, rank, a, b):

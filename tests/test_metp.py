@@ -7,7 +7,7 @@ import torch
 from memo.config import Config
 from memo.layer import head_groups, tensors_of
 from memo.parallel.mesh import ALONE, Axis, Mesh
-from memo.parallel.metp import groups_of_heads, pieces_of
+from memo.parallel.metp import Visits, groups_of_heads, pieces_of
 from memo.planner.rehearsal import FakeArena
 from memo.swap.streams import open_streams
 from model import GPT
@@ -66,6 +66,40 @@ def test_its_halves_are_those_of_torchs_own_layer(p):
     for made, mine in pool(p).run(halves, *args) if p > 1 else [halves(None, *args)]:
         for name, ours in made.items():
             assert (ours - theirs[name][:, mine]).abs().mean() < 1e-5, name
+
+
+class Line(Axis):
+    """Four ranks. `log`: what happens to messages, whose n-th brings part n."""
+
+    def shift(self, *part):
+        if part == ("own",):
+            self.log, self.n = [], 0
+        else:
+            assert part == (f"part {self.n}",)  # each is sent on as it came
+        self.n += 1
+        self.log.append("post")
+        return Arrival(self.log, [f"part {self.n}"])
+
+
+class Arrival:
+    def __init__(self, log, part):
+        self.log, self.part = log, part
+
+    def wait(self):
+        self.log.append("wait")
+        return self.part
+
+
+@pytest.mark.parametrize("take,order", [
+    (False, "post own wait post 1 wait post 2 wait 3"), (True, "post wait post own 1 wait post 2 wait 3")])
+def test_the_own_part_of_the_mlp_is_used_while_others_come(take, order):
+    axis = Line("hops", 4)
+    visits = Visits(axis, ["own"])
+    if take:
+        visits.take()
+    for [part] in visits:
+        axis.log.append(part.removeprefix("part "))
+    assert " ".join(axis.log) == order
 
 
 def test_pieces_cover_a_range_once():

@@ -207,11 +207,12 @@ def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
 
 def message_bytes(cfg: Config, itemsize: int) -> int:
     """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
-    backward those of two parts of the MLP, or of three groups of heads."""
+    backward those of two parts of the MLP, or of three groups of heads beside the MLP's last gradients."""
     part, group = travelling(cfg)
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
-    return max(mlp, group * (4 * itemsize + 2 * 4))  # of three groups, and of one those of q, k, v at once
+    attention = group * (4 * itemsize + 2 * 4)  # of three groups, and of one those of q, k, v at once
+    return max(mlp, attention + 2 * 4 * part)  # sent, and received
 
 
 def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: int) -> float:

@@ -130,16 +130,12 @@ class MetpSeconds(LayerSeconds):
         """(seconds, exposed seconds of matrices among them)."""
         attention, exposed = self.attention_half_s(1.0)
         mlp, hop = self.mlp_s(), self.travel_s("shift", self.hop_bytes)
-        exposed_hops = self.exposed_beside(hop, attention)  # the first
-        exposed_hops += self.hops_s(self.hop_bytes, 0, mlp / self.tp)
+        step = mlp / self.tp  # the own part is the first
+        exposed_hops = self.exposed_beside(hop, attention + step * (self.tp == 2))
+        if self.tp > 2:  # the second leaves when the own part begins
+            exposed_hops += self.exposed_beside(hop, 2 * step)
+            exposed_hops += (self.tp - 3) * self.exposed_beside(hop, step)
         return attention + mlp + exposed_hops, exposed + exposed_hops
-
-    def hops_s(self, nbytes: float, fp32_bytes: float, step_s: float) -> float:
-        """Exposed seconds of hops beside steps of the MLP. A rank's own part is the last, and does not
-        travel."""
-        steps = max(1, self.tp - 1)
-        last = self.exposed_beside(self.travel_s("shift", fp32_bytes * (self.tp > 1)), step_s)
-        return self.steps_s("shift", "shift", nbytes, fp32_bytes, steps, step_s) + last
 
     # --- backward ---
 
@@ -147,8 +143,11 @@ class MetpSeconds(LayerSeconds):
         """(seconds, exposed seconds of matrices and gradients among them)."""
         fp32, norm_backward = 4 // self.itemsize, self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
         mlp, attention = self.mlp_backward_s(), self.attention_half_backward_s()
-        exposed = self.travel_s("shift", self.hop_bytes)  # nothing is before the first
-        exposed += self.hops_s(self.hop_bytes, fp32 * self.hop_bytes, mlp / self.tp)
+        hop, step = self.hop_bytes, mlp / self.tp
+        # the first beside the own part, the last gradients beside attention
+        exposed = self.exposed_beside(self.travel_s("shift", hop), step)
+        exposed += self.steps_s("shift", "shift", hop, fp32 * hop, max(1, self.tp - 1), step)
+        exposed += self.exposed_beside(self.travel_s("shift", fp32 * hop), attention)
         exposed += self.exposed_beside(self.travel_s("gather", self.group_bytes), mlp)
         exposed += self.steps_s("gather", "scatter", self.group_bytes, fp32 * self.group_bytes, self.groups,
                                 attention / self.groups)

@@ -30,20 +30,31 @@ Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when t
 # --- the MLP: in a ring ---
 
 class Visits:
-    """Iterating gives the matrices of each rank of `axis` in turn, a rank's own last: of p parts p - 1 have
-    to come. The first hop starts now, so that it hides behind what is done before the first part is used."""
+    """Iterating gives the matrices of each rank of `axis` in turn, a rank's own first: of p parts p - 1 have
+    to come. The first hop starts now, so that it hides behind what is done until the second part is used. A
+    hop that take() gets starts the next one."""
 
     def __init__(self, axis: Axis, mine: Sequence[torch.Tensor]) -> None:
         self.axis, self.mine = axis, mine
-        self.hop = axis.shift(*mine) if axis.size > 1 else None
+        self.taken = deque[Sequence[torch.Tensor]]()
+        self.hops = axis.size - 1  # that are to start yet
+        self.start(mine)
+
+    def start(self, matrices: Sequence[torch.Tensor]) -> None:
+        if self.hops:
+            self.hop, self.hops = self.axis.shift(*matrices), self.hops - 1
+
+    def take(self) -> None:
+        """Waits for the part that comes next, before its turn."""
+        self.taken.append(self.hop.wait())
+        self.start(self.taken[-1])
 
     def __iter__(self) -> Iterator[Sequence[torch.Tensor]]:
-        for step in range(1, self.axis.size):
-            assert self.hop is not None  # there are several ranks
-            here = self.hop.wait()
-            self.hop = self.axis.shift(*here) if step < self.axis.size - 1 else None
-            yield here
         yield self.mine
+        for _ in range(1, self.axis.size):
+            if not self.taken:
+                self.take()
+            yield self.taken.popleft()
 
 
 class Activation(NamedTuple):
@@ -86,6 +97,8 @@ def metp_mlp_forward(visits: Visits, normed: Normed, activation: Activation, res
                      out: torch.Tensor) -> torch.Tensor:
     """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
     Source: METP, algorithm 1."""
+    if visits.axis.size > 2:
+        visits.take()  # it hid behind what was done before; the next hop has two parts to hide behind
     for matrices in visits:
         part_forward(matrices, normed, activation, residual, out)
         residual = out
@@ -104,19 +117,21 @@ def part_forward(matrices: Sequence[torch.Tensor], normed: Normed, activation: A
 
 
 def metp_mlp_backward(visits: Visits, normed: Normed, activation: Activation, dy: torch.Tensor,
-                      dws: Sequence[torch.Tensor], dx: torch.Tensor) -> None:
-    """Writes the gradient of x over dx (n, C) and adds those of the matrices, which come by with these, to
-    `dws`. Source: METP, algorithm 2."""
-    travelling: Works | None = None  # gradients of the part that comes next
+                      dws: Sequence[torch.Tensor], dx: torch.Tensor) -> Works | None:
+    """Writes the gradient of x over dx (n, C), and adds to `dws` what the rank's rows give of those of its
+    matrices. What the other ranks' rows give comes home in the Works, to be added, too. Source: METP,
+    algorithm 2."""
+    travelling: Works | None = None  # gradients of the part that comes next, at last those of the own one
     for matrices in visits:
         own = matrices is visits.mine
         gradients = dws if own else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
-        part_backward(matrices, gradients, normed, activation, dy, dx, write=travelling is None)
+        part_backward(matrices, gradients, normed, activation, dy, dx, write=own)
         if travelling is not None:
             add_all(gradients, travelling.wait())  # of the ranks where the part was before
         if not own:
             travelling = visits.axis.shift(*gradients)
         del matrices, gradients  # before the next hop takes memory
+    return travelling
 
 
 def part_backward(matrices: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], normed: Normed,
