@@ -7,8 +7,8 @@
     python -m bench.longest curves     the longest context against the host's memory, and against GPUs
     python -m bench.longest draw       the picture of what is there
 
-Several of these at once; without an argument all. --trace plans the arena of temporary tensors of the table's
-answers by a trace, too. Writes bench/results/longest.json and longest.png.
+Several of these at once; without an argument all. The arena of temporary tensors is bounded by a formula;
+--trace plans the answers' by a trace, too. Writes bench/results/longest.json and longest.png.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def config_of(model, **keys):
         return Config(**LLAMA_1B | keys)
     preset = "gpt2_124m" if model == "GPT-2 124M" else PRESETS[model]
     more = dict(position="rope", block_size=2**20) if model == "GPT-2 124M" else {}
-    return replace(load_config([f"config/{preset}.py"]), tp=1, cp=1, **more | keys)
+    return replace(load_config([f"config/{preset}.py"]), **dict(tp=1, cp=1) | more | keys)
 
 
 def machine_of(cfg, name):
@@ -98,26 +98,33 @@ def length(got):
     return got.cfg.block_size, got.mfu
 
 
+def traced(got):
+    """Of an Estimate by the bound: the arenas of bound and trace, and whether it fits by the trace."""
+    exact = estimate(got.cfg, got.machine, got.world, traced_arena)
+    arenas = (one.bytes_of("transient")[0] for one in (got, exact))
+    return dict(zip(("bound_arena_bytes", "traced_arena_bytes"), arenas, strict=True),
+                traced_fits=exact.fits, traced_mfu=exact.mfu)
+
+
 def rounded(line):
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in line.items() if k != "others"}
 
 
 def longest_by_subsequences(model, name, suits=lambda got: got.fits):
     """The Estimates of the longest contexts, one for each number of subsequences that has any: of 1 and 16
-    over all layouts, of 64 in the two best of 16's."""
+    over all layouts, of 64 in the best of 16's."""
     cfg, machine, world = machine_of(config_of(model), name)
     found = []
     for n in (1, 16):
-        of_n = longest_of_layouts(replace(cfg, subsequences=n), machine, world, fast_arena, 2, (MEMO,), suits)
-        found += of_n[:1]
+        of_n = longest_of_layouts(replace(cfg, subsequences=n), machine, world, fast_arena, 1, (MEMO,), suits)
+        found += of_n
     more = [longest(replace(got.cfg, subsequences=64), machine, world, fast_arena, suits,
                     int(0.9 * got.cfg.block_size)) for got in of_n]
-    return found + sorted(filter(None, more), key=length)[-1:]
+    return [*found, *filter(None, more)]
 
 
-def table(old, cells, trace, suits=lambda got: got.fits):
-    """{machine: {model: the longest context's line, with the others'}}."""
-    out = {}
+def table(out, cells, trace, keep, suits=lambda got: got.fits):
+    """Adds {machine: {model: the longest context's line, with the others'}} to `out`; keep() after each."""
     for name, model in cells:
         start = time.process_time()
         found = longest_by_subsequences(model, name, suits)
@@ -126,13 +133,12 @@ def table(old, cells, trace, suits=lambda got: got.fits):
             best = max(found, key=length)
             line = figures(best) | dict(others=[figures(got) for got in found if got is not best])
             if trace:
-                exact = estimate(best.cfg, best.machine, best.world, traced_arena)
-                line["traced_device_share"] = exact.device_bytes / exact.capacity
+                line |= traced(best)
         out.setdefault(name, {})[model] = line
         print(f"{time.process_time() - start:5.1f} s", name, model,
               rounded(line),
               [(one["subsequences"], one["tokens"]) for one in line.get("others", [])], flush=True)
-    return old | {name: old.get(name, {}) | lines for name, lines in out.items()}
+        keep()
 
 
 # --- what was asked for ---
@@ -149,7 +155,7 @@ def fastest_at(model, name, tokens, suits=lambda got: got.fits, numbers=(1, 16, 
     return found
 
 
-def targets():
+def targets(trace):
     """What was asked for beside the fastest layout at that many tokens."""
     out = []
     for name, model, tokens, mfu, may_repeat in TARGETS:
@@ -157,10 +163,10 @@ def targets():
         suits = (lambda got: got.fits) if may_repeat else without_repetition
         found = fastest_at(model, name, (tokens // unit + 1) * unit, suits, (1, 16, 64))
         best = max(found, key=lambda got: got.mfu) if found else None
+        line = figures(best) | (traced(best) if trace else {}) if best else None
         out.append(dict(machine=name, model=model, wanted_tokens=tokens, wanted_mfu=mfu / 100,
-                        may_repeat=may_repeat, fits=bool(best), got=best and figures(best)))
-        print(name, model, tokens, "MFU", mfu, "repeated" * may_repeat, best and rounded(figures(best)),
-              flush=True)
+                        may_repeat=may_repeat, fits=bool(best), got=line))
+        print(name, model, tokens, "MFU", mfu, "repeated" * may_repeat, line and rounded(line), flush=True)
     return out
 
 
@@ -186,42 +192,29 @@ def cost():
 
 # --- curves ---
 
-HOSTS = (0.25e12, 0.5e12, 1e12, 2e12, 4e12)  # bytes that a node of eight H100 grants
+HOSTS = (0.5e12, 1e12, 2e12, 4e12)  # bytes that a node of eight H100 grants
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def best_of(cfg, machine, world):
-    """The longest context of a few layouts: METP and tensor parallelism as wide as a node has GPUs."""
-    width = max(tp for tp in (1, 2, 4, 8) if tp <= min(world, 8) and cfg.n_head % tp == 0)
-    best = None
-    for use in ("metp", "megatron"):
-        for where in ("cpu", "auto"):
-            keys = dict(tp=width, cp=world // width, tensor_parallel=use, context_parallel="ring")
-            if not (one := config_with(cfg, optimizer_device=where, head_groups="auto", **keys)):
-                continue
-            known = best.cfg.block_size if best else 0
-            if known:
-                at = estimate_or_none(replace(one, block_size=known), untimed(machine), world, fast_arena)
-                if not (at and at.fits):
-                    continue
-            best = longest(one, machine, world, fast_arena, known=known) or best
-    return best
+def tokens_with_metp(cfg, machine, world):
+    """The longest context with METP, tp as wide as a node has GPUs; 0 where there is none."""
+    width = max(tp for tp in (1, 2, 4, 8) if tp <= world and cfg.n_head % tp == 0)
+    both = [config_with(cfg, tp=width, cp=world // width, tensor_parallel="metp", head_groups="auto",
+                        optimizer_device=where) for where in ("cpu", "auto")]
+    found = [longest(one, untimed(machine), world, fast_arena) for one in both if one]
+    return max((most.cfg.block_size for most in found if most), default=0)
 
 
 def curves():
-    """The longest contexts of every model on H100 by the host's memory, and by GPUs; 16 subsequences."""
+    """The longest contexts of every model on H100 by a host's memory and by GPUs; METP, 16 subsequences."""
     machine, hosts, gpus = hardware.machine("h100-80gb"), {}, {}
     for model in MODELS:
         cfg = config_of(model, subsequences=16)
-        hosts[model] = [tokens_of(best_of(*granting(cfg, machine, 8, nbytes), 8)) for nbytes in HOSTS]
-        gpus[model] = [tokens_of(best_of(*granting(cfg, machine, n, 1.9e12 / 8 * min(n, 8)), n))
+        hosts[model] = [tokens_with_metp(*granting(cfg, machine, 8, nbytes), 8) for nbytes in HOSTS]
+        gpus[model] = [tokens_with_metp(*granting(cfg, machine, n, 1.9e12 / 8 * min(n, 8)), n)
                        for n in WORLDS]
         print(model, hosts[model], gpus[model], flush=True)
     return dict(host_bytes=HOSTS, by_host=hosts, gpus=WORLDS, by_gpus=gpus)
-
-
-def tokens_of(most):
-    return most.cfg.block_size if most else 0
 
 
 def draw(found):
@@ -259,14 +252,15 @@ def main():
              for model in MODELS if model in args.models.split(",")]
     for part in args.parts:
         if part == "table":
-            out[part] = table(out.get(part, {}), cells, args.trace)
+            table(out.setdefault(part, {}), cells, args.trace, lambda: save_json(out, path))
         elif part == "whole":
             cells = [target[:2] for target in TARGETS if not target[-1]]
-            out[part] = table({}, cells, args.trace, without_repetition)
+            table(out.setdefault(part, {}), cells, args.trace, lambda: save_json(out, path),
+                  without_repetition)
         elif part == "draw":
             draw(out["curves"])
         else:
-            out[part] = dict(targets=targets, cost=cost, curves=curves)[part]()
+            out[part] = targets(args.trace) if part == "targets" else dict(cost=cost, curves=curves)[part]()
         save_json(out, path)
 
 

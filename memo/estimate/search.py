@@ -109,8 +109,9 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
     begins."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
     least = -(-cfg.subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
+    alone = untimed(machine)
 
-    def of(n: int, arena: ArenaOf, machine: Machine = untimed(machine)) -> Estimate | None:
+    def of(n: int, arena: ArenaOf, machine: Machine = alone) -> Estimate | None:
         """The Estimate of n units, None where they do not fit."""
         nonlocal trying
         trying = n * unit
@@ -152,6 +153,7 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
     """Of the `best` layouts with the longest contexts the Estimate of each one's longest that `suits`, the
     longest first; judged by the fast bound first, then by `arena`. Empty where no layout fits."""
     every, tried = [*layouts(cfg, machine, world, modes)], 0
+    every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
     found: dict[tuple, Estimate] = {}
 
     def length(got: Estimate) -> tuple[int, float]:
