@@ -1,6 +1,6 @@
 """The fastest layout, the longest context, and the changes that would make a run fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import isqrt
@@ -16,6 +16,10 @@ from memo.estimate.hardware import Machine
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
 LONGEST = 2**27  # tokens; where the search for the longest context stops
+MODES: tuple[dict[str, Any], ...] = (
+    dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
+    dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor"))
+Suits = Callable[[Estimate], bool]
 
 
 def config_with(cfg: Config, **keys: Any) -> Config | None:
@@ -46,11 +50,9 @@ def speed(got: Estimate) -> float:
     return got.tgs * got.world if got.tgs else -got.device_bytes
 
 
-def layouts(cfg: Config, machine: Machine, world: int) -> Iterator[Config]:
+def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = MODES) -> Iterator[Config]:
     """Every config that differs in layout, activation mode or the optimizer's place only, and can be."""
     widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
-    modes = [dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
-             dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor")]
     for tp, mode, where in product(widths, modes, ("auto", "cpu")):
         for cp in degrees_of(world // tp):
             kinds = ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,)
@@ -95,26 +97,46 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
         return chosen or [estimate_or_none(nearest.cfg, machine, world, arena) or nearest]
 
 
-def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate | None:
-    """The Estimate of the greatest block_size that fits, a multiple of 1,024 * cp * tp up to LONGEST; None
-    where not one of them does."""
+def untimed(machine: Machine) -> Machine:
+    """The machine without its speeds: whether a run fits depends on no seconds, and is found faster so."""
+    return replace(machine, speeds=None)
+
+
+def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
+            suits: Suits = lambda got: got.fits, known: int = 0) -> Estimate | None:
+    """The Estimate of the greatest block_size that `suits` (by default: that fits), a multiple of 1,024 * cp
+    * tp up to LONGEST; None where not one of them does. `known`: a block_size that fits, by which the search
+    begins."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
     least = -(-cfg.subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
+    alone = untimed(machine)
 
-    def of(n: int, arena: ArenaOf) -> Estimate | None:
+    def of(n: int, arena: ArenaOf, machine: Machine = alone) -> Estimate | None:
         """The Estimate of n units, None where they do not fit."""
         nonlocal trying
         trying = n * unit
         got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, arena)
-        return got if got and got.fits else None
+        return got if got and got.fits and suits(got) else None
 
     def fitting(arena: ArenaOf) -> int:
-        """The greatest number of units by bisection: memory grows with the sequence."""
-        low, high = least - 1, max(least, LONGEST // unit) + 1
+        """The greatest number of units, 0 where not one fits: twice as many until they do not fit, then by
+        bisection, for memory grows with the sequence, and what fits is judged faster."""
+        most, low, high = max(least, LONGEST // unit), least - 1, max(least, known // unit)
+        while high <= most and of(high, arena):
+            low, high = high, 2 * high
+        high = min(high, most + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if of(middle, arena) else (low, middle)
         return low if low >= least else 0
+
+    def whole(n: int, arena: ArenaOf) -> Estimate | None:
+        """The Estimate of n units with seconds, or of fewer, should n not fit."""
+        while n >= least:
+            if got := of(n, arena, machine):
+                return got
+            n -= max(1, n // 100)
+        return None
     with progress(lambda: f"looking for the greatest block_size that fits: trying {trying:,}"):
         n = fitting(fast_arena)
         if arena is not fast_arena and n:  # the bound is a little above the trace: scale it, then check
@@ -122,16 +144,16 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
             assert at is not None  # it fits
             traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
-            while n and not of(n, arena):
-                n = shorter if (shorter := n - max(1, n // 100)) >= least else 0
-        return of(n, arena) if n else None
+        return whole(n, arena) if n else None
 
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-                       best: int = 5) -> list[Estimate]:
-    """Of the `best` layouts with the longest contexts the Estimate of each one's longest, the longest first;
-    judged by the fast bound first, then by `arena`. Empty where no layout fits."""
-    every, tried = [*layouts(cfg, machine, world)], 0
+                       best: int = 5, modes: Sequence[dict] = MODES,
+                       suits: Suits = lambda got: got.fits) -> list[Estimate]:
+    """Of the `best` layouts with the longest contexts the Estimate of each one's longest that `suits`, the
+    longest first; judged by the fast bound first, then by `arena`. Empty where no layout fits."""
+    every, tried = [*layouts(cfg, machine, world, modes)], 0
+    every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
     found: dict[tuple, Estimate] = {}
 
     def length(got: Estimate) -> tuple[int, float]:
@@ -144,16 +166,17 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
                             reverse=True)
             least = max([*others[best - 1:best], found[likeness].cfg.block_size if likeness in found else 0])
             unit = MULTIPLE * one.cp * one.tp
-            at_least = config_with(one, block_size=max(unit, -(-least // unit) * unit))
-            got = estimate_or_none(at_least, machine, world, fast_arena) if least else None
-            if least and not (got and got.fits):
+            known = max(unit, -(-least // unit) * unit)
+            at_least = config_with(one, block_size=known) if least else None
+            got = estimate_or_none(at_least, untimed(machine), world, fast_arena)
+            if least and not (got and got.fits and suits(got)):
                 continue  # most layouts end here: with one estimate
-            most = longest(one, machine, world, fast_arena)
+            most = longest(one, machine, world, fast_arena, suits, known if least else 0)
             if most and (likeness not in found or length(most) > length(found[likeness])):
                 found[likeness] = most
         chosen = sorted(found.values(), key=length, reverse=True)[:best]
         if arena is not fast_arena:
-            chosen = [*filter(None, (longest(got.cfg, machine, world, arena) for got in chosen))]
+            chosen = [*filter(None, (longest(got.cfg, machine, world, arena, suits) for got in chosen))]
         return sorted(chosen, key=length, reverse=True)
 
 
