@@ -20,8 +20,8 @@ def key(default: Any, help: str, *, section: str = "", choices: Sequence[str] = 
         least: float | None = None, below: float | None = None, most: float | None = None,
         why: str = "", auto: bool = False) -> Any:
     """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
-    `most`. For a text `least` counts characters. A number with `auto`, or whose default is "auto", may be "auto"
-    too. `section`: the heading of this key and of those that follow."""
+    `most`. For a text `least` counts characters. A number with `auto`, or with that default, may be "auto".
+    `section`: the heading of this key and of those that follow."""
     return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
                                                 below=below, most=most, why=why,
                                                 auto=auto or default == "auto"))

@@ -224,8 +224,8 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     if cfg.undecided:
-        one, why = chosen(cfg, machine, world)
-        return replace(estimate(one, machine, world, arena), asked=cfg, chosen=why)
+        one, because = chosen(cfg, machine, world)
+        return replace(estimate(one, machine, world, arena), asked=cfg, chosen=because)
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
