@@ -304,4 +304,5 @@ def judged(got: Estimate) -> Judged:
         device = max(0, got.host_bytes + got.local_ranks * got.device_bytes - there)
     else:
         device = max(0, got.device_bytes - got.capacity)
-    return Judged(seconds, max(1, host + device), "the device" if got.reason == "oom" else "the host")
+    small = [what for what, n in (("the device", device), ("the host", host)) if n]
+    return Judged(seconds, max(1, host + device), " and ".join(small) or "the host")
