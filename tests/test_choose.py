@@ -52,8 +52,8 @@ def test_the_numbers_that_are_tried():
 def test_the_fewest_of_the_fastest_that_fit(seconds, lacks, taken, why):
     def judge(one):
         n = one.subsequences
-        return Judged(seconds.get(n, 2.0 * n if seconds else 0.0), lacks.get(n, 7.79 if len(lacks) == 4 else 0),
-                      "the device")
+        lacking = lacks.get(n, 7.79 if len(lacks) == 4 else 0)
+        return Judged(seconds.get(n, 2.0 * n if seconds else 0.0), lacking, "the device")
     cfg, said = choose(made(subsequence_cut="equal", unit_order="layer"), judge)
     assert cfg.subsequences == taken and why in said
 
@@ -65,8 +65,8 @@ def test_it_stops_where_more_only_cost_time_and_orders_come_last():
         tried.append(numbers(one))
         return Judged(float(one.subsequences) - 0.9 * (one.unit_order != "layer"))
     assert numbers(choose(made(), judge)[0]) == (1, "equal", "subsequence")  # faster by more than equally
-    assert tried == [(1, "equal", "layer"), (2, "equal", "layer"), (2, "flops", "layer"), (4, "equal", "layer"),
-                     (4, "flops", "layer"), (1, "equal", "subsequence")]
+    assert tried == [(1, "equal", "layer"), (2, "equal", "layer"), (2, "flops", "layer"),
+                     (4, "equal", "layer"), (4, "flops", "layer"), (1, "equal", "subsequence")]
     alone = choose(made(), lambda one: Judged(1.0, one.unit_order == "layer", "the host"))[0]
     assert alone.unit_order == "subsequence"  # it alone fits
 
@@ -81,8 +81,9 @@ def simulated(room, rate):
             placement, _ = decide(one, 2, rates, room)
         except OutOfHostMemory:
             return Judged(0.0, inf, "the host")
-        over = placement.device_bytes(tensors_of(one, 2), keys_dealt(one)) - room.spare_bytes
-        forward, backward, _ = swap_s(placement, tensors_of(one, 2), compute_seconds(placement, layer.units), rate)
+        tensors = tensors_of(one, 2)
+        over = placement.device_bytes(tensors, keys_dealt(one)) - room.spare_bytes
+        forward, backward, _ = swap_s(placement, tensors, compute_seconds(placement, layer.units), rate)
         return Judged(forward + backward, max(0, over), "the device")
     return judge
 
