@@ -29,6 +29,9 @@ def read_argv(argv: list[str]) -> tuple[Config, int]:
     for arg in own:
         number = typed(MULTIPROCESSORS, arg.partition("=")[2], arg)
         check_value(MULTIPROCESSORS, number)
+    if cfg.undecided:
+        raise ConfigError("subsequences=auto, subsequence_cut=auto and unit_order=auto are for train.py and "
+                          "memo.estimate; give what these choose")
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
     return cfg, number

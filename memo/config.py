@@ -84,13 +84,15 @@ class Config:
                           "fraction for each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))
     subsequences: int = key(1, "N, parts that each sequence is cut into: a layer is computed, swapped and "
-                            "recomputed for one after the other", least=1, most=2**16,
-                            why="each layer has as many steps, and each is planned by itself")
+                            "recomputed for one after the other; auto takes the fastest that fits", least=1,
+                            most=2**16, why="each layer has as many steps, and each is planned by itself",
+                            auto=True)
     subsequence_cut: str = key("equal", "what several subsequences have equally much of: tokens, or a "
-                               "layer's FLOPs, so that the early ones are longer", choices=("equal", "flops"))
+                               "layer's FLOPs, so that the early ones are longer",
+                               choices=("auto", "equal", "flops"))
     unit_order: str = key("layer", "with several subsequences the forward goes over all of them in a layer "
                           "before the next layer, or over all layers of a subsequence first",
-                          choices=("layer", "subsequence"))
+                          choices=("auto", "layer", "subsequence"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
                                 least=0.0, most=9e9, why="bytes are counted in 63 bits")
     pin_memory: bool = key(True, "page-lock that memory, for a GPU")
@@ -229,7 +231,7 @@ class Config:
             most = max(1, S // self.block_multiple) * self.block_multiple
             raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try "
                               f"block_size={most}")
-        if self.subsequences > (most := S // self.block_multiple):
+        if self.subsequences != "auto" and self.subsequences > (most := S // self.block_multiple):
             rule = "2*cp*tp" if self.zigzag else "cp*tp"
             raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (each gets at least "
                               f"({rule})={self.block_multiple} of block_size={S} tokens); try "
@@ -316,6 +318,11 @@ class Config:
     def finds_alpha(self) -> bool:
         """Whether the alpha program chooses; otherwise alpha is given, or the mode has none."""
         return self.activation == "memo" and self.alpha == "auto"
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the subsequences are left to decide.choose(); all else knows them as numbers."""
+        return "auto" in (self.subsequences, self.subsequence_cut, self.unit_order)
 
     @property
     def decay_iters(self) -> int:

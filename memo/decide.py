@@ -3,15 +3,15 @@ estimate what it models. No torch. Source: MEMO 4.1.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from memo.config import Config
 from memo.estimate.step_seconds import UnitRates, compute_seconds, swap_s
 from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
-from memo.subsequences import subsequence_lengths
+from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan, place_rows, placed, rests, swaps_layers
 from memo.swap.placement import Placement
 
@@ -19,6 +19,10 @@ GAPS = 32  # one part in so many of the device's memory is lost to gaps between 
 STALL = 1e-6  # of a step's seconds: waiting that does not count
 HALVINGS = 6  # of the rate that alpha is found with, where copies do not hide
 SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its buffers is kept free
+LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
+MOST_SUBSEQUENCES = 256  # that are chosen; more save hardly any memory, and their simulation takes seconds
+EQUALLY_FAST = 1.005  # times the seconds of the fastest
+SHRINKS = 0.95  # at most so much of what lacks is left where four times the subsequences help
 
 
 @dataclass(frozen=True)
@@ -189,3 +193,79 @@ def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_by
     """Of a GPU's free bytes, those for buffers of activations; negative where there is too little. Arguments
     as for margin_bytes."""
     return free_bytes - margin_bytes(total_bytes, transient_bytes, head_bytes) - transient_bytes - head_bytes
+
+
+# --- how many subsequences ---
+
+class Judged(NamedTuple):
+    """Of a config with numbers: seconds of a step, 0 where no speeds are known; where it does not fit, the
+    bytes that lack, and of what, in words."""
+
+    seconds: float
+    lacking: float = 0
+    where: str = ""
+
+
+def numbers_of(cfg: Config) -> list[int]:
+    """The numbers of subsequences to choose from: powers of two, each subsequence with LEAST_TOKENS or more,
+    and aligned in the layout."""
+    if cfg.subsequences != "auto":
+        return [cfg.subsequences]
+    most = cfg.block_size // max(LEAST_TOKENS, ALIGNED * cfg.block_multiple)
+    return [2**k for k in range(max(1, min(most, MOST_SUBSEQUENCES)).bit_length())]
+
+
+def choose(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]:
+    """(the config with numbers in place of auto, why these, in words): the fastest that fits as `judge` sees
+    it, among those EQUALLY_FAST the fewest subsequences, layer by layer, of equal length. Where none fits,
+    the one that lacks least.
+
+    Numbers grow until a step has become slower twice in a row, or until more do not help. The order
+    "subsequence", which needs more memory, is tried with the number that was found; with all where layer by
+    layer none fits.
+    """
+    cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
+        (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, ("layer", "subsequence"))))
+    found: dict[Config, Judged] = {}
+
+    def look(order: str, numbers: Sequence[int]) -> None:
+        seen: list[Judged] = []
+        for n in numbers:
+            here = [replace(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
+                    for cut in (cuts if n > 1 else cuts[:1])]
+            found.update((one, judge(one)) for one in here)
+            seen.append(min((found[one] for one in here), key=lambda got: (got.lacking, got.seconds)))
+            if not seen[-1].lacking and not seen[-1].seconds:
+                return  # it fits, and nothing says that others are faster
+            if len(seen) < 3:
+                continue
+            a, b, c = seen[-3:]
+            if c.lacking > SHRINKS * a.lacking or (not c.lacking and a.seconds <= b.seconds <= c.seconds):
+                return
+
+    def best() -> Config:
+        fits = [one for one, got in found.items() if not got.lacking]
+        if not fits:
+            return min(found, key=lambda one: found[one].lacking)
+        most = EQUALLY_FAST * min(found[one].seconds for one in fits)
+        return min((one for one in fits if found[one].seconds <= most), key=lambda one: (
+            one.subsequences, one.unit_order != "layer", one.subsequence_cut != "equal"))
+    look(orders[0], numbers_of(cfg))
+    for order in orders[1:]:
+        look(order, numbers_of(cfg) if found[best()].lacking else [best().subsequences])
+    return best(), why_chosen(best(), found)
+
+
+def why_chosen(best: Config, found: dict[Config, Judged]) -> str:
+    """Why choose() took `best` of those that it has found."""
+    if found[best].lacking:
+        return f"chosen, none fits {found[best].where}"
+    fewer = [one for one in found if one.subsequences < best.subsequences]
+    if not fewer:
+        return "chosen, the fastest that fits" if found[best].seconds else "chosen, it fits"
+    n = max(one.subsequences for one in fewer)
+    least = min((found[one] for one in fewer if one.subsequences == n),
+                key=lambda got: (got.lacking, got.seconds))
+    if least.lacking:
+        return f"chosen, {n} does not fit {least.where}"
+    return f"chosen, {least.seconds / found[best].seconds - 1:.1%} faster than {n}"

@@ -233,7 +233,7 @@ def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
                          cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
-                         cfg.subsequences > 1)
+                         cfg.subsequences != 1)
 
 
 def model_parameters(cfg: "Config") -> dict[str, Parameter]:

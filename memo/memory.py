@@ -218,7 +218,7 @@ def memory_table(cfg: Config, decision: Decision, lines: list[Line], expected: E
     """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
     nothing is); what set alpha, and how fast things go."""
     unit = "GiB, (estimated)" if expected else "GiB"
-    out = [*filter(None, [subsequences_line(cfg)]),
+    out = [*filter(None, [subsequences_line(cfg, expected.chosen if expected else "")]),
            f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   {unit}"]
 
     def row(what: str, device: int, host: int, region: str | None) -> None:

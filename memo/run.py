@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch
 
-from memo import checkpoint, memory
+from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.batch import Data, open_dataset
 from memo.config import Config, degrees
@@ -20,8 +20,8 @@ from memo.decide import Decision
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, traced_arena
-from memo.estimate.budget import Line
-from memo.estimate.expected import expect
+from memo.estimate.budget import Line, chosen
+from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text
 from memo.launch import Launch, same_everywhere, together
@@ -50,10 +50,12 @@ class Checked:
     hf: str | None  # the folder of a model of Hugging Face to start from
     device: torch.device
     dtype: torch.dtype
-    host_limit_bytes: int  # this rank's share of the host, for swapped activations
-    expected: Any  # the Estimate, or None
     speaks: bool  # whether this rank prints, logs and draws: rank 0
     one_host: bool  # whether all ranks are on this host
+    force: bool  # whether to start although memory lacks
+    kernels: dict[str, Any]  # keys that name those of the run
+    host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations
+    expected: Any = None  # the Estimate, or None
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
 
@@ -134,20 +136,47 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
-    limit = memory.host_limit(cfg, launch)
-    memory.check_memory(cfg, device, dtype, limit)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
-    expected = None
-    if launch.rank == 0:
-        # the estimate has the kernels of the run
-        resolved = replace(cfg, attention=attention.name, ops=ops.name)
-        expected = expect(resolved, device, launch, partial(arena_here, trace_step), force)
-    return Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
-                   host_limit_bytes=limit, expected=expected, speaks=launch.rank == 0,
-                   one_host=launch.local_world == launch.world)
+    found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
+                    speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
+                    kernels=dict(attention=attention.name, ops=ops.name))
+    return found if cfg.undecided else check_room(found, launch, trace_step)
+
+
+def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = "") -> Checked:
+    """Whether there is memory, and on rank 0 the Estimate. `why`: why so many subsequences were chosen.
+    Errors: ConfigError."""
+    cfg, device = found.cfg, found.device
+    limit, expected = memory.host_limit(cfg, launch), None
+    memory.check_memory(cfg, device, found.dtype, limit)
+    if found.speaks:
+        expected = expect(replace(cfg, **found.kernels), device, launch, partial(arena_here, trace_step),
+                          found.force)
+        expected = expected and replace(expected, chosen=why)
+    return replace(found, host_limit_bytes=limit, expected=expected)
 
 
 # --- all ranks ---
+
+def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable) -> Checked:
+    """The run with numbers of subsequences in place of auto: rank 0 chooses as the estimate does, with the
+    speed of attention that all ranks measure. Errors: ConfigError."""
+    cfg, device = replace(found.cfg, **found.kernels), found.device
+    machine = host.objects(together(host, lambda: machine_of(device, launch) if found.speaks else None))[0]
+    machine = profiler.measured_machine(cfg, machine, device, found.dtype, host)
+    choice = together(host, lambda: chosen(cfg, machine, launch.world) if found.speaks else None)
+    one, why = host.objects(choice)[0]
+    cfg = replace(one, **{name: getattr(found.cfg, name) for name in found.kernels})
+    return together(host, check_room, replace(found, cfg=cfg), launch, trace_step, why)
+
+
+def take_device(launch: Launch, device: torch.device) -> None:
+    """Gives this rank its threads and its GPU."""
+    if launch.threads:
+        torch.set_num_threads(launch.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
 
 def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: Callable) -> bool:
     """Whether torchrun starts this run again after a failure, and the run has left a checkpoint."""
@@ -195,6 +224,9 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     if is_restart(argv, host, launches, read_argv):
         argv = [*argv, "--init_from=resume"]
     found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
+    if found.cfg.undecided:
+        take_device(launch, found.device)
+        found = with_numbers(found, launch, host, trace_step)
     cfg, device = found.cfg, found.device
     here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(found.dtype),
             "checkpoint": found.ckpt and found.ckpt.iter}
@@ -208,10 +240,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     held_lock = together(host, lambda: lock(found.out, owner) if found.speaks else None)
     together(host, check_shared, found.out, owner)
     together(host, lambda: set_aside(passed_over) if found.speaks else None)
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    take_device(launch, device)
     torch.manual_seed(cfg.seed)
     return replace(found, owner=owner, lock=held_lock, expected=host.objects(found.expected)[0])
 

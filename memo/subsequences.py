@@ -56,11 +56,13 @@ def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:
     return [end - first for first, end in pairwise([*ends, count])]
 
 
-def subsequences_line(cfg: "Config") -> str:
-    """What a sequence is cut into, and in which order the units run; empty where it is not cut."""
-    lengths = subsequence_lengths(cfg)
+def subsequences_line(cfg: "Config", chosen: str = "") -> str:
+    """What a sequence is cut into, and in which order the units run; empty where it is not cut. `chosen`:
+    why, where the number was chosen."""
+    lengths, why = subsequence_lengths(cfg), f": {chosen}" * bool(chosen)
     if len(lengths) == 1:
-        return ""
+        return f"sequence    1 subsequence{why}" * bool(chosen)
     shortest, most = min(lengths), max(lengths)
     each = f"{most:,}" if shortest == most else f"{shortest:,} to {most:,}"
-    return f"sequence    {len(lengths)} subsequences of {each} tokens, {cfg.unit_order} by {cfg.unit_order}"
+    order = f"{cfg.unit_order} by {cfg.unit_order}"
+    return f"sequence    {len(lengths)} subsequences of {each} tokens, {order}{why}"

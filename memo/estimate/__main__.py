@@ -178,7 +178,7 @@ def main(argv: list[str]) -> None:
         every = longest_of_layouts(cfg, machine, world, arena)
         most, out["longest"] = next(iter(every), None), [as_dict(other) for other in every]
     elif {"max_context", "plot"} & set(options):
-        most = longest(got.cfg, machine, world, arena)
+        most = longest(got.asked, machine, world, arena)
     if options.get("max_context"):
         limit, text = limit_of(most) if most else (None, "")
         out["max_block_size"], out["max_block_size_limit"] = most.cfg.block_size if most else 0, limit

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from memo.config import Config, communicators, degrees
 from memo.decide import (
+    Judged,
     Rates,
     Room,
+    choose,
     decide,
     margin_bytes,
     problem_of,
@@ -47,7 +49,8 @@ class Line(NamedTuple):
 @dataclass(frozen=True)
 class Estimate:
     """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where
-    no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence."""
+    no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence. `chosen`:
+    why there are so many subsequences where they were auto, as in `asked`."""
 
     cfg: Config
     machine: Machine
@@ -64,6 +67,8 @@ class Estimate:
     host_capacity: int
     reason: str | None
     why: str | None
+    asked: Config
+    chosen: str = ""
 
     @property
     def fits(self) -> bool:
@@ -218,6 +223,9 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:
     """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
+    if cfg.undecided:
+        one, because = chosen(cfg, machine, world)
+        return replace(estimate(one, machine, world, arena), asked=cfg, chosen=because)
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
@@ -251,7 +259,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     peak = machine.peak_flops_per_s if itemsize == 2 else None
     rate = tgs(tokens, world, seconds["step"]) if seconds else None
     got = Estimate(cfg, machine, world, dp, tuple(lines), placement, plan, layer, seconds,
-                   mfu(cfg, rate, peak) if rate else None, rate, capacity, host, None, None)
+                   mfu(cfg, rate, peak) if rate else None, rate, capacity, host, None, None, cfg)
     reason, why = verdict(got, why)
     return replace(got, reason=reason, why=why)
 
@@ -277,3 +285,24 @@ def verdict(got: Estimate, why: str | None) -> tuple[str | None, str | None]:
     if not reasons:
         return None, None
     return reasons[0][0], "; and ".join(text for _, text in reasons)
+
+
+def chosen(cfg: Config, machine: Machine, world: int) -> tuple[Config, str]:
+    """choose() of a config, with the Estimates of a machine as the judge, and the bound of the temporary
+    tensors."""
+    return choose(cfg, lambda one: judged(estimate(one, machine, world, fast_arena)))
+
+
+def judged(got: Estimate) -> Judged:
+    """An Estimate as choose() takes it."""
+    seconds = got.seconds.get("step", 0.0)
+    if got.fits:
+        return Judged(seconds)
+    host = max(0, got.host_bytes - got.host_capacity)
+    if got.capacity is None:
+        there = int(got.machine.node.host_memory_bytes * alpha.HOST_SHARE)
+        device = max(0, got.host_bytes + got.local_ranks * got.device_bytes - there)
+    else:
+        device = max(0, got.device_bytes - got.capacity)
+    small = [what for what, n in (("the device", device), ("the host", host)) if n]
+    return Judged(seconds, max(1, host + device), " and ".join(small) or "the host")

@@ -107,16 +107,18 @@ def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[st
             "adamw": (optimizer, ADAMW_BYTES * x.numel())}
 
 
-def attentions(T: int, D: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
-    """{operation: (call, FLOPs)} over T causal tokens of a few heads."""
-    attention = resolve_attention("auto", device, dtype, D)
+def attentions(T: int, D: int, dtype: torch.dtype, device: torch.device, name: str = "auto",
+               causal: bool = True) -> dict[str, Job]:
+    """{operation: (call, FLOPs)} over T tokens of a few heads, with the kernel called `name`; without
+    `causal` all see all."""
+    attention, what = resolve_attention(name, device, dtype, D), "attention" + " full" * (not causal)
     H = max(2, torch.get_num_threads()) if device.type == "cpu" else 16
     q, k, v, dout = (torch.randn(1, T, H, D, dtype=dtype, device=device) for _ in range(4))
-    out, lse = attention.forward(q, k, v, True, D**-0.5)
-    flops, scale = 2 * H * T * T * D, D**-0.5
-    backward = partial(attention.backward, dout, q, k, v, out, lse, True, scale)
-    return {"attention forward": (partial(attention.forward, q, k, v, True, scale), flops),
-            "attention backward": (backward, ATTENTION_BACKWARD * flops)}
+    out, lse = attention.forward(q, k, v, causal, D**-0.5)
+    flops, scale = (2 if causal else 4) * H * T * T * D, D**-0.5
+    backward = partial(attention.backward, dout, q, k, v, out, lse, causal, scale)
+    return {f"{what} forward": (partial(attention.forward, q, k, v, causal, scale), flops),
+            f"{what} backward": (backward, ATTENTION_BACKWARD * flops)}
 
 
 def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:

@@ -46,7 +46,7 @@ def table(got: Estimate) -> list[str]:
              f"{layout_of(got)}",
              f"activation  {mode_of(got)}",
              f"attention   {kernel_of(cfg, got.machine)}{groups}",
-             *filter(None, [subsequences_line(cfg)]),
+             *filter(None, [subsequences_line(cfg, got.chosen)]),
              f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
     rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
@@ -115,7 +115,7 @@ def as_dict(got: Estimate) -> dict:
 def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> None:
     """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
     def estimate_at(S: int) -> Estimate | None:
-        return estimate_or_none(config_with(got.cfg, block_size=S), machine, world, fast_arena)
+        return estimate_or_none(config_with(got.asked, block_size=S), machine, world, fast_arena)
     try:
         with progress(lambda: f"drawing {path}"):
             dry_run(got, estimate_at, most, path)

@@ -138,10 +138,12 @@ class LayerSeconds:
         """Seconds of attention's kernels (forward, backward) on this rank's share of the scores."""
         return [self.kernel_s(way, self.attention_flops, self.S) for way in ("forward", "backward")]
 
-    def kernel_s(self, way: str, flops: float, keys: int) -> float:
-        """Seconds of a forward of so many FLOPs over so many keys of a sequence, or of its backward."""
+    def kernel_s(self, way: str, flops: float, keys: int, full: bool = False) -> float:
+        """Seconds of a forward of so many FLOPs over so many keys of a sequence, or of its backward. `full`:
+        all queries see all of them."""
         size = keys // (1 if self.cfg.context_parallel == "ulysses" else self.ring)
         name = self.kernel if f"{self.kernel} forward" in self.speeds.table else "attention"
+        name += " full" * (full and f"{name} full {way}" in self.speeds.table)
         part = ATTENTION_BACKWARD if way == "backward" else 1.0
         return self.speeds.seconds(f"{name} {way}", part * flops, size)
 

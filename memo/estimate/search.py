@@ -8,13 +8,13 @@ from typing import Any
 
 from memo.command import progress
 from memo.config import Config
+from memo.decide import LEAST_TOKENS
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
-from memo.estimate.budget import Estimate, estimate
+from memo.estimate.budget import Estimate, chosen, estimate
 from memo.estimate.hardware import Machine
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
-LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 MODES: tuple[dict[str, Any], ...] = (
     dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
@@ -31,11 +31,20 @@ def config_with(cfg: Config, **keys: Any) -> Config | None:
 
 
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
-    """The Estimate, or None where the config cannot be or has no such layout."""
+    """The Estimate, or None where the config cannot be or has no such layout. Of subsequences that are auto
+    the fewest that fit are taken, for which nothing is simulated."""
     try:
+        if cfg and cfg.undecided:
+            one, why = chosen(cfg, replace(machine, speeds=None), world)
+            return replace(estimate(one, machine, world, arena), asked=cfg, chosen=why)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
+
+
+def with_the_fastest(got: Estimate, arena: ArenaOf) -> Estimate:
+    """The Estimate with the fastest of the subsequences that fit, where these are auto."""
+    return estimate(got.asked, got.machine, got.world, arena) if got.asked.undecided else got
 
 
 def degrees_of(n: int) -> list[int]:
@@ -81,20 +90,20 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                               f"2*cp*tp block_size={cfg.block_size}, dp gradient_accumulation_steps="
                               f"{cfg.gradient_accumulation_steps}); try another number, or a larger "
                               "gradient_accumulation_steps")
-        chosen = []
+        taken = []
         for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
             one = got.cfg
             likeness = one.tp, one.cp, one.tensor_parallel, one.context_parallel, got.lines, got.tgs
             if likeness in seen:  # modes that come to the same
                 continue
             seen.add(likeness)
-            exact = got if arena is fast_arena else estimate_or_none(got.cfg, machine, world, arena)
+            exact = got if arena is fast_arena else estimate_or_none(got.asked, machine, world, arena)
             if exact and exact.fits:
-                chosen.append(exact)
-            if len(chosen) == best:
+                taken.append(with_the_fastest(exact, arena))
+            if len(taken) == best:
                 break
         nearest = min(found, key=lambda got: got.device_bytes)
-        return chosen or [estimate_or_none(nearest.cfg, machine, world, arena) or nearest]
+        return taken or [estimate_or_none(nearest.asked, machine, world, arena) or nearest]
 
 
 def untimed(machine: Machine) -> Machine:
@@ -108,7 +117,8 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
     * tp up to LONGEST; None where not one of them does. `known`: a block_size that fits, by which the search
     begins."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
-    least = -(-cfg.subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
+    parts = 1 if cfg.subsequences == "auto" else cfg.subsequences
+    least = -(-parts * cfg.block_multiple // unit)  # units: each subsequence has a multiple
     alone = untimed(machine)
 
     def of(n: int, arena: ArenaOf, machine: Machine = alone) -> Estimate | None:
@@ -142,9 +152,13 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
         if arena is not fast_arena and n:  # the bound is a little above the trace: scale it, then check
             at = config_with(cfg, block_size=n * unit)
             assert at is not None  # it fits
-            traced, bound = sum(arena(at, machine)), sum(fast_arena(at, machine))
+            numbered = estimate_or_none(at, machine, world, fast_arena)
+            assert numbered is not None  # it fits
+            traced, bound = (sum(of(numbered.cfg, machine)) for of in (arena, fast_arena))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
-        return whole(n, arena) if n else None
+    parts = 1 if cfg.subsequences == "auto" else cfg.subsequences
+    least = -(-parts * cfg.block_multiple // unit)  # units: each subsequence has a multiple
+    alone = untimed(machine)
 
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
@@ -174,10 +188,11 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
             most = longest(one, machine, world, fast_arena, suits, known if least else 0)
             if most and (likeness not in found or length(most) > length(found[likeness])):
                 found[likeness] = most
-        chosen = sorted(found.values(), key=length, reverse=True)[:best]
+        taken = sorted(found.values(), key=length, reverse=True)[:best]
         if arena is not fast_arena:
-            chosen = [*filter(None, (longest(got.cfg, machine, world, arena, suits) for got in chosen))]
-        return sorted(chosen, key=length, reverse=True)
+    parts = 1 if cfg.subsequences == "auto" else cfg.subsequences
+    least = -(-parts * cfg.block_multiple // unit)  # units: each subsequence has a multiple
+    alone = untimed(machine)
 
 
 def at_its_end(got: Estimate) -> bool:
@@ -189,15 +204,16 @@ def at_its_end(got: Estimate) -> bool:
 def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last
     one a shorter context."""
-    cfg, machine, world, cpu = got.cfg, got.machine, got.world, dict(optimizer_device="cpu")
+    cfg, machine, world, cpu = got.asked, got.machine, got.world, dict(optimizer_device="cpu")
     changes: list[dict] = [
         dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
         dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
         dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
-    changes += [dict(unit_order="layer"), *(dict(subsequences=n * cfg.subsequences) for n in (4, 16)
-                                            if cfg.block_size >= LEAST_TOKENS * n * cfg.subsequences)]
+    changes += [dict(unit_order="layer"), *(dict(subsequences=n * got.cfg.subsequences) for n in (4, 16)
+                                            if cfg.subsequences != "auto" and
+                                            cfg.block_size >= LEAST_TOKENS * n * got.cfg.subsequences)]
     if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
         changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]

@@ -47,7 +47,7 @@ class UnitSeconds(LayerSeconds):
     @cached_property
     def before_by_way(self) -> dict[str, float]:
         lengths = Counter(self.before)
-        return {way: fsum(times * self.kernel_s(way, self.attention_flops * 2 * n / self.S, n)
+        return {way: fsum(times * self.kernel_s(way, self.attention_flops * 2 * n / self.S, n, full=True)
                           for n, times in lengths.items()) for way in ("forward", "backward")}
 
     def kernels_s(self) -> list[float]:

@@ -1,0 +1,179 @@
+"""subsequences=auto: which numbers are tried, what is taken, and that all else knows numbers."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+
+from memo.config import Config
+from memo.decide import Judged, Rates, Room, choose, decide, numbers_of, place_whole, problem_of
+from memo.errors import ConfigError
+from memo.estimate import hardware
+from memo.estimate.__main__ import main
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import chosen, estimate
+from memo.estimate.search import estimate_or_none, longest
+from memo.estimate.step_seconds import compute_seconds, swap_s
+from memo.estimate.unit_seconds import layer_seconds
+from memo.layer import keys_dealt, tensors_of
+from memo.parallel.mesh import ALONE
+from memo.profiler import measured_machine
+from memo.swap.alpha import OutOfHostMemory
+
+AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
+H100 = hardware.machine("h100-80gb")
+SMALL = dict(n_layer=6, n_head=8, n_embd=1024, vocab_size=1024, dtype="bfloat16")
+
+
+def numbers(cfg):
+    return cfg.subsequences, cfg.subsequence_cut, cfg.unit_order
+
+
+def made(S=2**16, **keys):
+    return Config(**SMALL | AUTO | dict(block_size=S) | keys)
+
+
+def test_the_numbers_that_are_tried():
+    assert numbers_of(made(2**16)) == [1, 2, 4, 8, 16, 32]
+    assert numbers_of(made(4095)) == [1] and numbers_of(made(512)) == [1]
+    assert numbers_of(made(2**24))[-1] == 256
+    assert numbers_of(made(2**16, cp=4, tp=4)) == [1, 2, 4, 8, 16]  # 128 times what a ring needs is more
+    assert numbers_of(made(2**16, subsequences=3)) == [3]
+
+
+@pytest.mark.parametrize(("seconds", "lacks", "taken", "why"), [
+    ({1: 1.0, 2: 1.1, 4: 1.2}, {}, 1, "the fastest that fits"),
+    ({1: 1.0, 2: 0.997, 4: 0.996}, {}, 1, "the fastest"),  # equals: the fewest
+    ({1: 1.0, 2: 0.98, 4: 0.9, 8: 0.95}, {}, 4, "faster than 2"),
+    ({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}, {1: 9, 2: 4}, 4, "2 does not fit the device"),
+    ({}, {1: 9}, 2, "1 does not fit"), ({}, {}, 1, "it fits"),  # no speeds are known
+    ({}, {1: 9, 2: 8, 4: 7.9, 8: 7.8}, 8, "none fits the device")])
+def test_the_fewest_of_the_fastest_that_fit(seconds, lacks, taken, why):
+    def judge(one):
+        n = one.subsequences
+        lacking = lacks.get(n, 7.79 if len(lacks) == 4 else 0)
+        return Judged(seconds.get(n, 2.0 * n if seconds else 0.0), lacking, "the device")
+    cfg, said = choose(made(subsequence_cut="equal", unit_order="layer"), judge)
+    assert cfg.subsequences == taken and why in said
+
+
+def test_it_stops_where_more_only_cost_time_and_orders_come_last():
+    tried = []
+
+    def judge(one):
+        tried.append(numbers(one))
+        return Judged(float(one.subsequences) - 0.9 * (one.unit_order != "layer"))
+    assert numbers(choose(made(), judge)[0]) == (1, "equal", "subsequence")  # faster by more than equally
+    assert tried == [(1, "equal", "layer"), (2, "equal", "layer"), (2, "flops", "layer"),
+                     (4, "equal", "layer"), (4, "flops", "layer"), (1, "equal", "subsequence")]
+    alone = choose(made(), lambda one: Judged(1.0, one.unit_order == "layer", "the host"))[0]
+    assert alone.unit_order == "subsequence"  # it alone fits
+
+
+def simulated(room, rate):
+    """A judge: decide() and the schedule's simulator, with modelled seconds of a layer."""
+    def judge(one):
+        layer = layer_seconds(one, H100, 2)
+        units = tuple(layer.units) if len(layer.units) > 1 else ()
+        rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units)
+        try:
+            placement, _ = decide(one, 2, rates, room)
+        except OutOfHostMemory:
+            return Judged(0.0, inf, "the host")
+        tensors = tensors_of(one, 2)
+        over = placement.device_bytes(tensors, keys_dealt(one)) - room.spare_bytes
+        forward, backward, _ = swap_s(placement, tensors, compute_seconds(placement, layer.units), rate)
+        return Judged(forward + backward, max(0, over), "the device")
+    return judge
+
+
+@pytest.mark.parametrize("rate", [2e9, 10e9, 50e9])
+@pytest.mark.parametrize("S", [2**16, 2**18])
+def test_the_choice_is_near_the_best_of_a_grid(S, rate):
+    """Over N, cut, order and alpha in eighths, on a device that four units of a quarter fit."""
+    cfg = made(S)
+    layer = sum(t.nbytes for t in tensors_of(cfg, 2).values())
+    room = Room(2**40, 1.6 * layer)
+    judge = simulated(room, rate)
+    got = judge(choose(cfg, judge)[0])
+    assert not got.lacking
+    best = inf
+    for n in (1, 4, 16):
+        for cut in ("equal", "flops"):
+            one = replace(cfg, subsequences=n, subsequence_cut=cut, unit_order="layer")
+            costs = layer_seconds(one, H100, 2)
+            for k in range(9):
+                fixed = replace(one, alpha=k / 8)
+                try:
+                    placement, _ = place_whole(fixed, [problem_of(fixed, 2, None, room)], None)
+                except OutOfHostMemory:
+                    continue
+                tensors = tensors_of(one, 2)
+                if placement.device_bytes(tensors, keys_dealt(one)) <= room.spare_bytes:
+                    best = min(best, sum(swap_s(placement, tensors, compute_seconds(placement, costs.units),
+                                                rate)[:2]))
+    assert best < inf and got.seconds <= 1.03 * best
+
+
+def big(S, **keys):
+    shape = dict(n_layer=32, n_head=32, n_embd=4096, vocab_size=50257, tp=8, dtype="bfloat16")
+    return Config(**shape | AUTO | dict(block_size=S) | keys)
+
+
+def test_one_where_it_fits_and_several_where_it_does_not():
+    assert estimate(big(2**20), H100, 8, fast_arena).cfg.subsequences == 1
+    got = estimate(big(2**22), H100, 8, fast_arena)
+    n, cut, order = numbers(got.cfg)
+    assert n > 1 and order == "layer" and got.fits and not got.cfg.undecided and got.asked.undecided
+    assert got.chosen == f"chosen, {n // 2} does not fit the device"
+    fewer = replace(got.cfg, subsequences=n // 2)
+    assert not estimate(fewer, H100, 8, fast_arena).fits
+    assert estimate(got.cfg, H100, 8, fast_arena).seconds == got.seconds  # behind it there are numbers only
+
+
+def test_a_host_that_is_too_small_is_named():
+    small = replace(H100, node=replace(H100.node, host_memory_bytes=int(2e11)))
+    got = estimate(big(2**22), small, 8, fast_arena)
+    assert not got.fits and got.chosen.startswith("chosen, none fits") and "the host" in got.chosen
+
+
+def test_the_longest_context_needs_several():
+    cfg = big(2**20, n_layer=4, unit_order="layer", subsequence_cut="equal")
+    small = replace(H100, memory_bytes=int(16e9))
+    most = longest(cfg, small, 8, fast_arena)
+    whole = longest(replace(cfg, subsequences=1), small, 8, fast_arena)
+    assert most.cfg.subsequences > 1 and most.fits and most.cfg.block_size > 1.3 * whole.cfg.block_size
+    few = estimate_or_none(most.asked, small, 8, fast_arena)
+    assert few.cfg.subsequences <= most.cfg.subsequences and few.fits
+
+
+def test_a_run_chooses_as_the_estimate_does_and_measures_attention():
+    cfg = Config(**AUTO, n_layer=4, n_head=2, n_embd=32, vocab_size=64, block_size=8192, device="cpu",
+                 attention="cpu", ops="torch")
+    unknown = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
+    machine = measured_machine(cfg, unknown, torch.device("cpu"), torch.float32, ALONE.host)
+    assert {T for T, _ in machine.speeds.table["cpu full forward"]} == {2048, 4096}
+    assert {"cpu backward", "cpu full backward", "matmul", "copy"} <= set(machine.speeds.table)
+    one, why = chosen(cfg, machine, 1)
+    got = estimate(cfg, machine, 1, fast_arena)
+    assert (got.cfg, got.chosen) == (one, why) and isinstance(one.subsequences, int)
+    fast = {op: [(T, 4 * rate) for T, rate in points] if "full" in op else points
+            for op, points in machine.speeds.table.items()}
+    quick = replace(machine, speeds=hardware.Speeds(fast, 0.0, 4))
+    several = replace(one, subsequences=4, subsequence_cut="equal", unit_order="layer")
+    slow, quick = (layer_seconds(several, m, 4).forward_s for m in (machine, quick))
+    assert quick < slow  # what is measured of all keys counts for those before
+
+
+def test_the_command_line(capsys):
+    argv = ["config/7b_1m.py", "--gpus=8", "--gpu=h100-80gb", "--tp=8", "--cp=1", "--vocab_size=50257",
+            "--fast"]
+    main([*argv, "--block_size=4194304", "--subsequences=auto"])
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("sequence"))
+    assert "subsequences of" in line and line.endswith("layer by layer: chosen, 2 does not fit the device")
+    with pytest.raises(ConfigError, match="must be of type int or auto|must be int or auto"):
+        main([*argv, "--subsequences=many"])
+    with pytest.raises(ConfigError, match="must be one of auto, equal, flops"):
+        main([*argv, "--subsequence_cut=half"])
+
