@@ -156,9 +156,8 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
             assert numbered is not None  # it fits
             traced, bound = (sum(of(numbered.cfg, machine)) for of in (arena, fast_arena))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
-    parts = 1 if cfg.subsequences == "auto" else cfg.subsequences
-    least = -(-parts * cfg.block_multiple // unit)  # units: each subsequence has a multiple
-    alone = untimed(machine)
+        got = whole(n, arena) if n else None
+        return with_the_fastest(got, arena) if got and cfg.undecided else got
 
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
@@ -190,9 +189,8 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
                 found[likeness] = most
         taken = sorted(found.values(), key=length, reverse=True)[:best]
         if arena is not fast_arena:
-    parts = 1 if cfg.subsequences == "auto" else cfg.subsequences
-    least = -(-parts * cfg.block_multiple // unit)  # units: each subsequence has a multiple
-    alone = untimed(machine)
+            taken = [*filter(None, (longest(got.asked, machine, world, arena, suits) for got in taken))]
+        return sorted(taken, key=length, reverse=True)
 
 
 def at_its_end(got: Estimate) -> bool:
