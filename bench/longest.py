@@ -241,7 +241,7 @@ def draw(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("parts", nargs="*", choices=PARTS)
     parser.add_argument("--machines", default=";".join(MACHINES), help="of the table: parts of names")
     parser.add_argument("--models", default=",".join(MODELS), help="the same")
     parser.add_argument("--trace", action="store_true")
@@ -250,7 +250,7 @@ def main():
     out = json.loads(path.read_text()) if path.exists() else {}
     cells = [(name, model) for name in MACHINES if any(part in name for part in args.machines.split(";"))
              for model in MODELS if model in args.models.split(",")]
-    for part in args.parts:
+    for part in args.parts or PARTS:
         if part == "table":
             table(out.setdefault(part, {}), cells, args.trace, lambda: save_json(out, path))
         elif part == "whole":
