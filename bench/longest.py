@@ -241,7 +241,7 @@ def draw(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=PARTS)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--machines", default=";".join(MACHINES), help="of the table: parts of names")
     parser.add_argument("--models", default=",".join(MODELS), help="the same")
     parser.add_argument("--trace", action="store_true")
