@@ -138,7 +138,8 @@ def test_a_host_that_is_too_small_is_named():
     assert not got.fits and got.chosen.startswith("chosen, none fits") and "the host" in got.chosen
 
 
-def test_the_longest_context_needs_several():
+def test_the_longest_context_needs_several(monkeypatch):
+    monkeypatch.setattr("memo.decide.MOST_SUBSEQUENCES", 16)  # for speed
     cfg = big(2**20, n_layer=4, unit_order="layer", subsequence_cut="equal")
     small = replace(H100, memory_bytes=int(16e9))
     most = longest(cfg, small, 8, fast_arena)

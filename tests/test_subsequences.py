@@ -127,8 +127,8 @@ def test_the_activations_of_the_paper():
     (64, 0, {}, "subsequences=0 must be at least 1"),
     (64, 2**20, {}, "subsequences=1048576 must be at most 65536"),
     (64, "2", {}, "must be of type int"),
-    (64, 2, dict(subsequence_cut="even"), "subsequence_cut='even' must be one of equal, flops"),
-    (64, 2, dict(unit_order="both"), "unit_order='both' must be one of layer, subsequence")])
+    (64, 2, dict(subsequence_cut="even"), "subsequence_cut='even' must be one of auto, equal, flops"),
+    (64, 2, dict(unit_order="both"), "unit_order='both' must be one of auto, layer, subsequence")])
 def test_what_cannot_be_cut_is_told_in_a_line(S, N, keys, says):
     with pytest.raises(ConfigError, match=says) as e:
         made(S, N, **keys)
