@@ -3,7 +3,7 @@ estimate what it models. No torch. Source: MEMO 4.1.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
@@ -119,14 +119,18 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
     return replace(problem, placement=of(n))
 
 
-def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | None,
+def problems_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Iterator[AlphaProblem]:
+    """The problem of each of the ways_of() a config, with its buffers."""
+    for way in ways_of(cfg):
+        yield with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
+
+
+def place_whole(cfg: Config, problems: Iterable[AlphaProblem], rates: Rates | None,
                 spare_bytes: float = inf) -> Placed:
     """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; where there
     are no rates, or alpha is given, of the first that takes attention from the fewest units. Those that fit
     so many bytes of the device come first, and those with the stream whole; where none does, the one that
-    lacks least. Errors: OutOfHostMemory where
-    none fits the host."""
-    costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problems[0].tensors), 1.0)
+    lacks least. Errors: OutOfHostMemory where none fits the host."""
     judged: list[tuple[float, float, Placement, SwapPlan | None]] = []
     last = None
     for problem in problems:
@@ -136,6 +140,7 @@ def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | No
             if rates and rates.units and cfg.finds_alpha and problem.n_swapped:
                 seconds, placement, plan = hidden(cfg, problem, rates)
             else:
+                costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
                 placement, plan = place_rows(cfg, problem, costs)
                 seconds = placement.input_only
             over = max(0, placement.device_bytes(problem.tensors, problem.dealt) - spare_bytes)
@@ -150,8 +155,8 @@ def place_whole(cfg: Config, problems: Sequence[AlphaProblem], rates: Rates | No
 
 def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Placed:
     """Errors: OutOfHostMemory, before anything is allocated."""
-    return place_whole(cfg, [with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
-                             for way in ways_of(cfg)], rates, inf if room.cpu else room.spare_bytes)
+    return place_whole(cfg, problems_of(cfg, itemsize, rates, room), rates,
+                       inf if room.cpu else room.spare_bytes)
 
 
 def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:

@@ -14,10 +14,8 @@ from memo.decide import (
     choose,
     decide,
     margin_bytes,
-    problem_of,
+    problems_of,
     spare_bytes,
-    ways_of,
-    with_buffers,
 )
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
@@ -212,8 +210,7 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
     try:
         return *decide(cfg, itemsize, rates, room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
-        problem = min((with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
-                       for way in ways_of(cfg)), key=lambda problem: problem.least_bytes)
+        problem = min(problems_of(cfg, itemsize, rates, room), key=lambda problem: problem.least_bytes)
         least = problem.least_bytes if cfg.finds_alpha else alpha.ANY_HOST
         placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
         assert plan is not None  # of a mode that copies

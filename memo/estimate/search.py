@@ -30,12 +30,17 @@ def config_with(cfg: Config, **keys: Any) -> Config | None:
         return None
 
 
+def untimed(machine: Machine) -> Machine:
+    """The machine without its speeds: whether a run fits depends on no seconds, and is found faster so."""
+    return replace(machine, speeds=None)
+
+
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
     """The Estimate, or None where the config cannot be or has no such layout. Of subsequences that are auto
     the fewest that fit are taken, for which nothing is simulated."""
     try:
         if cfg and cfg.undecided:
-            one, why = chosen(cfg, replace(machine, speeds=None), world)
+            one, why = chosen(cfg, untimed(machine), world)
             return replace(estimate(one, machine, world, arena), asked=cfg, chosen=why)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
@@ -106,11 +111,6 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
         return taken or [estimate_or_none(nearest.asked, machine, world, arena) or nearest]
 
 
-def untimed(machine: Machine) -> Machine:
-    """The machine without its speeds: whether a run fits depends on no seconds, and is found faster so."""
-    return replace(machine, speeds=None)
-
-
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
             suits: Suits = lambda got: got.fits, known: int = 0) -> Estimate | None:
     """The Estimate of the greatest block_size that `suits` (by default: that fits), a multiple of 1,024 * cp
@@ -154,7 +154,7 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
             assert at is not None  # it fits
             numbered = estimate_or_none(at, machine, world, fast_arena)
             assert numbered is not None  # it fits
-            traced, bound = (sum(of(numbered.cfg, machine)) for of in (arena, fast_arena))
+            traced, bound = sum(arena(numbered.cfg, machine)), sum(fast_arena(numbered.cfg, machine))
             n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
         got = whole(n, arena) if n else None
         return with_the_fastest(got, arena) if got and cfg.undecided else got
