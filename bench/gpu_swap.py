@@ -43,8 +43,9 @@ from memo.launch import read_launch
 from memo.layer import head_rows
 from memo.optim import Optimizer
 from memo.plots import timeline
-from memo.swap.alpha import OutOfHostMemory, place_rows
+from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
+from memo.swap.placing import place_rows
 from memo.swap.slab import host_bytes
 from memo.swap.streams import stall_s
 from model import GPT, initial_weights

@@ -26,7 +26,7 @@ from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
 from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
-from memo.swap.alpha import place_rows
+from memo.swap.placing import place_rows
 from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 

@@ -12,8 +12,9 @@ from memo.config import Config
 from memo.estimate.step_seconds import UnitRates, compute_seconds, swap_s
 from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
 from memo.subsequences import ALIGNED, subsequence_lengths
-from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan, place_rows, placed, rests, swaps_layers
+from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
 from memo.swap.placement import Placement
+from memo.swap.placing import place_rows, placed, rests, swaps_layers
 
 GAPS = 32  # one part in so many of the device's memory is lost to gaps between the allocator's blocks
 STALL = 1e-6  # of a step's seconds: waiting that does not count

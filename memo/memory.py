@@ -45,8 +45,9 @@ from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
 from memo.subsequences import subsequences_line, unit_rows
-from memo.swap.alpha import OutOfHostMemory, rests, swaps_layers, what_set_it
+from memo.swap.alpha import OutOfHostMemory, what_set_it
 from memo.swap.placement import Placement
+from memo.swap.placing import rests, swaps_layers
 from memo.swap.slab import host_bytes
 from memo.swap.streams import Streams
 

@@ -11,8 +11,8 @@ from memo.config import Config
 from memo.layer import KEYS_VALUES, SPLIT_ROWS, layer_of
 from memo.optim import Optimizer
 from memo.subsequences import subsequence_lengths
-from memo.swap.alpha import placed
 from memo.swap.buffers import Swap
+from memo.swap.placing import placed
 from memo.swap.streams import CpuMark, CpuStream, Span, Streams, Timeline
 from model import GPT, initial_weights
 

@@ -10,7 +10,7 @@ from memo.decide import Room, problem_of
 from memo.layer import tensors_of
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena
-from memo.swap.alpha import place_rows
+from memo.swap.placing import place_rows
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, step

@@ -21,12 +21,10 @@ from memo.swap.alpha import (
     largest_block_size,
     paper,
     per_tensor,
-    placed,
     plan,
-    resting,
-    rows,
 )
-from memo.swap.placement import Placement
+from memo.swap.placement import Placement, rows
+from memo.swap.placing import placed, resting
 from testing.paper import PAPER
 
 # half of the 2 TB is lost to blocks rounded up to powers of two

@@ -395,8 +395,9 @@ TORCH_FREE = {  # by themselves and in all that they import
     "backends", "command", "config", "errors", "files", "flat", "keys", "layer", "literals", "manifest",
     "metrics", "plots", "tokens",
     "dsa.problem", "dsa.solvers", "dsa.__main__", "planner.trace", "planner.plan", "planner.caching",
-    "planner.__main__", "swap.alpha", "swap.placement", "estimate.hardware", "estimate.roofline",
-    "estimate.step_seconds", "estimate.budget", "estimate.search", "estimate.report", "estimate.__main__"}
+    "planner.__main__", "swap.alpha", "swap.placement", "swap.placing", "estimate.hardware",
+    "estimate.roofline", "estimate.step_seconds", "estimate.budget", "estimate.search",
+    "estimate.report", "estimate.__main__"}
 
 
 def modules():

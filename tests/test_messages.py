@@ -27,8 +27,8 @@ from memo.parallel.rendezvous import (
     Wait,
     validate_programs,
 )
-from memo.swap.alpha import place_rows
 from memo.swap.placement import Placement
+from memo.swap.placing import place_rows
 from memo.swap.schedule import schedule
 from memo.swap.streams import open_streams
 from model import GPT

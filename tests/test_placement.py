@@ -19,8 +19,9 @@ from memo.launch import Launch
 from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
 from memo.optim import Optimizer
 from memo.swap import slab
-from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper, place_rows
+from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper
 from memo.swap.placement import Placement
+from memo.swap.placing import place_rows
 from model import GPT
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from memo.estimate.step_seconds import swap_s
 from memo.layer import gpt_layer, groups_of
 from memo.optim import Optimizer
 from memo.subsequences import unit_rows
-from memo.swap.alpha import place_rows
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement, with_stream
+from memo.swap.placing import place_rows
 from memo.swap.schedule import times_of
 from memo.swap.slab import HostSlab
 from memo.swap.streams import CpuStream, Streams, Timeline, stall_s

@@ -73,7 +73,7 @@ def two_steps(layout, axis_of):
     from memo.layer import layer_of
     from memo.optim import Optimizer
     from memo.parallel.mesh import Mesh
-    from memo.swap.alpha import placed
+    from memo.swap.placing import placed
     from model import GPT
     cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
                         attention="flash", alpha=0.5) | LAYOUTS[layout])

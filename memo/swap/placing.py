@@ -1,0 +1,120 @@
+"""Rows of a config's placement, from what the alpha program finds. No torch. Source: MEMO 4.1; SPPO 5.2."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, inf
+
+from memo.config import Config
+from memo.layer import INPUT, SPLIT_ROWS
+from memo.subsequences import unit_rows
+from memo.swap.alpha import (
+    ANY_HOST,
+    AlphaProblem,
+    Fractions,
+    SwapPlan,
+    fixed_alpha,
+    largest_block_size,
+    out_of_host_memory,
+    paper,
+    per_tensor,
+    plan,
+)
+from memo.swap.placement import Placement, Rows, rows
+
+
+def rests(cfg: Config) -> bool:
+    """Whether rows whose copies do not hide stay on the device, as far as that has room."""
+    return cfg.activation == "swap" and cfg.subsequences > 1
+
+
+def resting(problem: AlphaProblem) -> Rows:
+    """With recompute forbidden, Placement.stays: of each tensor but x the rows beyond what the link carries
+    while the next unit computes; fewer, in the same proportion, where the device has less room. Source: SPPO
+    5.2, whose alpha_i A_i is what travels of subsequence i."""
+    p, x = problem.placement, problem.nbytes[INPUT]
+    room, whole = problem.device_bytes - p.device_bytes(problem.tensors, problem.dealt), problem.all_bytes
+    idle = [(1 - a) * problem.others_bytes / (whole - x) for a in problem.overlap]
+    parts = [min(part, 1.0) if c else 0.0 for part, c in zip(idle, problem.swapped, strict=True)]
+    needs = sum(c * n * part for c, n, part in zip(problem.swapped, problem.parts, parts, strict=True))
+    needs *= whole - x
+    if not needs or room <= 0:
+        return {}
+    if needs <= room:
+        stay = tuple(ceil(part * n) for part, n in zip(parts, problem.cuts, strict=True))
+    else:
+        stay = tuple(int(part * n * room / needs) for part, n in zip(parts, problem.cuts, strict=True))
+    return {name: stay for name in problem.tensors if name != INPUT and not p.apart(name)}
+
+
+def swaps_layers(cfg: Config) -> bool:
+    """Whether the mode swaps any layers."""
+    return cfg.activation in ("swap", "memo") and cfg.n_layer * cfg.subsequences > 2
+
+
+def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, input_only: int = 0,
+           x_stays: bool = False, keys: str = "copied", stream: str = "whole") -> Placement:
+    """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
+    values that give way to the next layer's; `stream`: of what lies between layers."""
+    several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
+    units = cfg.n_layer * max(1, len(several["cuts"]))
+    stay = units == cfg.n_layer or n_buffers >= units or cfg.unit_order == "subsequence"
+    return Placement(cfg.n_layer, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
+                     keys="stay" if stay else keys, stream=stream, **several)
+
+
+def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
+              granularity: int) -> dict[str, tuple[int, ...]]:
+    """{tensor: rows of each subsequence}, multiples of `granularity`, rounded down; what that leaves of a
+    subsequence the next one has, up to its fraction of `most`. There are no fewer earlier units than later
+    ones, so that no more rows are swapped than were chosen."""
+    found = {}
+    for name, fractions in chosen.items():
+        kept, left = [], 0.0
+        for n, f, highest in zip(cuts, fractions, most[name], strict=True):
+            kept.append(rows(min(f + left / n, highest), n, granularity))
+            left += f * n - kept[-1]
+        found[name] = tuple(kept)
+    return found
+
+
+def place_rows(cfg: Config, problem: AlphaProblem,
+               recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
+    """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
+    cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
+    per_tensor, which needs it.
+
+    Errors: OutOfHostMemory, before anything is allocated.
+    """
+    N, cuts = problem.placement.n_rows, problem.cuts
+    if cfg.activation == "keep":
+        return placed(cfg, problem.placement.n_units, N), None
+    if cfg.activation == "recompute":
+        only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
+        return placed(cfg, 1, N, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
+    on_any_host = replace(problem, host_bytes=ANY_HOST)
+    if not cfg.finds_alpha:
+        alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
+        chosen = most = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
+    elif cfg.alpha_mode == "per_tensor" and problem.n_swapped:
+        assert recompute_s is not None  # per_tensor needs it
+        chosen, most = (per_tensor(p, recompute_s) for p in (problem, on_any_host))
+    else:
+        chosen, most = paper(problem), paper(on_any_host)
+    if not chosen.fits:
+        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes,
+                                 "the largest block_size that fits is "
+                                 f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
+    granularity = SPLIT_ROWS if len(cuts) > 1 else max(1, min(SPLIT_ROWS, N // 16))
+    by_unit = kept_rows({name: chosen.fractions[name] for name in problem.others}, most.fractions, cuts,
+                        granularity)
+    chosen = replace(plan(problem, {name: tuple(k / n for k, n in zip(kept, cuts, strict=True))
+                                    for name, kept in by_unit.items()}), binds=chosen.binds)
+    kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
+                  for name in problem.tensors}
+    placement = replace(problem.placement, kept=kept, input_only=chosen.input_only)
+    if rests(cfg) and problem.device_bytes < inf and (stays := resting(problem)):
+        placement = replace(placement, stays=stays)
+        here = placement.survivor_bytes(problem.tensors, resident=True)
+        chosen = replace(chosen, host_bytes=chosen.host_bytes - here,
+                         layer_bytes=chosen.layer_bytes - here * N // problem.swapped_rows)
+    return placement, chosen
