@@ -47,24 +47,27 @@ from memo.swap.buffers import Swap
 from memo.swap.placement import Placement, with_stream
 from memo.swap.schedule import FORWARD, Step
 
+TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 
 
 def initial_weights(cfg: Config, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, fp32 tensor), whole. GPT-2's: normal 0.02, projections into the residual stream over
-    sqrt(2L)."""
+    """Yields (name, fp32 tensor), whole, of a stage's parameters. GPT-2's: normal 0.02, projections into the
+    residual stream over sqrt(2L)."""
+    mine = model_parameters(cfg)
     generator = torch.Generator(device).manual_seed(seed)
     std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
-    for name, p in model_parameters(cfg).items():
+    for name, p in model_parameters(cfg.whole).items():
         w = torch.zeros(p.shape, device=device)
         if p.init in std:
             w.normal_(0.0, std[p.init], generator=generator)
         elif p.init == "ones":
             w.fill_(1.0)
-        # whole, on every rank alike, and cut later: the numbers do not depend on the layout
+        # all of them, whole, on every rank alike, and cut later: the numbers do not depend on the layout
         if name in ("wte", "head_w"):
             w[cfg.vocab_size:] = 0.0  # the padding, which nobody looks up
-        yield name, w
+        if name in mine:
+            yield name, w
 
 
 class GPT:
@@ -96,10 +99,10 @@ class GPT:
         # the same by name, as views, for those who compute
         weights = views(self.layout, self.params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", ("wpe", "lnf_b", "head_w")))
+        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", TABLES))
                            for tensors in (weights, gradients))
         self.blocks, absent = [], layer_of(cfg).absent
-        for i in range(cfg.n_layer):
+        for i in cfg.layers:
             w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
                      for tensors in (weights, gradients))
             block = MetpBlock if cfg.metp else BLOCKS[cfg.mlp]
@@ -132,7 +135,8 @@ class GPT:
         several = unit_rows(cfg, B, T)
         N = max(1, len(several["cuts"]))
         # as many buffers as units: nobody takes turns, nothing is copied
-        placement = placement or Placement(cfg.n_layer, cfg.n_layer * N, B * T // tp.size, **several)
+        layers = len(self.blocks)
+        placement = placement or Placement(layers, layers * N, B * T // tp.size, **several)
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
                          key_shape=self.key_shape, gradients=self.grads.numel() > 0, **kw)
         self.shape = (B, T)
@@ -165,7 +169,7 @@ class GPT:
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
         keys = "made" if self.cfg.unit_order == "layer" else "stay"  # there is no backward to make them for
-        p = Placement(self.cfg.n_layer, 1, B * T // self.mesh.weights.size, nothing, keys=keys,
+        p = Placement(len(self.blocks), 1, B * T // self.mesh.weights.size, nothing, keys=keys,
                       **unit_rows(self.cfg, B, T))
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
         spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
@@ -214,6 +218,8 @@ class GPT:
         layer's input."""
         done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
         self.follow([step for step in self.swap.steps if step.kind not in FORWARD], done)
+        if not self.cfg.embeds:
+            done(0)  # nothing, or the head's matrix, for which the first stage has gradients last of all
 
     def follow(self, steps: Iterable[Step], done: Callable[[int], None] = lambda bucket: None,
                head: Callable[[int, torch.Tensor], None] | None = None) -> None:
@@ -222,7 +228,12 @@ class GPT:
         in the place of the head."""
         complete: list[int] = []
         B, T = self.shape
+        self.swap.begin()
         for step in steps:
+            if step.stream in ("send", "receive"):
+                self.swap.wait(step)
+                self.swap.launch(step, f"{step.kind} {self.swap.name(step.unit)}", self.exchange, step)
+                continue
             if step.stream != "compute":
                 self.swap.wait(step)
                 self.swap.launch(step)  # a copy
@@ -234,6 +245,8 @@ class GPT:
             bucket = self.bucket_of(step)
             self.swap.wait(step)  # for the copies that this step reads, or writes over
             self.arrive(bucket)  # the optimizer's new parameters may still be on their way from other ranks
+            if step.kind == "head":
+                self.arrive(0)  # the embedding's matrix may serve there
             label, *work = self.work_of(step, head)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
             _, subsequence = step.unit
@@ -248,6 +261,14 @@ class GPT:
         layer, _ = step.unit
         others = {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}
         return others.get(step.kind, layer + 1)
+
+    def exchange(self, step: Step) -> None:
+        """What a stage sends to another one, or receives from there; the step's stream waits for it."""
+        x, y = self.swap.between[step.unit]
+        message, t = {"receive": (self.mesh.before.x.receive, x), "send": (self.mesh.behind.x.send, y),
+                      "receive gradient": (self.mesh.behind.dx.receive, y),
+                      "send gradient": (self.mesh.before.dx.send, x)}[step.kind]
+        message(t).wait()
 
     def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
@@ -360,7 +381,8 @@ class GPT:
     @property
     def own_head_rows(self) -> int:
         """A rank's own rows in a chunk of the head."""
-        return max(1, head_rows(len(self.w.wte), self.device.type == "cpu") // self.mesh.weights.size)
+        columns = len(self.head_matrix(self.w))
+        return max(1, head_rows(columns, self.device.type == "cpu") // self.mesh.weights.size)
 
     def head_chunk(self, x: torch.Tensor, target: torch.Tensor, scale: float | None, N: int) -> torch.Tensor:
         """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and

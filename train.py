@@ -72,8 +72,8 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     # all that can be wrong is found before a device is touched; all ranks agree on it
     found = prepare_run(argv, launch, host, read_argv, trace_step)
     cfg, device = found.cfg, found.device
-    # which ranks share a sequence (cp), a layer (tp), and which hold the same parameters (replicas)
-    mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp)
+    # which ranks share a sequence (cp), a layer (tp), hold the same parameters (replicas), other layers (pp)
+    mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages)
 
     # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
     with naming_region(found.expected, device, "params"):
@@ -125,7 +125,7 @@ def evaluate(run: Run) -> float:
     for i in range(mesh.dp.rank, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
         total += run.model.forward(*batch(run, "val", 0, i))
     # each of the cp ranks has the mean over its own tokens
-    return mesh.replicas.sum(total).item() / (cfg.eval_iters * cfg.cp)
+    return mesh.mean_loss(total).item() / (cfg.eval_iters * cfg.cp)
 
 
 def forward_backward(run: Run, it: int) -> torch.Tensor:
@@ -142,7 +142,7 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
         # the last backward sends each bucket of gradients as soon as it is complete
         last = i == len(batches) - 1
         run.model.backward(run.optimizer.reduce if last else lambda bucket: None)
-    return mesh.replicas.sum(loss)
+    return mesh.mean_loss(loss)
 
 
 # --- the loop ---

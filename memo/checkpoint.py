@@ -19,7 +19,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
+from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config, as_keys
 from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
 from memo.flat import Piece, whole
+from memo.layer import model_parameters
 from memo.manifest import (
     CHECKPOINT,
     CHECKPOINT_JSON,
@@ -104,7 +105,7 @@ class Saver:
             reached = torch.cuda.Event()
             reached.record(torch.cuda.current_stream(pieces[0].tensor.device))
         self.taken = threading.Event()
-        self.thread = threading.Thread(target=self.write, args=(pieces, reached, asdict(cfg), iter),
+        self.thread = threading.Thread(target=self.write, args=(pieces, reached, as_keys(cfg), iter),
                                        name="memo checkpoint", daemon=True)
         self.thread.start()
 
@@ -330,7 +331,7 @@ def check_model(ckpt: Checkpoint, model: "GPT", prefixes: list[str]) -> None:
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
         stored = ckpt.shapes(prefix)
-        wanted = {f"{prefix}.{name}": p.whole.shape for name, p in model.layout.items()}
+        wanted = {f"{prefix}.{name}": p.shape for name, p in model_parameters(model.cfg.whole).items()}
         for name in {**wanted, **stored}:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the "

@@ -1,7 +1,7 @@
 """The configuration: one frozen dataclass, all rules checked before a device is touched."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from memo.errors import ConfigError
@@ -9,6 +9,7 @@ from memo.formulas import parameters
 from memo.keys import check_value, key
 from memo.layer import possible_groups
 from memo.rope import parse_scaling
+from memo.stages import stage_layers
 
 # Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
 STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 31 years")
@@ -73,6 +74,8 @@ class Config:
                   why="no cluster has as many GPUs")
     context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
                                 "or all-to-all, tokens for heads", choices=("ring", "ulysses"))
+    pp: int = key(1, "stages, each of which has some of the layers: pipeline parallelism, fed with "
+                  "subsequences", least=1, most=2000, why="no model has as many layers")
 
     activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the "
                           "device, recomputed from its input, swapped to the host, or swapped as far as "
@@ -141,9 +144,11 @@ class Config:
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
                     why="seeds have 63 bits")
 
+    stage: int = field(default=0)  # of pp, that of a rank: no key
+
     def __post_init__(self) -> None:
-        for f in fields(self):
-            check_value(f, getattr(self, f.name))
+        for name, f in KEYS.items():
+            check_value(f, getattr(self, name))
         self.check_heads()
         if self.bias and (self.norm, self.mlp) != ("layernorm", "gelu"):
             raise ConfigError(f"bias=True goes with norm=layernorm and mlp=gelu only, not norm={self.norm} "
@@ -236,10 +241,21 @@ class Config:
             raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (each gets at least "
                               f"({rule})={self.block_multiple} of block_size={S} tokens); try "
                               f"subsequences={most}")
+        self.check_stages()
         if self.vocab_size and self.padded_vocab_size % tp:
             raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
                               "padded to a multiple of 128, is shared out); try "
                               f"tp={math.gcd(self.padded_vocab_size, tp)}")
+
+    def check_stages(self) -> None:
+        """Each stage has a layer, and goes over its layers subsequence by subsequence."""
+        if self.pp > self.n_layer:
+            raise ConfigError(f"pp={self.pp} must be at most n_layer={self.n_layer} (each stage has whole "
+                              f"layers); try pp={self.n_layer}")
+        if self.pp > 1 and self.subsequences != 1 and self.unit_order == "layer":
+            raise ConfigError(f"pp={self.pp} goes with unit_order=subsequence only, not layer (a stage hands on a "
+                              "subsequence that all its layers are done with); try "
+                              "--unit_order=subsequence")
 
     def check_metp(self) -> None:
         """Groups of heads must have equally many, of one tp rank, that share heads of keys evenly."""
@@ -281,6 +297,31 @@ class Config:
     def token_ranks(self) -> int:
         """Ranks that share a sequence in attention."""
         return self.cp * self.tp if self.metp else self.cp
+
+    @property
+    def layers(self) -> range:
+        """The layers of this rank's stage, as numbers in the whole model."""
+        return stage_layers(self, self.stage)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether this rank's stage is the first, which has the embedding."""
+        return self.stage == 0
+
+    @property
+    def heads(self) -> bool:
+        """Whether this rank's stage is the last, which has the final norm and the head."""
+        return self.stage == self.pp - 1
+
+    @property
+    def ties_stages(self) -> bool:
+        """Whether the first stage and the last one hold the same matrix, the embedding's and the head's."""
+        return self.pp > 1 and self.tie_embeddings
+
+    @property
+    def whole(self) -> "Config":
+        """The same model in one stage."""
+        return replace(self, pp=1, stage=0)
 
     @property
     def kv_heads(self) -> int:
@@ -334,17 +375,24 @@ MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_h
               "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
               "rope_theta", "rope_scaling")
 POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where positions are rotary
-KEYS = {f.name: f for f in fields(Config)}
+KEYS: dict[str, Any] = {f.name: f for f in fields(Config) if f.metadata}
+
+
+def as_keys(cfg: Config) -> dict[str, Any]:
+    """{key: value}."""
+    return {name: getattr(cfg, name) for name in KEYS}
 
 
 def degrees(cfg: Config, world: int) -> int:
     """dp. Errors: ConfigError: the layout does not fill the world, or a step's micro batches cannot
     be shared out."""
-    dp = max(1, world // (cfg.cp * cfg.tp))
-    if dp * cfg.cp * cfg.tp != world:
-        raise ConfigError(f"dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
-                          f"torchrun --nproc_per_node={cfg.cp * cfg.tp} (or a multiple) on one node, or "
-                          "change tp or cp")
+    ranks = cfg.pp * cfg.cp * cfg.tp  # that share a model
+    dp = max(1, world // ranks)
+    if dp * ranks != world:
+        stages, also = (text * (cfg.pp > 1) for text in (f"pp({cfg.pp})*", "pp, "))
+        raise ConfigError(f"{stages}dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
+                          f"torchrun --nproc_per_node={ranks} (or a multiple) on one node, or "
+                          f"change {also}tp or cp")
     if cfg.gradient_accumulation_steps % dp:
         more = -(-cfg.gradient_accumulation_steps // dp) * dp
         raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a "
@@ -353,14 +401,27 @@ def degrees(cfg: Config, world: int) -> int:
     return dp
 
 
-def communicators(tp: int, cp: int, dp: int, metp: bool = False) -> dict[str, str]:
-    """{axis: the axis whose communicator carries its messages} of the axes that have several ranks. Each axis
-    has a communicator of its own, for one does what it is given in order: METP's matrices go round on another
-    one than is broadcast on, and its keys and values on a third. Only `world` shares that of another axis
-    with the same ranks: `world` sums scalars, at times when the other axis has nothing under way."""
-    sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp, world=dp * cp * tp)
+def stage_of(cfg: Config, rank: int, world: int) -> Config:
+    """The config of one of `world` ranks, of which those of a stage follow each other."""
+    return replace(cfg, stage=rank // (world // cfg.pp))
+
+
+def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1) -> dict[str, str]:
+    """{axis: the axis whose communicator carries its messages} of the axes that have several ranks, but for
+    the neighbours of a pipeline (stage_communicators). Each axis has a communicator of its own, for one does
+    what it is given in order: METP's matrices go round on another one than is broadcast on, and its keys and
+    values on a third. Only `world` shares that of another axis with the same ranks: `world` sums scalars, at
+    times when the other axis has nothing under way."""
+    sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp,
+                 world=pp * dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
     for name in ("tp", "data"):
         if 1 < sizes[name] == sizes["world"]:
             carriers["world"] = name
     return carriers
+
+
+def stage_communicators(cfg: Config) -> int:
+    """How many a rank has with other stages: with each neighbour one for each direction, and one for the
+    gradients of a matrix that the first stage and the last one hold."""
+    return 2 * (not cfg.embeds) + 2 * (not cfg.heads) + (cfg.ties_stages and (cfg.embeds or cfg.heads))

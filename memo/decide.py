@@ -78,7 +78,8 @@ def ways_of(cfg: Config) -> list[dict[str, Any]]:
     if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
         return [{}]
     keys = ("copied", "made") if cfg.unit_order == "layer" else ("stay",)
-    return [dict(keys=way, stream=stream) for stream in ("whole", "copied") for way in keys]
+    streams = ("whole", "copied") if cfg.heads else ("passed",)
+    return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 
 def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, **way: Any) -> AlphaProblem:
@@ -230,8 +231,10 @@ def choose(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]
     "subsequence", which needs more memory, is tried with the number that was found; with all where layer by
     layer none fits.
     """
+    # a stage hands a subsequence on when all its layers are done with it
+    both = ("layer", "subsequence") if cfg.pp == 1 else ("subsequence",)
     cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
-        (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, ("layer", "subsequence"))))
+        (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
     found: dict[Config, Judged] = {}
 
     def look(order: str, numbers: Sequence[int]) -> None:

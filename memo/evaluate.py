@@ -9,7 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
-from memo.config import KEYS
+from memo.config import KEYS, as_keys
 from memo.keys import check_value, option, typed
 
 HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_order", "attention",
@@ -59,7 +59,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -172,7 +172,7 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
                 checkpoint=found.ckpt.iter)
     if host.size > 1:  # it reads much of the data
         here[f"hash of dataset {cfg.dataset}"] = found.questions.data.fingerprint()
-    same_everywhere(host, asdict(cfg) | vars(found.args) | here,
+    same_everywhere(host, as_keys(cfg) | vars(found.args) | here,
                     "start all ranks with the same command, on hosts that are alike")
     for why in passed_over.values():
         warn(f"checkpoint passed over: {why}")

@@ -55,8 +55,13 @@ def shared_numel(layout: dict[str, Location], tp: int) -> int:
 
 
 def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally."""
-    return flat_layout(model_parameters(cfg), tp, ALIGNED * data)
+    """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally: that of the
+    embeddings, those of the layers, that of the final norm. A stage may have nothing in the first and the
+    last."""
+    parameters = model_parameters(cfg)
+    layout, buckets = flat_layout(parameters, tp, ALIGNED * data)
+    first, *_, last = ("." in name for name in parameters)  # a layer's
+    return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
 
 
 # --- flat buffers ---
@@ -83,7 +88,7 @@ def gradient_slots(cfg: Config, micro_batches: int) -> int:
     add to them, or another subsequence, whose units come behind those of all layers."""
     by_layer = cfg.subsequences == 1 or cfg.unit_order == "layer"
     leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and by_layer
-    return min(2, cfg.n_layer) if leaves else cfg.n_layer
+    return min(2, len(cfg.layers)) if leaves else len(cfg.layers)
 
 
 def gradient_places(buckets: list[tuple[int, int]], slots: int) -> tuple[list[int], int]:

@@ -237,18 +237,22 @@ def layer_of(cfg: "Config") -> Layer:
 
 
 def model_parameters(cfg: "Config") -> dict[str, Parameter]:
-    """{name: Parameter} of the whole model: the embeddings, layer by layer "h.<i>.<name>", the final norm and
-    the head, where it is not the embedding's matrix."""
+    """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
+    norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
+    one the norm and the head, which may be the embedding's matrix once more."""
     C, layer = cfg.n_embd, layer_of(cfg)
-    made = {"wte": Parameter((cfg.padded_vocab_size, C), 0)}
-    if cfg.position == "learned":
+    made: dict[str, Parameter] = {}
+    if cfg.embeds or (cfg.heads and cfg.tie_embeddings):
+        made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
+    if cfg.embeds and cfg.position == "learned":
         made["wpe"] = Parameter((cfg.block_size, C))
-    for i in range(cfg.n_layer):
+    for i in cfg.layers:
         made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
-    if not cfg.tie_embeddings:
+    if cfg.heads and not cfg.tie_embeddings:
         made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
-    made["lnf_w"] = Parameter((C,), None, "ones")
-    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.bias else {})
+    if cfg.heads:
+        made["lnf_w"] = Parameter((C,), None, "ones")
+    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.heads and cfg.bias else {})
 
 
 # --- the shape of a run ---

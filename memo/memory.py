@@ -97,7 +97,7 @@ def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
     host = model.mesh.host
     cpu = Machine(device_name(model.device), NODES["workstation"], None, None, None, torch.get_num_threads())
     spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
-    return Room(limit, -int(*host.max(-spare)), cpu=True)
+    return Room(limit, -int(*model.mesh.peers.max(-spare)), cpu=True)
 
 
 def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
@@ -106,7 +106,7 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     finds = gpu_decides(cfg, model.device)
     if not finds and not rests(cfg):
         return Room(limit)
-    free, total = (-int(n) for n in model.mesh.host.max(*(-n for n in free_bytes(model.device))))
+    free, total = (-int(n) for n in model.mesh.peers.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
     assert layer is not None  # on a GPU it is measured
     spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
@@ -116,7 +116,8 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
         longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
                       cfg.block_size * max(0, free - head) // least)
         longest -= longest % cfg.block_multiple
-        order = "--unit_order=layer, " * (cfg.subsequences > 1 and cfg.unit_order == "subsequence")
+        by_subsequence = cfg.subsequences > 1 and cfg.unit_order == "subsequence" and cfg.pp == 1
+        order = "--unit_order=layer, " * by_subsequence
         raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for "
                           "two buffers of activations, the model's states and a layer's temporaries leave "
                           f"{spare / 2**30:.4g} GiB; try --block_size={longest}, {order}more --subsequences, "
@@ -129,7 +130,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
-    rates, host, itemsize = None, model.mesh.host, model.dtype.itemsize
+    rates, host, itemsize = None, model.mesh.peers, model.dtype.itemsize
     limit = -int(*host.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free

@@ -97,7 +97,8 @@ class Optimizer:
         for k, (start, end) in enumerate(model.buckets):
             here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
-            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for _, p in here))
+            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for name, p in here
+                                           if not self.elsewhere(name)))
             self.split.append([r for r, shared in ranges if not shared])
             self.shared.append([])
             for r in (r for r, shared in ranges if shared):
@@ -118,6 +119,10 @@ class Optimizer:
     def shard_of(self, p: Location) -> list[Range]:
         """[Range]: this rank's part of a parameter, none or one."""
         return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether a parameter is counted and saved by the first stage, which holds the same one."""
+        return self.cfg.ties_stages and name == "wte" and not self.cfg.embeds
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights
@@ -140,7 +145,7 @@ class Optimizer:
         made, tp = [], self.model.mesh.weights
         for name, p in self.model.layout.items():
             dim, shape = p.whole.split_dim, p.whole.shape
-            if saved and dim is None and tp.rank > 0:
+            if saved and ((dim is None and tp.rank > 0) or self.elsewhere(name)):
                 continue
             first = [n * tp.rank if i == dim else 0 for i, n in enumerate(p.shape)]
             for r in self.shard_of(p):
@@ -160,7 +165,10 @@ class Optimizer:
     def reduce(self, k: int) -> None:
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
         to bring them to an optimizer on the host, which needs the buckets in descending order."""
-        works = self.model.mesh.replicas.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
+        model = self.model
+        if k == 0 and model.cfg.ties_stages and model.dw.wte is not None:
+            model.mesh.tied.sum(model.dw.wte)  # the first stage's and the last one's: both step alike
+        works = model.mesh.replicas.start_scatter_sum(model.bucket_grads[k], self.grads[k])
         self.reducing[k] = works
         if self.staging is not None:
             self.staging.bring(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.batch import Data, open_dataset
-from memo.config import Config, degrees
+from memo.config import Config, as_keys, degrees, stage_of
 from memo.console import Attempts
 from memo.convert import check_folder
 from memo.decide import Decision
@@ -137,6 +137,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
+    cfg = stage_of(cfg, launch.rank, launch.world)
     found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
                     kernels=dict(attention=attention.name, ops=ops.name))
@@ -166,7 +167,7 @@ def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callabl
     machine = profiler.measured_machine(cfg, machine, device, found.dtype, host)
     choice = together(host, lambda: chosen(cfg, machine, launch.world) if found.speaks else None)
     one, why = host.objects(choice)[0]
-    cfg = replace(one, **{name: getattr(found.cfg, name) for name in found.kernels})
+    cfg = replace(one, stage=cfg.stage, **{name: getattr(found.cfg, name) for name in found.kernels})
     return together(host, check_room, replace(found, cfg=cfg), launch, trace_step, why)
 
 
@@ -230,7 +231,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     cfg, device = found.cfg, found.device
     here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(found.dtype),
             "checkpoint": found.ckpt and found.ckpt.iter}
-    same_everywhere(host, asdict(cfg) | here,
+    same_everywhere(host, as_keys(cfg) | here,
                     "start all ranks with the same command, on hosts that are alike")
     if host.size > 1:  # it reads much of the data
         same_everywhere(host, {f"hash of dataset {cfg.dataset}": found.data.fingerprint()},
@@ -272,5 +273,5 @@ def open_loggers(run: Run) -> list:
                           "choose another --out_dir") from None
     loggers.append(ConsoleLogger(cfg.max_iters, run.first))
     if cfg.wandb_log:
-        loggers.append(WandbLogger(cfg, asdict(cfg)))
+        loggers.append(WandbLogger(cfg, as_keys(cfg)))
     return loggers

@@ -40,7 +40,7 @@ class Staging:
     """
 
     def __init__(self, model: "GPT", numel: int, pin: bool) -> None:
-        self.model, layers = model, range(model.cfg.n_layer)
+        self.model, layers = model, model.cfg.layers
         self.slab = HostSlab(4 * (numel + 1), model.device, pin)
         self.nbytes = self.slab.bytes.nbytes
         self.grads, self.scale = self.slab.bytes.view(torch.float32).split((numel, 1))
@@ -105,7 +105,7 @@ class Staging:
 
     def send(self, k: int, own: "Range", weights: torch.Tensor) -> None:
         """Starts to bring `weights`, the masters of bucket k's Range `own`, to all data ranks' parameters."""
-        model, (compute, _, prefetch, _) = self.model, self.streams
+        model, (compute, _, prefetch, *_) = self.model, self.streams
         part = model.params[own.flat]
         staged = self.grads[own.shard].view(model.dtype)[:len(part)]
         staged.copy_(weights)  # their gradients are used up

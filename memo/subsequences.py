@@ -36,10 +36,12 @@ def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
 
 def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
     """The subsequences of B sequences of which a rank of cp holds T tokens each, as a Placement takes them:
-    `cuts`, a rank's own rows of each, none where there is one subsequence; `order`."""
+    `cuts`, a rank's own rows of each, none where there is one subsequence; `order`; of a stage of several
+    whether it `receives` and `sends`."""
     lengths = subsequence_lengths(cfg, T * cfg.cp)
     rows = tuple(B * n // (cfg.cp * cfg.tp) for n in lengths)
-    return dict(cuts=rows if len(rows) > 1 else (), order=cfg.unit_order)
+    return dict(cuts=rows if len(rows) > 1 else (), order=cfg.unit_order, receives=not cfg.embeds,
+                sends=not cfg.heads)
 
 
 def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:

@@ -166,10 +166,11 @@ class HfWeights:
 
 def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
                ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (memo's name, tensor) of HfWeights, one after the other."""
-    weights = HfWeights(folder, cfg, rank, ranks)
+    """Yields (memo's name, tensor) of HfWeights, those of a stage, one after the other."""
+    weights, mine = HfWeights(folder, cfg.whole, rank, ranks), model_parameters(cfg)
     for name in weights.weights:
-        yield name, weights.read(name)
+        if name in mine:
+            yield name, weights.read(name)
     weights.warn_of_damage()
 
 

@@ -2,13 +2,14 @@
 
 import re
 import resource
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from memo import checkpoint, convert
 from memo.command import run
+from memo.config import as_keys
+from memo.layer import model_parameters
 from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.parallel.cp import local_positions
@@ -52,8 +53,11 @@ def no_picture(run, name, work):
 def perturbed_weights(cfg, device):
     """Initial weights in which no bias is zero and no gain is one, so that a forgotten one shows."""
     g = torch.Generator(device).manual_seed(1)
-    for name, w in initial_weights(cfg, 0, device):
-        yield name, w + torch.zeros_like(w).normal_(0.0, 0.1, generator=g) if w.dim() == 1 else w
+    mine = model_parameters(cfg)  # of a stage
+    for name, w in initial_weights(cfg.whole, 0, device):
+        w = w + torch.zeros_like(w).normal_(0.0, 0.1, generator=g) if w.dim() == 1 else w
+        if name in mine:
+            yield name, w
 
 
 def random_batch(cfg, B, T, device, seed=3):
@@ -105,15 +109,15 @@ MESHES = {}  # of this process: groups have threads
 
 def mesh_of(host, cfg):
     """The Mesh of a layout, opened once."""
-    key = host.size, cfg.cp, cfg.tp, cfg.metp
+    key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp
     if key not in MESHES:
-        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp)
+        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp, pp=cfg.pp, tied=cfg.ties_stages)
     return MESHES[key]
 
 
 def degrees_of(text):
-    """"tp2 cp2" -> dict(tp=2, cp=2, dp=1)."""
-    return dict(tp=1, cp=1, dp=1) | {name: int(n) for name, n in re.findall(r"(\w\w)(\d)", text)}
+    """"tp2 cp2" -> dict(tp=2, cp=2, dp=1, pp=1)."""
+    return dict(tp=1, cp=1, dp=1, pp=1) | {name: int(n) for name, n in re.findall(r"(\w\w)(\d)", text)}
 
 
 def step(model, optimizer, cfg):
@@ -126,7 +130,7 @@ def step(model, optimizer, cfg):
         batch = (t[:, mine].contiguous() for t in whole)
         loss += model.forward(*batch, scale=part) * part
         model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
-    return mesh.replicas.sum(loss)
+    return mesh.mean_loss(loss)
 
 
 # --- this process ---
@@ -141,5 +145,5 @@ def save_header(folder, cfg, iter=5):
     """A checkpoint of which nothing but the first file is there."""
     path = folder / "ckpt" / str(iter) / "checkpoint.json"
     path.parent.mkdir(parents=True)
-    path.write_text(manifest_text(dict(format=FORMAT, iter=iter, config=asdict(cfg),
+    path.write_text(manifest_text(dict(format=FORMAT, iter=iter, config=as_keys(cfg),
                                        files={METADATA: [0, 0]})))

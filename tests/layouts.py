@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memo import memory
+from memo.config import stage_of
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
 from memo.optim import Optimizer
@@ -20,10 +21,10 @@ def layout_keys(text, kind):
     """The config's keys of a layout such as "tp2 cp2"; `kind`: ring, ulysses, metp."""
     size = degrees_of(text)
     what = dict(tensor_parallel="metp") if kind == "metp" else dict(context_parallel=kind)
-    return dict(tp=size["tp"], cp=size["cp"]) | what
+    return dict(tp=size["tp"], cp=size["cp"], pp=size["pp"]) | what
 
 
-def build(cfg, mesh, dtype=torch.float32, stream="whole"):
+def build(cfg, mesh, dtype=torch.float32, stream=""):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
     gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
     model = GPT(cfg, CPU, dtype, mesh=mesh)
@@ -36,7 +37,8 @@ def build(cfg, mesh, dtype=torch.float32, stream="whole"):
     layer = hidden * sum(t.nbytes for t in tensors.values())
     p = replace(p, forward_s=tuple(layer * part for part in p.parts), offload_bytes_per_s=1.0)
     placement, _ = place_rows(cfg, p, costs_of(tensors))
-    placement = replace(placement, stream=stream)
+    if stream and cfg.heads:
+        placement = replace(placement, stream=stream)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
     return model, optimizer
 
@@ -64,10 +66,10 @@ def assembled(ranks):
     return tensors
 
 
-def gradients(host, cfgs, plan, dtype=torch.float32, stream="whole"):
+def gradients(host, cfgs, plan, dtype=torch.float32, stream=""):
     """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
-    for cfg in cfgs:
+    for cfg in (stage_of(cfg, host.rank, host.size) for cfg in cfgs):
         model, optimizer = build(cfg, mesh, dtype, stream)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
@@ -100,7 +102,7 @@ def gradients_in_pieces(*args):
 def on_ranks(text, cfgs, *how, work=gradients):
     """[(loss, norm, {name: gradient}, misses)] of the configs in a layout; ranks agree on loss and norm."""
     size = degrees_of(text)
-    ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(work, cfgs, *how)
+    ranks = pool(size["pp"] * size["tp"] * size["cp"] * size["dp"]).run(work, cfgs, *how)
     made = []
     for case in zip(*ranks, strict=True):
         assert len({r[:2] for r in case}) == 1

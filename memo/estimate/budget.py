@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from memo.config import Config, communicators, degrees
+from memo.config import Config, communicators, degrees, stage_communicators
 from memo.decide import (
     Judged,
     Rates,
@@ -139,7 +139,7 @@ def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Co
 def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
     """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend
     on the activations)."""
-    data = world // cfg.tp
+    data = world // (cfg.pp * cfg.tp)
     layout, buckets = local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micro_batches(cfg, world)
     numel, on_host = buckets[-1][1], cfg.optimizer_device == "cpu"
@@ -154,7 +154,8 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
              Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
              Line("positions", "positions", 8 * cfg.batch_size * T + 8 * D // 2 * turned)]
     if not machine.cpu:
-        made = len(set(communicators(cfg.tp, cfg.cp, data // cfg.cp, cfg.metp).values()))
+        made = len(set(communicators(cfg.tp, cfg.cp, data // cfg.cp, cfg.metp, cfg.pp).values()))
+        made += stage_communicators(cfg)
         lines += [Line("batch", "tokens and targets", 16 * cfg.batch_size * T * micros),
                   Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}",
                        made * COMMUNICATOR_BYTES),

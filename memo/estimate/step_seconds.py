@@ -134,7 +134,7 @@ def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, 
 
 def micro_batches(cfg: Config, world: int) -> int:
     """Of a rank, in a step."""
-    return cfg.gradient_accumulation_steps * cfg.cp * cfg.tp // world
+    return cfg.gradient_accumulation_steps * cfg.pp * cfg.cp * cfg.tp // world
 
 
 def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,

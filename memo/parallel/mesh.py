@@ -1,5 +1,5 @@
-"""The process mesh: world = dp * cp * tp. tp is innermost, so that it stays inside a node; pipeline
-parallelism would be outermost. Axes are passed as arguments.
+"""The process mesh: world = pp * dp * cp * tp. tp is innermost, so that it stays inside a node; the stages
+of a pipeline send each other least, so pp is outermost. Axes are passed as arguments.
 
 An Axis is this rank's place in a line of ranks, with the messages between them: over NCCL between GPUs, over
 gloo between CPUs. With one rank every call is free and returns its argument. `sent_bytes` counts the bytes
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -166,6 +167,22 @@ class Axis:
                ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
         return Works(dist.batch_isend_irecv(ops), tensors, here)
 
+    def send(self, x: torch.Tensor) -> Works:
+        """Starts to send x to the other rank of two -> Works of x."""
+        return self.to_other("send", dist.isend, x)
+
+    def receive(self, out: torch.Tensor) -> Works:
+        """Works of `out`, which the other rank of two sends."""
+        return self.to_other("receive", dist.irecv, out)
+
+    def to_other(self, kind: str, call: Callable, x: torch.Tensor) -> Works:
+        end, other = ("to" if kind == "send" else "source"), 1 - self.rank
+        self.sent_bytes += x.nbytes * (kind == "send")
+        if self.group is None:
+            return Works(self.noted(kind, x.nbytes, **{end: other}), x, x)
+        op = dist.P2POp(call, borrowed(x), group=self.group, group_peer=other)
+        return Works(dist.batch_isend_irecv([op]), x, x)
+
     def warm(self, kinds: Iterable[str], device: torch.device) -> None:
         """Sends first messages, short and long, by each of these methods: communicators are made
         and take memory."""
@@ -194,6 +211,15 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What a stage has with a neighbour of its pipeline: an Axis of the two ranks for each direction, for
+    `x`, which the earlier stage sends, and for `dx`."""
+
+    x: Axis = field(default_factory=partial(Axis, "pp"))
+    dx: Axis = field(default_factory=partial(Axis, "pp"))
+
+
+@dataclass(frozen=True)
 class Mesh:
     """What this rank shares, and with which ranks: three roles, and what fills them. By default each has this
     rank alone.
@@ -203,7 +229,9 @@ class Mesh:
                   with METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
-    `hops`: the ranks of `weights` once more, where METP's matrices go round.
+    `hops`: the ranks of `weights` once more, where METP's matrices go round. `stages`: the stages of a
+    pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
+    one, where both hold the embedding's matrix. `peers`: the ranks of this rank's stage, as `host`.
     """
 
     weights: Axis = field(default_factory=partial(Axis, "tp"))
@@ -213,10 +241,16 @@ class Mesh:
     replicas: Axis = field(default_factory=partial(Axis, "data"))
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
     host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, from host to host
+    peers: Axis = field(default_factory=partial(Axis, "peers"))
+    stages: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
+    tied: Axis = field(default_factory=partial(Axis, "tied"))
+    before: Link = field(default_factory=Link)
+    behind: Link = field(default_factory=Link)
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""
-        return self.weights, self.hops, self.tokens, self.replicas, self.world
+        return (self.weights, self.hops, self.tokens, self.replicas, self.world, self.tied, self.before.x,
+                self.before.dx, self.behind.x, self.behind.dx)
 
     def close(self) -> None:
         """Gives the groups back that open_mesh() made."""
@@ -224,10 +258,14 @@ class Mesh:
             dist.destroy_process_group(group)
         for axis in self.over_network():
             axis.group = None
+        if self.peers.group is not self.host.group:
+            dist.destroy_process_group(self.peers.group)
 
     def silent(self) -> "Mesh":
         """The same mesh, which sends nothing."""
-        return Mesh(*(Axis(a.name, a.size, a.rank) for a in vars(self).values()))
+        def of(a: Axis | Link) -> Any:
+            return Link(of(a.x), of(a.dx)) if isinstance(a, Link) else Axis(a.name, a.size, a.rank)
+        return Mesh(*map(of, vars(self).values()))
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -243,13 +281,21 @@ class Mesh:
                 axis.group = group
 
     def take_sent_bytes(self) -> dict[str, int]:
-        """{axis: bytes sent since the last call} of the axes with several ranks; not of `world`,
-        which carries scalars."""
-        sent = {}
-        for axis in (self.weights, self.hops, self.tokens, self.replicas):
-            if axis.size > 1:
-                sent[axis.name], axis.sent_bytes = axis.sent_bytes, 0
+        """{axis: bytes sent since the last call} of the axes with several ranks, all messages between stages
+        as "pp"; not of `world`, which carries scalars."""
+        sent: dict[str, int] = {}
+        for axis in self.over_network():
+            if axis.size > 1 and axis is not self.world:
+                sent[axis.name] = sent.get(axis.name, 0) + axis.sent_bytes
+                axis.sent_bytes = 0
         return sent
+
+    def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The sum over the replicas of the last stage's `loss`, on all ranks."""
+        loss = self.replicas.sum(loss)
+        if self.stages.size == 1:
+            return loss
+        return self.world.sum(loss * (self.replicas.rank == self.weights.rank == 0))
 
 
 ALONE = Mesh()
@@ -262,19 +308,22 @@ def connected(launch: Launch) -> Iterator[Axis]:
         yield Axis("host", launch.world, launch.rank, group)
 
 
-def lines_of(tp: int, cp: int, dp: int, metp: bool) -> dict[str, list[list[int]]]:
+def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, list[list[int]]]:
     """{axis: the lines of ranks that it has}: which of all ranks send each other its messages."""
-    ranks = torch.arange(dp * cp * tp).view(dp, cp, tp)
-    tokens = ranks.view(dp, -1) if metp else ranks.transpose(1, 2).reshape(-1, cp)
+    ranks = torch.arange(pp * dp * cp * tp).view(pp * dp, cp, tp)
+    tokens = ranks.view(pp * dp, -1) if metp else ranks.transpose(1, 2).reshape(-1, cp)
+    data = ranks.view(pp, -1, tp).transpose(1, 2).reshape(pp * tp, -1)
     return dict(tp=ranks.view(-1, tp).tolist(), hops=ranks.view(-1, tp).tolist(), cp=tokens.tolist(),
-                data=ranks.permute(2, 0, 1).reshape(tp, -1).tolist(), world=ranks.view(1, -1).tolist())
+                data=data.tolist(), world=ranks.view(1, -1).tolist(), peers=ranks.view(pp, -1).tolist())
 
 
-def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis) -> Mesh:
+def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 1, **others: Any) -> Mesh:
     """The Mesh of a rank, by the names of its axes. An axis that is not among them has this rank alone."""
     roles = dict(weights="tp", hops="hops", tokens="cp", replicas="data", world="world")
-    return Mesh(**{role: axes[name] for role, name in roles.items() if name in axes},
-                dp=Axis("dp", host.size // (cp * tp), host.rank // (cp * tp)), host=host)
+    dp = host.size // (pp * cp * tp)
+    made: dict[str, Any] = {role: axes[name] for role, name in roles.items() if name in axes}
+    return Mesh(**made | {"peers": host} | others, dp=Axis("dp", dp, host.rank // (cp * tp) % dp), host=host,
+                stages=Axis("pp", pp, host.rank // (dp * cp * tp)))
 
 
 def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
@@ -290,28 +339,50 @@ def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> 
 
 
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
-              metp: bool = False) -> Mesh:
-    """The Mesh of the ranks on the Axis `host`; all of them must call it. Sends the first messages of
-    each axis: so communicators take their memory of the device now, and a network that carries no
-    messages is found."""
-    dp = host.size // (cp * tp)
+              metp: bool = False, pp: int = 1, tied: bool = False) -> Mesh:
+    """The Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first stage of
+    several and the last one hold the same matrix. Sends the first messages of each axis: so communicators
+    take their memory of the device now, and a network that carries no messages is found."""
+    dp = host.size // (pp * cp * tp)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    lines = lines_of(tp, cp, dp, metp)
+    lines = lines_of(tp, cp, dp, metp, pp)
     axes: dict[str, Axis] = {}
+
+    def open_axis(name: str, lines: list[list[int]], kinds: list[str], carrier: Any = None,
+                  backend: str = backend) -> Axis | None:
+        """The Axis of the line that has this rank, if one has."""
+        mine = next((line for line in lines if host.rank in line), [])
+        ends = f", {mine[0]} to {mine[-1]}" if mine else ""
+        with connection_errors(f"axis {name} ({len(mine)} ranks{ends}) over {backend}", host.rank, backend):
+            # each rank makes the groups of all lines
+            groups = [carrier] if carrier else [dist.new_group(line, FOREVER, backend) for line in lines]
+            if not mine:
+                return None
+            group = carrier or groups[lines.index(mine)]
+            axis = Axis(name, len(mine), mine.index(host.rank), group)
+            axis.warm(kinds, device)
+            return axis
     shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
     rooted = ["start_broadcast", "start_reduce"] if metp else []
     kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, world=["sum"])
-    for name, carrier in communicators(tp, cp, dp, metp).items():
-        [mine] = [line for line in lines[name] if host.rank in line]
-        what = f"axis {name} ({len(mine)} ranks, {mine[0]} to {mine[-1]}) over {backend}"
-        with connection_errors(what, host.rank, backend):
-            if carrier == name:  # each rank makes the groups of all lines
-                groups = [dist.new_group(line, FOREVER, backend) for line in lines[name]]
-                group = groups[lines[name].index(mine)]
-            else:
-                group = axes[carrier].group
-            axes[name] = Axis(name, len(mine), mine.index(host.rank), group)
-            axes[name].warm(kinds[name], device)
+    for name, carrier in communicators(tp, cp, dp, metp, pp).items():
+        group = None if carrier == name else axes[carrier].group
+        axis = open_axis(name, lines[name], kinds[name], group)
+        assert axis is not None  # every rank is in a line
+        axes[name] = axis
+    others: dict[str, Any] = {}
+    if pp > 1:
+        others = {"peers": open_axis("peers", lines["peers"], [], backend="gloo")}
+        stages = lines["peers"]
+        for a, b in pairwise(stages):
+            pairs = [list(pair) for pair in zip(a, b, strict=True)]
+            x, dx = (open_axis("pp", pairs, ["shift"]) for _ in range(2))
+            if x and dx:
+                others["behind" if host.rank in a else "before"] = Link(x, dx)
+        if tied:
+            pairs = [list(pair) for pair in zip(stages[0], stages[-1], strict=True)]
+            if ends := open_axis("tied", pairs, ["sum"]):
+                others["tied"] = ends
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
-    return mesh_of_axes(axes, tp, cp, host)
+    return mesh_of_axes(axes, tp, cp, host, pp, **others)

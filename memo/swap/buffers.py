@@ -22,7 +22,9 @@ EVENT_NAMES = {"forward": "computed", "offload": "offloaded", "backward": "done"
                "head": "head computed", "offload keys": "keys offloaded", "prefetch keys": "keys prefetched",
                "prefetch input": "input prefetched", "sweep": "swept", "offload stream": "stream offloaded",
                "prefetch stream": "stream prefetched", "offload gradient": "gradient offloaded",
-               "prefetch gradient": "gradient prefetched", "embedding backward": "embedding done"}
+               "prefetch gradient": "gradient prefetched", "embedding backward": "embedding done",
+               "send": "sent", "receive": "received", "send gradient": "gradient sent",
+               "receive gradient": "gradient received"}
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # bytes on the device and on the host, for one copy each
 
 
@@ -63,7 +65,7 @@ class Swap:
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
-        self.streams = streams or open_streams(device)
+        self.streams = streams or open_streams(device, p.receives or p.sends)
         self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
                              for name, n in nbytes.items()}
         shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.cuts or (p.n_rows,)]
@@ -181,6 +183,15 @@ class Swap:
             return x
         return self.sweep_inputs[self.swept[unit] % SWEEP_PLACES][:len(x)]
 
+    def begin(self) -> None:
+        """Between two passes: protects what the last one still computes with, or sends, from what arrives
+        from other stages in its places."""
+        if self.streams.receive is not None:
+            for stream in (self.streams.compute, self.streams.send):
+                before = Event(f"{stream.name} of the pass before")
+                stream.record(before)
+                self.streams.receive.wait(before)
+
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""
         for key in step.waits:
@@ -188,9 +199,9 @@ class Swap:
 
     def launch(self, step: Step, label: str | None = None, work: Callable | None = None, *args: Any) -> None:
         """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step
-        of the compute stream does."""
+        does that is no copy."""
         stream = getattr(self.streams, step.stream)
-        if step.stream == "compute":
+        if work is not None:
             stream.launch(label, work, *args)
         else:
             pairs = self.pairs.get(step.key, [])

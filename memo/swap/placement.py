@@ -47,7 +47,8 @@ class Placement:
     of all layers where keys == "stay". Otherwise layers take turns in the pieces' places: keys == "copied":
     through the slab; "made": from x, once more, before the backward. What lies between two layers is whole on
     the device, or has a few places there and leaves for the slab: stream == "copied". Layer by layer that is
-    a unit's x, and its gradient later takes the same place; the unit itself then sends no x.
+    a unit's x, and its gradient later takes the same place; the unit itself then sends no x. Or it leaves for
+    the next stage of a pipeline: stream == "passed". `receives`, `sends`: see Fates.
     """
 
     n_layer: int
@@ -61,11 +62,14 @@ class Placement:
     keys: str = "stay"
     stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
     stream: str = "whole"
+    receives: bool = False
+    sends: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For plan.json. What says nothing with one subsequence, and with no copies on the device, is left
-        out."""
-        said = asdict(self)
+        """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
+        stage, is left out."""
+        said = {name: value for name, value in asdict(self).items()
+                if value or name not in ("receives", "sends")}
         for name in () if self.several else ("cuts", "order", "keys", "stream"):
             del said[name]
         return said if self.stays else {name: value for name, value in said.items() if name != "stays"}
@@ -243,7 +247,7 @@ class Placement:
 
     def stream_place(self, unit: tuple[int, int]) -> int:
         """The first row, from the begin of the stream's memory, of a unit's input and output."""
-        if self.stream == "copied":
+        if self.stream != "whole":
             turn = self.number[unit] if self.order == "layer" else unit[1]
             return max(self.cuts) * (turn % STREAM_PLACES)
         return sum(self.cuts[:unit[1]])
@@ -265,7 +269,7 @@ class Placement:
         lacking = {k for k in set(self.like) if self.missing(k)}
         rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys,
-                     self.stream)
+                     self.stream, self.receives, self.sends)
 
     def key_place(self, unit: tuple[int, int]) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""

@@ -48,18 +48,21 @@ def resting(problem: AlphaProblem) -> Rows:
 
 def swaps_layers(cfg: Config) -> bool:
     """Whether the mode swaps any layers."""
-    return cfg.activation in ("swap", "memo") and cfg.n_layer * cfg.subsequences > 2
+    return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.subsequences > 2
 
 
 def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, input_only: int = 0,
-           x_stays: bool = False, keys: str = "copied", stream: str = "whole") -> Placement:
+           x_stays: bool = False, keys: str = "copied", stream: str = "") -> Placement:
     """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
-    values that give way to the next layer's; `stream`: of what lies between layers."""
+    values that give way to the next layer's; `stream`: of what lies between layers, by default whole, or
+    passed on to the next stage."""
     several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
-    units = cfg.n_layer * max(1, len(several["cuts"]))
-    stay = units == cfg.n_layer or n_buffers >= units or cfg.unit_order == "subsequence"
-    return Placement(cfg.n_layer, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
-                     keys="stay" if stay else keys, stream=stream, **several)
+    layers = len(cfg.layers)
+    units = layers * max(1, len(several["cuts"]))
+    stay = units == layers or n_buffers >= units or cfg.unit_order == "subsequence"
+    return Placement(layers, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
+                     keys="stay" if stay else keys, stream=stream or ("whole" if cfg.heads else "passed"),
+                     **several)
 
 
 def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],

@@ -23,24 +23,31 @@ What lies between two layers, the stream, is whole on the device or has a few pl
 in turns: one arrives, one is computed on, one leaves. A unit's output takes the place of its input and leaves
 for the slab, from where it comes back as the input of the layer above; so the gradient in the backward, over
 that input. Subsequence by subsequence only the head's gradients leave: all layers of a subsequence have one
-place. Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences.
+place.
+
+A stage of a pipeline that is not the first receives its first layer's input in the place of the embedding,
+and sends the gradient of it; one that is not the last sends its last layer's output in the place of the head,
+and receives the gradient of that. Each message is posted while the subsequence before is computed.
+Source: MEMO 4.1 and 4.3.2; SPPO 3.3 for stages, 4 for subsequences.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 # kinds of steps of a forward; all others are of a backward
-FORWARD = ("embedding", "forward", "head", "offload", "offload keys", "offload stream", "prefetch stream")
+FORWARD = ("embedding", "forward", "head", "offload", "offload keys", "offload stream", "prefetch stream",
+           "receive", "send")
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
-STREAM_PLACES = 3  # of a subsequence each, where the stream is copied
+STREAM_PLACES = 3  # of a subsequence each, where the stream is copied, or sent to the next stage
 Unit = tuple[int, int]  # layer, subsequence
 Key = tuple[str, Unit]
 
 
 def stream_of(key: Key) -> str:
     first, *_ = key[0].split(" ", 1)
-    return first if first in ("offload", "prefetch") else "compute"
+    return first if first in ("offload", "prefetch", "send", "receive") else "compute"
 
 
 class Step(NamedTuple):
@@ -51,7 +58,8 @@ class Step(NamedTuple):
     embedding backward; of a unit's keys and values: offload keys and prefetch keys, or prefetch input and
     sweep, which makes them again from that input; of the stream: prefetch stream of a unit's input and
     offload stream of its output, or of the gradient that the head puts there; prefetch gradient of that of
-    its output and offload gradient of that of its input.
+    its output and offload gradient of that of its input. Between stages: receive of the first layer's input
+    and send of the last one's output; receive gradient of that, send gradient of the input's.
     """
 
     kind: str
@@ -74,7 +82,9 @@ class Fates:
     `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
     `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
     device. Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of
-    all layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole" or "copied".
+    all layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole", "copied" or,
+    with a few places that are sent, "passed". `receives`: another stage sends the input of the first layer;
+    `sends`: another one takes the output of the last.
     """
 
     n_buffers: int
@@ -84,6 +94,8 @@ class Fates:
     x_stays: bool = False
     keys: str = "stay"
     stream: str = "whole"
+    receives: bool = False
+    sends: bool = False
 
 
 def units_in_order(layers: int, subsequences: int = 1, order: str = "layer") -> list[Unit]:
@@ -126,11 +138,12 @@ def stream_leaves(layers: int, subsequences: int, order: str) -> list[Unit]:
 
 
 class Stream:
-    """Which steps copy what lies between layers, and when its places are free."""
+    """Which steps copy what lies between layers, or send it, and when its places are free."""
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
-        self.copied, self.top = fates.stream == "copied" and subsequences > 1, layers - 1
-        leave = stream_leaves(layers, subsequences, order) if self.copied else []
+        self.fates, self.top, self.in_turns = fates, layers - 1, fates.stream != "whole" and subsequences > 1
+        copied = fates.stream == "copied" and subsequences > 1
+        leave = stream_leaves(layers, subsequences, order) if copied else []
         self.leave = {unit for unit in leave if trains or unit[0] < layers}
         units = units_in_order(layers, subsequences, order)
         # those that have a place one after the other
@@ -150,19 +163,21 @@ class Stream:
     def before(self, unit: Unit) -> tuple[Key, ...]:
         """In the forward, the step behind which a unit's place is free."""
         turn = self.turn_of[unit] - STREAM_PLACES
-        if not self.copied or turn < 0:
+        if not self.in_turns or turn < 0:
             return ()
         last = self.turns[turn][-1]
-        return ("offload stream" if self.leaves(last) else "head", last),
+        return ("offload stream" if self.leaves(last) else "send" if self.fates.sends else "head", last),
 
     def before_gradient(self, unit: Unit) -> tuple[Key, ...]:
         """In the backward, the steps behind which the gradient of a unit's output can come to its place."""
         turn, above = self.turn_of[unit] + STREAM_PLACES, (unit[0] + 1, unit[1])
-        left: Key = ("offload gradient", above) if unit[0] < self.top else ("offload stream", unit)
-        if turn >= len(self.turns):
+        left: Key = ("offload gradient", above) if unit[0] < self.top else (
+            "send" if self.fates.sends else "offload stream", unit)
+        if not self.in_turns or turn >= len(self.turns):
             return left,
         first = self.turns[turn][0]
-        return left, ("offload gradient" if self.arrives(first) else "embedding backward", first)
+        return left, ("offload gradient" if self.arrives(first) else
+                      "send gradient" if self.fates.receives else "embedding backward", first)
 
 
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
@@ -188,7 +203,13 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     # of those that keep only their input, which the layer below has sent already, nothing is left to send
     sends = {k for k in fates.copied if not (k in fates.input_only and stream.arrives(units[k]))}
+    inputs = [unit for unit in units if unit[0] == 0] if fates.receives else []
+    following = dict(zip(inputs, inputs[1:], strict=False))
+    for unit in inputs[:1]:
+        yield Step("receive", unit, stream.before(unit))
     for k, unit in enumerate(units):
+        if unit in following:  # while the layers of this subsequence compute
+            yield Step("receive", following[unit], stream.before(following[unit]))
         for layer, i in units[k + 1:k + 2]:
             if stream.arrives((layer, i)):  # while this unit computes
                 left = "offload stream", (layer - 1, i)
@@ -200,7 +221,9 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
             waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
         if stream.arrives(unit):
             waits += ("prefetch stream", unit),  # protects this unit, whose input may not be there yet
-        if unit[0] == 0:
+        if unit in inputs:
+            waits += ("receive", unit),
+        elif unit[0] == 0:
             yield Step("embedding", unit, stream.before(unit))  # protects what still leaves this unit's place
         yield Step("forward", unit, waits)
         # the copies' waits protect the slab from a unit that is not computed yet
@@ -210,7 +233,9 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
             yield Step("offload stream", unit, (("forward", unit),))
         if k in sends:
             yield Step("offload", unit, (("forward", unit),))
-        if unit[0] == layers - 1:
+        if unit[0] == layers - 1 and fates.sends:
+            yield Step("send", unit, (("forward", unit),))
+        elif unit[0] == layers - 1:
             yield Step("head", unit)
             if stream.leaves(unit):
                 yield Step("offload stream", unit, (("head", unit),))
@@ -225,7 +250,13 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
     for unit in inputs[:SWEEP_PLACES]:
         # protects the slab: all copies have left; an input that was there in the forward has
         yield Step("prefetch input", unit, () if stream.arrives(unit) else (("head", units[-1]),))
+    outputs = [unit for unit in reversed(units) if unit[0] == stream.top] if fates.sends else []
+    next_output = dict(zip(outputs, outputs[1:], strict=False))
+    for unit in outputs[:1]:
+        yield Step("receive gradient", unit, stream.before_gradient(unit))
     for k, unit in reversed(list(enumerate(units))):
+        if unit in next_output:  # while the layers of this subsequence compute
+            yield Step("receive gradient", next_output[unit], stream.before_gradient(next_output[unit]))
         for earlier in units[max(0, k - 1):k]:
             if stream.leaves(earlier):  # while this unit computes
                 yield Step("prefetch gradient", earlier, stream.before_gradient(earlier))
@@ -237,6 +268,8 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
         if k in fates.rebuilt:
             yield Step("recompute", unit, waits)
         arrived: tuple[Key, ...] = (("prefetch gradient", unit),) if stream.leaves(unit) else ()
+        if unit in outputs:
+            arrived = ("receive gradient", unit),
         yield Step("backward", unit, waits + arrived)
         done, below = (("backward", unit),), keys_below(unit)
         if stream.arrives(unit):
@@ -251,7 +284,7 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
             if below in following:  # protects the sweep, which reads what the copy is about to fill
                 yield Step("prefetch input", following[below], (("sweep", below),))
         if unit[0] == 0:
-            yield Step("embedding backward", unit)
+            yield Step("send gradient", unit, done) if fates.receives else Step("embedding backward", unit)
 
 
 def with_needed_waits(steps: Iterable[Step]) -> list[Step]:
@@ -287,7 +320,7 @@ class Times(NamedTuple):
 def times_of(steps: Iterable[Step], seconds: Callable[[Step], float]) -> Times:
     """The Times of the steps where each stream does one thing after the other, and a step takes
     seconds(step)."""
-    now, stall_s = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0}, 0.0
+    now, stall_s = defaultdict[str, float](float), 0.0
     spans: dict[Key, tuple[float, float]] = {}
     for step in steps:
         stream = step.stream

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-Streams = namedtuple("Streams", "compute offload prefetch timeline")
+Streams = namedtuple("Streams", "compute offload prefetch timeline send receive", defaults=(None, None))
 # kind: launch or wait; seconds since the step's first span
 Span = namedtuple("Span", "stream kind label start_s end_s")
 
@@ -192,20 +192,23 @@ class CpuStream:
 
 # --- both ---
 
-def open_streams(device: torch.device) -> Streams:
-    """The three streams of a device. Compute is the one that torch uses anyway, on the CPU the calling
-    thread."""
-    timeline = Timeline()
-    side: list[CudaStream] | list[CpuStream]
+def open_streams(device: torch.device, messages: bool = False) -> Streams:
+    """The streams of a device, with `messages` also those to and from other stages. Compute is the one that
+    torch uses anyway, on the CPU the calling thread."""
+    timeline, side = Timeline(), dict[str, CudaStream | CpuStream]()
+    compute: CudaStream | CpuStream
     if device.type == "cuda":
-        side = [CudaStream(name, timeline, torch.cuda.Stream(device)) for name in ("offload", "prefetch")]
-        return Streams(CudaStream("compute", timeline, torch.cuda.current_stream(device)), side[0], side[1],
-                       timeline)
-    side = [CpuStream(name, timeline) for name in ("offload", "prefetch")]
-    return Streams(CpuStream("compute", timeline, threaded=False), side[0], side[1], timeline)
+        compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
+    else:
+        compute = CpuStream("compute", timeline, threaded=False)
+    for name in ("offload", "prefetch", *("send", "receive") * messages):
+        side[name] = (CudaStream(name, timeline, torch.cuda.Stream(device)) if device.type == "cuda" else
+                      CpuStream(name, timeline))
+    return Streams(compute=compute, timeline=timeline, **side)
 
 
 def close_streams(streams: Streams) -> None:
-    """Waits for every copy under way, then lets the streams go."""
-    for stream in streams[:3]:
-        stream.close()
+    """Waits for every copy and message under way, then lets the streams go."""
+    for stream in streams:
+        if stream is not None and stream is not streams.timeline:
+            stream.close()

@@ -42,6 +42,7 @@ class Memory:
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str) -> None:
         self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
         self.copies_stream = fates.stream == "copied" and subsequences > 1
+        self.in_turns = fates.stream != "whole" and subsequences > 1
         self.units = units_in_order(layers, subsequences, order)
         self.number = {unit: k for k, unit in enumerate(self.units)}
         # two buffers share the rows that are recomputed
@@ -67,7 +68,7 @@ class Memory:
         layer, i = unit
         if self.subsequences == 1:
             return self.x(unit), self.x((layer + 1, i))
-        if self.copies_stream:  # three places in turns, for units or, subsequence by subsequence, for these
+        if self.in_turns:  # three places in turns, for units or, subsequence by subsequence, for these
             i = (self.number[unit] if self.order == "layer" else i) % 3
         return ("stream", i), ("stream", i)
 
@@ -105,12 +106,16 @@ class Memory:
         inputs = [] if fates.x_stays else [x_here]
         sent, came = (inputs, []) if not self.comes(unit) else ([], [(("slab stream", unit), ("x", unit))])
         match step.kind:
-            case "embedding":
+            case "embedding" | "receive":
                 return Access([], [(below, ("x", unit))])
             case "forward":
                 apart = [x_here, own_keys] if several else []
                 return Access([(below, ("x", unit)), *self.attention_reads(unit, own=False)],
                               [*apart, activations, (rest, ("rest", unit)), (above, ("x", (layer + 1, i)))])
+            case "send":
+                return Access([(above, ("x", (layer + 1, i)))], [])
+            case "receive gradient":
+                return Access([], [(above, ("dx", (layer + 1, i)))])
             case "head":
                 return Access([(above, ("x", (layer + 1, i)))], [(above, ("dx", (layer + 1, i)))])
             case "offload":
@@ -138,7 +143,7 @@ class Memory:
                 return Access([x_here, activations, *rests, (above, ("dx", (layer + 1, i))),
                                *self.attention_reads(unit, own=True)],
                               [(below, ("dx", unit)), (kept, ("used", unit))])
-            case "embedding backward":
+            case "embedding backward" | "send gradient":
                 return Access([(below, ("dx", unit))], [])
         return self.stream_access(step)
 
@@ -247,9 +252,10 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
             content[place], writer[place], readers[place] = what, mine, {}
     passes = ("forward", "backward")[:1 + trains]
     needed = {(kind, unit) for unit in memory.units for kind in passes}
-    ends = ("embedding", "embedding backward")[:1 + trains]
-    needed |= {(kind, (0, i)) for i in range(subsequences) for kind in ends}
-    needed |= {("head", (layers - 1, i)) for i in range(subsequences)}
+    below = ("receive", "send gradient") if fates.receives else ("embedding", "embedding backward")
+    above = ("send", "receive gradient")[:1 + trains] if fates.sends else ("head",)
+    needed |= {(kind, (0, i)) for i in range(subsequences) for kind in below[:1 + trains]}
+    needed |= {(kind, (layers - 1, i)) for i in range(subsequences) for kind in above}
     if lacking := sorted(needed - set(clocks)):
         kind, unit = lacking[0]
         raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")

@@ -1,0 +1,31 @@
+"""Which layers a stage of the pipeline has. No torch. Source: SPPO 3.3."""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from memo.formulas import layer_forward_flops
+
+if TYPE_CHECKING:
+    from memo.config import Config
+
+
+def stage_layers(cfg: "Config", stage: int) -> range:
+    """The layers of a stage, as numbers in the whole model: the stages have as equal FLOPs as whole layers
+    allow, the head counted with the last one. Looking up the embedding takes none."""
+    layer, head = layer_forward_flops(cfg, cfg.block_size), 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd
+    counts = layers_of_stages(cfg.n_layer, cfg.pp, head / layer)
+    return range(sum(counts[:stage]), sum(counts[:stage + 1]))
+
+
+@lru_cache(64)
+def layers_of_stages(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """How many of the layers each stage has, at least one. `head`: its FLOPs over those of a layer."""
+    if stages == 1:
+        return layers,
+
+    def longest(last: int) -> float:
+        return max(-(-(layers - last) // (stages - 1)), last + head)
+    # of equally good ones that where the last stage has the most
+    last = min(range(layers - stages + 1, 0, -1), key=longest)
+    each, more = divmod(layers - last, stages - 1)
+    return *(each + (k < more) for k in range(stages - 1)), last
