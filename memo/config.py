@@ -253,8 +253,8 @@ class Config:
             raise ConfigError(f"pp={self.pp} must be at most n_layer={self.n_layer} (each stage has whole "
                               f"layers); try pp={self.n_layer}")
         if self.pp > 1 and self.subsequences != 1 and self.unit_order == "layer":
-            raise ConfigError(f"pp={self.pp} goes with unit_order=subsequence only, not layer (a stage hands on a "
-                              "subsequence that all its layers are done with); try "
+            raise ConfigError(f"pp={self.pp} goes with unit_order=subsequence only, not layer (a stage hands "
+                              "on what all its layers are done with); try "
                               "--unit_order=subsequence")
 
     def check_metp(self) -> None:

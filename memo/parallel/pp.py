@@ -1,0 +1,130 @@
+"""The schedules of all stages of a pipeline, run together: who waits how long for whom, and whether anybody
+waits for ever. No torch.
+
+Nothing is buffered: a message begins when its sender and its receiver have both come to it. From one stage to
+the next each direction has a communicator of its own, which does what it is given in order. Source: SPPO 3.3.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from memo.swap.schedule import Key, Step, Times, stream_of
+
+SAME = "a message is received as it was sent"
+MET = "every message meets its other end"
+CIRCLE = "stages do not wait for each other in a circle"
+# {kind of a message: (that of its other end, how many stages further that is)}
+ENDS = {"send": ("receive", 1), "receive": ("send", -1), "send gradient": ("receive gradient", -1),
+        "receive gradient": ("send gradient", 1)}
+Lane = tuple[int, str]  # a stage and one of its streams
+
+
+def said(stage: int, step: Step) -> str:
+    return f"stage {stage} in {step.kind} of subsequence {step.unit[1]}"
+
+
+class Stages:
+    """All stages, each somewhere in its schedule. seconds(stage, step): a message takes those of its
+    sender."""
+
+    def __init__(self, schedules: Sequence[Sequence[Step]], seconds: Callable[[int, Step], float]) -> None:
+        self.seconds = seconds
+        self.spans: list[dict[Key, tuple[float, float]]] = [{} for _ in schedules]
+        self.stall_s = [0.0] * len(schedules)
+        self.free: dict[Lane, float] = defaultdict(float)
+        self.lanes: dict[Lane, deque[Step]] = defaultdict(deque)
+        self.waiting: dict[tuple[int, Key], list[Lane]] = defaultdict(list)
+        # each end of what goes from stage to stage, in order: (kind, stage) -> steps that have been posted
+        self.posted: dict[tuple[str, int], deque[tuple[Step, float]]] = defaultdict(deque)
+        for stage, steps in enumerate(schedules):
+            for step in steps:
+                self.lanes[stage, step.stream].append(step)
+
+    def run(self) -> list[Times]:
+        """The Times of each stage; stalls are waits for copies alone. Errors: ValueError."""
+        going = deque(self.lanes)
+        while going:
+            lane = going.popleft()
+            while self.lanes[lane] and (done := self.advance(lane)):
+                for stage, step in done:
+                    going += self.waiting.pop((stage, step.key), ())
+                    if (stage, step.stream) != lane:
+                        going.append((stage, step.stream))
+        if left := [lane for lane, steps in self.lanes.items() if steps]:
+            raise ValueError(self.refusal(min(left)))
+        return [Times(spans, stall) for spans, stall in zip(self.spans, self.stall_s, strict=True)]
+
+    def lacks(self, stage: int, step: Step) -> Key | None:
+        """A step of the same stage that `step` still waits for."""
+        return next((key for key in step.waits if key not in self.spans[stage]), None)
+
+    def advance(self, lane: Lane) -> list[tuple[int, Step]]:
+        """What is done, of the lane's next step and, if that is a message, its other end; nothing if the step
+        has to wait."""
+        stage, stream = lane
+        step = self.lanes[lane][0]
+        if key := self.lacks(stage, step):
+            self.waiting[stage, key].append(lane)
+            return []
+        before = self.free[lane]
+        ends = {key: self.spans[stage][key][1] for key in step.waits}
+        start = max(before, *ends.values()) if ends else before
+        if step.kind in ENDS:
+            return self.meet(stage, step, start)
+        if stream == "compute" and start > before and "receive" not in max(ends, key=lambda k: ends[k])[0]:
+            self.stall_s[stage] += start - before
+        self.finish(stage, step, start, start + self.seconds(stage, step))
+        return [(stage, step)]
+
+    def meet(self, stage: int, step: Step, start: float) -> list[tuple[int, Step]]:
+        """Both ends of a message, if the other one has been posted."""
+        kind, further = ENDS[step.kind]
+        other, mine, theirs = stage + further, (step.kind, stage), (kind, stage + further)
+        if not self.posted[mine]:  # a lane has one at a time
+            self.posted[mine].append((step, start))
+        if not self.posted[theirs]:
+            return []
+        (partner, since), _ = self.posted[theirs].popleft(), self.posted[mine].popleft()
+        if partner.unit[1] != step.unit[1]:
+            raise ValueError(f"{SAME}: {said(stage, step)} meets {said(other, partner)}")
+        sender = (stage, step) if step.stream == "send" else (other, partner)
+        start = max(start, since)
+        for at, end in ((stage, step), (other, partner)):
+            self.finish(at, end, start, start + self.seconds(*sender))
+        return [(stage, step), (other, partner)]
+
+    def finish(self, stage: int, step: Step, start: float, end: float) -> None:
+        lane = stage, step.stream
+        self.spans[stage][step.key] = start, end
+        self.free[lane] = end
+        self.lanes[lane].popleft()
+
+    def refusal(self, lane: Lane) -> str:
+        """Why a lane does not go on: who waits in what for whom."""
+        path: list[Lane] = []
+        texts: list[str] = []
+        while lane not in path:
+            path.append(lane)
+            stage, step = lane[0], self.lanes[lane][0]
+            if key := self.lacks(stage, step):
+                lane = stage, stream_of(key)
+                texts.append(f"{said(stage, step)} waits for its {key[0]} of subsequence {key[1][1]}")
+            else:
+                kind, further = ENDS[step.kind]
+                lane = stage + further, stream_of((kind, step.unit))
+                texts.append(f"{said(stage, step)} waits for stage {lane[0]}")
+            if not self.lanes.get(lane):
+                return f"{MET}: {texts[-1]}, which has come to its end"
+        return f"{CIRCLE}: {'; '.join(texts[path.index(lane):])}"
+
+
+def times_of_stages(schedules: Sequence[Sequence[Step]],
+                    seconds: Callable[[int, Step], float]) -> list[Times]:
+    """The Times of each stage, all on one clock. Errors: ValueError: a message that meets another one, or
+    none; stages that wait for each other."""
+    return Stages(schedules, seconds).run()
+
+
+def validate_stages(schedules: Sequence[Sequence[Step]]) -> None:
+    """Errors: ValueError: as times_of_stages()."""
+    times_of_stages(schedules, lambda stage, step: 0.0)
