@@ -18,7 +18,9 @@ LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR, "f
             "four in order, stream copied": IN_ORDER,
             "four, ring": FOUR | dict(cp=4, block_size=16384),
             "four, ulysses": FOUR | dict(cp=2, context_parallel="ulysses"),
-            "four, metp": FOUR | LAYOUTS["metp"] | dict(block_size=16384)}
+            "four, metp": FOUR | LAYOUTS["metp"] | dict(block_size=16384),
+            "stage": IN_ORDER | dict(n_layer=12, pp=3, stage=1),
+            "last stage": IN_ORDER | dict(n_layer=12, pp=3, stage=2)}
 PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made"),
           "four, stream copied": dict(stream="copied"), "four in order, stream copied": dict(stream="copied"),
           "four, keys made, stream copied": dict(keys="made", stream="copied")}
@@ -40,6 +42,11 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
                                            "swept": ("prefetch input", "sweep")},
               "four, stream copied": STREAM | {"computed": ("offload stream", "forward"),
                                                "done": ("offload gradient", "backward")},
+              "stage": {"computed": ("send", "forward"), "received": ("receive", "forward"),
+                        "gradient received": ("receive gradient", "backward"),
+                        "done": ("send gradient", "backward"), "sent": ("receive", "send"),
+                        "send of the pass before": ("receive", "send gradient")},
+              "last stage": {"compute of the pass before": ("receive", "head")},
               "four in order, stream copied": {"head computed": ("offload stream", "head"),
                                                "gradient prefetched": ("prefetch gradient", "backward")}}
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
@@ -88,14 +95,16 @@ def two_steps(layout, axis_of):
     from memo.config import Config
     from memo.layer import layer_of
     from memo.optim import Optimizer
-    from memo.parallel.mesh import Mesh
+    from memo.parallel.mesh import Link, Mesh
     from memo.swap.placing import placed
     from model import GPT
     cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
                         attention="flash", alpha=0.5, subsequences=1, subsequence_cut="equal",
                         unit_order="layer") | LAYOUTS[layout])
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
-    mesh = Mesh(weights=axis_of("tp", cfg.tp), hops=axis_of("hops", visiting),
+    before, behind = (Link(*(axis_of(f"{way} {which}", 2 * (cfg.pp > 1) or 1) for way in ("x", "dx")))
+                      for which in ("before", "behind"))
+    mesh = Mesh(before=before, behind=behind, weights=axis_of("tp", cfg.tp), hops=axis_of("hops", visiting),
                 tokens=axis_of("cp", cfg.cp * visiting),
                 replicas=axis_of("data", 2 if layout == "dp2" or cfg.metp else cfg.cp))
     device = torch.device("cuda:0")
@@ -112,7 +121,7 @@ def two_steps(layout, axis_of):
         model.backward(optimizer.reduce)
         optimizer.clip(1.0)
         optimizer.step(1e-3)
-    if cfg.subsequences > 1:
+    if cfg.subsequences > 1 and cfg.pp == 1:
         with patch("model.free_bytes", lambda device: (0, 0)):  # too little for the stream whole
             model.reserve_forward(B, T)
         assert model.swap.placement.stream == "copied"

@@ -30,7 +30,9 @@ LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", 
            "ring subsequences": (2, "--cp=2", *FOUR), "ring in order": (2, "--cp=2", *IN_ORDER),
            "ulysses subsequences": (2, "--cp=2", "--context_parallel=ulysses", *FOUR),
            "ring copied stream": (2, "--cp=2", *LONG),
-           "metp2 subsequences": (2, "--tensor_parallel=metp", "--tp=2", *FOUR)}
+           "metp2 subsequences": (2, "--tensor_parallel=metp", "--tp=2", *FOUR),
+           "pp2": (2, "--pp=2", *IN_ORDER),
+           "pp2 tp2 host": (4, "--pp=2", "--tp=2", "--optimizer_device=cpu", *IN_ORDER)}
 
 
 def too_small_for_the_stream(*argv, ranks):
