@@ -129,10 +129,9 @@ def test_a_signal_at_any_moment_stops_all_ranks_at_the_same_step(dataset, tmp_pa
     assert checkpoint.load(tmp_path).iter == 4 and len(losses(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path, dtype):
+def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path):
     for name in ("auto", "cpu"):
-        assert train.main(argv(dataset, tmp_path / name, optimizer_device=name, dtype=dtype)) == 0
+        assert train.main(argv(dataset, tmp_path / name, optimizer_device=name, dtype="bfloat16")) == 0
     assert losses(tmp_path / "auto") == losses(tmp_path / "cpu")
 
 

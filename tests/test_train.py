@@ -56,8 +56,8 @@ def test_a_resumed_run_continues_bitwise(dataset, tmp_path, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("pictures")
-def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dataset, tmp_path, capsys):
+def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dataset, tmp_path, capsys,
+                                                                             draw_picture, monkeypatch):
     keys = dict(n_layer=5, block_size=512, batch_size=1, gradient_accumulation_steps=2, max_iters=6)
     train.main(argv(dataset, tmp_path / "keep", activation="keep", **keys))
     said = capsys.readouterr().out
@@ -66,6 +66,7 @@ def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dat
     said = capsys.readouterr().out
     assert "5 buffers for 5 layers" in said and "alpha       none: all layers stay on the device" in said
     assert losses(tmp_path / "auto") == losses(tmp_path / "keep")
+    monkeypatch.setattr("memo.report.draw_picture", draw_picture)
     train.main(argv(dataset, tmp_path / "memo", alpha=0.5, **keys))
     said = capsys.readouterr().out
     assert "2 buffers for 5 layers" in said and "alpha       0.500, given: overlap allows" in said
