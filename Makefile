@@ -8,6 +8,7 @@ RUN = $(BIN)/python train.py config/$(1).py $(if $(wildcard out/$(1)/ckpt/*[0-9]
 
 # Packages are installed uncompiled: a module is compiled when it is imported first, and that is kept
 export PYTHONDONTWRITEBYTECODE =
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile -e .
 
 # Two tests at a time, each on one core: most of them wait for processes of their own, or for files
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -41,12 +42,15 @@ lint: $(VENV)/.installed-dev
 data/stdlib/meta.json: data/stdlib/prepare.py | $(VENV)/.installed
 	$(BIN)/python data/stdlib/prepare.py
 
-$(VENV)/.installed: requirements.txt pyproject.toml
+$(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memo needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -e .
 	touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt
+$(VENV)/.installed: requirements.txt pyproject.toml | $(VENV)/.made
+	$(INSTALL)
 	touch $@
+
+$(VENV)/.installed-dev: requirements.txt requirements-dev.txt pyproject.toml | $(VENV)/.made
+	$(INSTALL) -r requirements-dev.txt
+	touch $(VENV)/.installed $@

@@ -4,6 +4,7 @@ import atexit
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from memo.command import run
 from memo.launch import Launch
 from memo.parallel.mesh import connected
 from memo.planner.allocator import Unavailable, load_library
@@ -34,11 +36,15 @@ def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
                 pipe.send((None, f"rank {rank}: {traceback.format_exc()}"))
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 class Ranks:
     def __init__(self, size: int) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = PROCESSES.Pipe()
@@ -71,6 +77,29 @@ class Ranks:
                 pipe.send(None)
         for process in self.processes:
             process.join(10)
+
+
+def enter(main: Callable, argv: list[str], rank: int, size: int, port: int, said: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{said}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+    torch.set_num_threads(1)
+    code = run(main, argv)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def start_ranks(main: Callable, argv: list[str], size: int, folder: Path) -> list:
+    """The processes of `size` ranks of a command, main(argv), which find in their environment what torchrun
+    writes there: without its seconds of imports, its signals, and its end of all ranks when one is gone. What
+    a rank says lies in folder/<rank>.out and .err."""
+    port = free_port()
+    ranks = [PROCESSES.Process(target=enter, args=(main, argv, rank, size, port, folder / str(rank)),
+                               daemon=True) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
 def children(pid: int) -> list[int]:

@@ -81,6 +81,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of several ranks come first: xdist gives all of them to its first worker, so that few pools of
+    processes are made, and the ranks of two tests do not compete for the cores."""
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")

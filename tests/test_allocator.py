@@ -515,11 +515,12 @@ def metrics(out):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("pictures")
-def test_fifty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsys):
+def test_twenty_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsys, draw_picture,
+                                                         monkeypatch):
     assert main(dataset, tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false",
-                "--max_iters=50") == 0
-    assert main(dataset, tmp_path / "plan", "--max_iters=50", "--eval_interval=25", "--eval_iters=1") == 0
+                "--max_iters=20") == 0
+    monkeypatch.setattr("memo.report.draw_picture", draw_picture)
+    assert main(dataset, tmp_path / "plan", "--max_iters=20", "--eval_interval=10", "--eval_iters=1") == 0
     assert "memory plan" not in capsys.readouterr().err  # no miss
     off, planned = metrics(tmp_path / "off"), metrics(tmp_path / "plan")
     assert [(r["loss"], r["grad_norm"]) for r in off] == [(r["loss"], r["grad_norm"]) for r in planned]

@@ -121,6 +121,7 @@ def big(S, **keys):
     return Config(**shape | AUTO | dict(block_size=S) | keys)
 
 
+@pytest.mark.slow
 def test_one_where_it_fits_and_several_where_it_does_not():
     assert estimate(big(2**20), H100, 8, fast_arena).cfg.subsequences == 1
     got = estimate(big(2**22), H100, 8, fast_arena)
@@ -138,6 +139,7 @@ def test_a_host_that_is_too_small_is_named():
     assert not got.fits and got.chosen.startswith("chosen, none fits") and "the host" in got.chosen
 
 
+@pytest.mark.slow
 def test_the_longest_context_needs_several(monkeypatch):
     monkeypatch.setattr("memo.decide.MOST_SUBSEQUENCES", 16)  # for speed
     cfg = big(2**20, n_layer=4, unit_order="layer", subsequence_cut="equal")
@@ -149,6 +151,7 @@ def test_the_longest_context_needs_several(monkeypatch):
     assert few.cfg.subsequences <= most.cfg.subsequences and few.fits
 
 
+@pytest.mark.slow
 def test_a_run_chooses_as_the_estimate_does_and_measures_attention():
     cfg = Config(**AUTO, n_layer=4, n_head=2, n_embd=32, vocab_size=64, block_size=8192, device="cpu",
                  attention="cpu", ops="torch")

@@ -24,7 +24,7 @@ def attend(host, kind, dtype, limit, Hkv):
     """Every rank's part of attention and of its gradients is what one process finds; bytes as the formulas
     say."""
     axis = Axis("cp", host.size, host.rank, host.group)
-    B, S, H, D, scale = 2, 512, 4, 16, 0.25
+    B, S, H, D, scale = 2, 256, 4, 16, 0.25
     generator = torch.Generator().manual_seed(0)
     q, dout = torch.randn(2, B, S, H, D, generator=generator).to(dtype)
     k, v = torch.randn(2, B, S, Hkv, D, generator=generator).to(dtype)

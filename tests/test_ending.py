@@ -168,10 +168,10 @@ def broken_pipe():
 
 
 @pytest.mark.slow
-def test_a_run_whose_console_is_a_full_disk_ends_well(dataset, tmp_path):
+def test_a_run_whose_console_is_a_full_disk_ends_well(dataset, tmp_path, no_matplotlib):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "train.py", *argv(dataset, tmp_path)], cwd=ROOT, stdout=full,
-                              stderr=full)
+                              stderr=full, env=os.environ | no_matplotlib)
     assert done.returncode == 0 and checkpoint.load(tmp_path).iter == 12
 
 

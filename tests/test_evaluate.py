@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from functools import cache, partial
 
@@ -38,9 +35,9 @@ from memo.long_context import (
 )
 from memo.parallel.mesh import ALONE, Axis
 from model import GPT, initial_weights
-from testing.ranks import pool
+from testing.ranks import pool, start_ranks
 from testing.twin import Twin
-from tests.helpers import CPU, ROOT, VOCAB, argv, degrees_of, mesh_of, perturbed_weights
+from tests.helpers import CPU, VOCAB, argv, degrees_of, mesh_of, perturbed_weights
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB, block_size=256)
 FAMILIES = dict(
@@ -326,13 +323,13 @@ def test_the_command_tells_draws_and_stores(trained, evaluated):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_under_torchrun_it_gives_the_same(trained, evaluated):
+def test_as_ranks_of_torchrun_it_gives_the_same(trained, evaluated, tmp_path):
     _, alone = evaluated
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "-m", "memo.evaluate", *ask(trained, "--cp=2")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | dict(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0 and done.stdout.count("needles: ") == 1, done.stderr
+    for process in (ranks := start_ranks(evaluate.main, ask(trained, "--cp=2"), 2, tmp_path)):
+        process.join(60)
+    said = [(tmp_path / f"{rank}.{name}").read_text() for name in ("out", "err") for rank in (0, 1)]
+    assert [process.exitcode for process in ranks] == [0, 0], said
+    assert ["needles: " in text for text in said] == [True, False, False, False]
     found = json.loads((trained / "evaluate.json").read_text())
     assert found["layout"] == dict(tp=1, cp=2, dp=1, context_parallel="ring")
     both = [flat((result["loss_by_position"], result["needles"])) for result in (found, alone)]

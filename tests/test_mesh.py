@@ -158,7 +158,7 @@ def faulty(host, path, fault):
             mesh_module.Axis.warm = lambda *args: os._exit(9)
         else:
             mesh_module.Axis.warm = lambda *args: time.sleep(600)
-    launch.CONNECT_S = 5 if fault == "silent" and host.rank == 0 else 60  # rank 1 shall not be the first
+    launch.CONNECT_S = 2 if fault == "silent" and host.rank == 0 else 60  # rank 1 shall not be the first
     open_mesh(host, 1, 2, CPU)
 
 
@@ -166,7 +166,7 @@ def faulty(host, path, fault):
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault,said,interface", [
     ("interface", r".*nosuch0.*", "nosuch0"), ("gone", r".*[Cc]onnection.*", "not set"),
-    ("silent", "no answer within 5 s", "not set")])
+    ("silent", "no answer within 2 s", "not set")])
 def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, fault, said, interface):
     ranks = Ranks(2)
     for pipe in ranks.pipes:
@@ -184,9 +184,9 @@ def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, 
 
 def suspended(host, path):
     sys.stderr = io.TextIOWrapper(io.FileIO(f"{path}/{host.rank}", "w"))
-    launch.LOST_S, launch.BEAT_S = 3, 0.2
+    launch.LOST_S, launch.BEAT_S = 2, 0.2
     Pulse(host.rank, host.size)
-    time.sleep(4)  # it is well: nothing happens
+    time.sleep(2.5)  # it is well: nothing happens
     print(f"{host.rank} lives", file=sys.stderr, flush=True)
     if host.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

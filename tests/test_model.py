@@ -185,10 +185,10 @@ def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
 
 @pytest.mark.slow
 def test_full_logits_never_exist():
-    cfg = Config(n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=4096)
+    cfg = Config(n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=2 * HEAD_ROWS)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(initial_weights(cfg, 0, "cpu"))
-    tokens, targets = random_batch(cfg, 1, 4096, "cpu")
+    tokens, targets = random_batch(cfg, 1, cfg.block_size, "cpu")
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

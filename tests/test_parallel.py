@@ -32,24 +32,25 @@ from tests.layouts import (
 CPU = torch.device("cpu")
 S = 2048
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S)
-# sequences of 512, 1,024 and 2,048 tokens, 2,048 in all: of short ones attention takes less time
+# sequences of 512 and 1,024 tokens, 2,048 in all: of short ones attention takes less time
 FAMILIES = {"rope": dict(batch_size=4, block_size=512),
-            "learned": dict(position="learned", bias=True, gelu="tanh", batch_size=2, block_size=1024),
+            "learned": dict(position="learned", bias=True, gelu="tanh", batch_size=4, block_size=512),
             # H D between C and F, and below C: the gradient of attention's output has another's place then
-            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=2, block_size=1024),
-            "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True)}
+            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=4, block_size=512),
+            "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True, batch_size=2, block_size=1024)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 dp2", "cp2 dp2", "tp2 cp2 dp2"],
            "learned": ["tp2", "cp2", "tp2 cp2 dp2"],
            "llama": ["tp2", "tp4", "cp2", "tp2 cp2 dp2"], "qwen": ["tp4", "tp2 cp2"]}
-# fewer heads of keys than ranks. Two layers: 8 ranks of METP send many small messages
-FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=4, block_size=512, n_layer=2)
+FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=4, block_size=512)  # two heads of keys
 METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp2 cp2 dp2"], "learned": ["tp4", "tp2 cp2"],
-                "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp8", "tp4 cp2"]}
+                "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp4"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts
          for kind in ("ring", "ulysses") if kind == "ring" or "cp" in text]
+for twice in (("learned", "tp2 cp2 dp2", "ring"), ("llama", "tp2 cp2 dp2", "ulysses")):  # "rope" has both
+    KINDS.remove(twice)
 KINDS += [(family, text, "metp") for family, layouts in METP_LAYOUTS.items() for text in layouts]
 
 
@@ -71,21 +72,19 @@ def alone(family, micros):
 @pytest.mark.ranks
 @pytest.mark.parametrize("family,text,kind", KINDS)
 def test_every_layout_gives_the_gradients_of_one_process(family, text, kind):
-    if kind == "metp":
-        modes = {"tp2": MODES + ENDS, "tp8": MODES[1:2], "tp4 cp2": MODES[1:2]}.get(text, MODES[1:3])
-    else:
-        modes = MODES if family == "rope" and text in ("tp2", "cp2", "tp2 cp2") else MODES[1:3]
+    modes = MODES[1:3] if text in ("tp2", "cp2", "tp2 cp2") else MODES[2:3]
+    if family == "rope" and len(modes) == 2:
+        modes = MODES[1:] + ENDS[:1] if kind == "metp" else MODES
     agree(text, kind, family, modes, gradients)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("text,kind,family", [
-    ("tp2", "ring", "rope"), ("tp2 cp2", "ring", "rope"), ("tp2 cp2", "ulysses", "rope"),
-    ("tp2 cp2", "ring", "qwen"), ("tp2 cp2", "ulysses", "llama"), ("tp2 cp2", "metp", "llama")])
+    ("tp2 cp2", "ring", "rope"), ("tp2 cp2", "ring", "qwen"), ("tp2 cp2", "ulysses", "llama"),
+    ("tp2 cp2", "metp", "llama")])
 def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, family):
-    modes = MODES + ENDS[:1] if (text, kind, family) == ("tp2 cp2", "ring", "rope") else MODES[1:3]
-    agree(text, kind, family, modes, gradients_in_pieces)
+    agree(text, kind, family, MODES[1:] if family == "rope" else MODES[2:3], gradients_in_pieces)
 
 
 def agree(text, kind, family, modes, work):

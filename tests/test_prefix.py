@@ -199,8 +199,8 @@ def over_ranks(host, kind):
     several."""
     axis = Axis("cp", host.size, host.rank, host.group)
     prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
-    for cut in CUTS.values():
-        for Hkv in (1, 2, 4):
+    for i, cut in enumerate(CUTS.values()):
+        for Hkv in (1, 2, 4) if host.size == 2 else (1, 2, 4)[i % 3:][:1]:
             whole, mine = tensors(sum(cut), Hkv, B := 1 + (Hkv == 2)), positions_of(cut, axis, kind)
             want = exact(*whole)
             compare(pass_over(lambda at: prefix, mine, *whole), want, mine, 1e-5)
