@@ -18,6 +18,7 @@ import argparse
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -44,7 +45,7 @@ RESULT = Path(__file__).parent / "results" / "decision.json"
 SHAPE = dict(n_layer=4, n_head=3, n_embd=192, vocab_size=512, activation="memo", dtype="float32")
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
 LENGTHS, COPY_OVER_FORWARD = (2048, 4096), (0.75, 1.5, 3.0)
-NUMBERS, BUFFERS, ROOM, HOST_BYTES = (1, 2, 4, 8), (2, 3), 1.5, 2**36
+NUMBERS, BUFFERS, ROOM, HOST_BYTES = (1, 2, 4, 8), (2, 3), 1.25, 2**36
 FASTEST, SPREAD, LAST, MORE = 5, 3, 3, 3  # points that are run; those that are run again, and how often
 
 
@@ -145,24 +146,22 @@ def grid(S, device, measured, rate):
     points = []
     for (N, cut), rates in measured.items():
         cfg, rates = config_of(S, N, cut), at(rates, rate)
-        room, found = room_of(cfg, device), []
-        for n in BUFFERS:
-            for alpha in GRID:
-                fixed, ways = replace(cfg, alpha=alpha), []
-                for way in ways_of(cfg):
-                    problem = problem_of(fixed, 4, rates, room, **way)
-                    problem = replace(problem, placement=placed(cfg, n, n_rows(cfg), **way))
-                    placement, _ = place_rows(fixed, problem)
-                    if activations(cfg, placement) <= room.spare_bytes:
-                        ways.append(Point(cfg, placement, rates, alpha=alpha))
-                if ways and all(rows_of(ways[0]) != rows_of(other) for other in found):
-                    found.append(min(ways, key=lambda point: point.simulated_s))
-        points += found
-    return sorted(points, key=lambda point: point.simulated_s)
+        room, seen = room_of(cfg, device), []
+        for n, alpha in product(BUFFERS, GRID):
+            fixed, ways = replace(cfg, alpha=alpha), []
+            for way in ways_of(cfg):
+                problem = problem_of(fixed, 4, rates, room, **way)
+                problem = replace(problem, placement=placed(cfg, n, n_rows(cfg), **way))
+                ways.append(place_rows(fixed, problem)[0])
+            ways = [p for p in ways if activations(cfg, p) <= room.spare_bytes and (n, p.kept) not in seen]
+            if ways:
+                seen.append((n, ways[0].kept))
+                points.append(min((Point(cfg, p, rates, alpha=alpha) for p in ways), key=simulated))
+    return sorted(points, key=simulated)
 
 
-def rows_of(point):
-    return point.placement.n_buffers, point.placement.kept
+def simulated(point):
+    return point.simulated_s
 
 
 def picked(points):
