@@ -1,7 +1,7 @@
 """Is what memo decides the fastest? Steps on the CPU's streams with artificial copy rates, over a grid of the
 number of subsequences, their cut, buffers, and alpha.
 
-    python -m bench.decision [--rounds=2]
+    python -m bench.decision [--rounds=3]
 
 Two lengths, each at three rates: a layer's whole skeletal activations take 0.75, 1.5 and 3 times as long to
 copy as its forward takes to compute with one subsequence. The device has room for the model, temporary
@@ -42,11 +42,11 @@ from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
 RESULT = Path(__file__).parent / "results" / "decision.json"
-SHAPE = dict(n_layer=4, n_head=3, n_embd=192, vocab_size=512, activation="memo", dtype="float32")
+SHAPE = dict(n_layer=4, n_head=4, n_embd=256, vocab_size=512, activation="memo", dtype="float32")
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
-LENGTHS, COPY_OVER_FORWARD = (2048, 4096), (0.75, 1.5, 3.0)
+LENGTHS, COPY_OVER_FORWARD = (1024, 2048), (0.75, 1.5, 3.0)
 NUMBERS, BUFFERS, ROOM, HOST_BYTES = (1, 2, 4, 8), (2, 3), 1.25, 2**36
-FASTEST, SPREAD, LAST, MORE = 5, 3, 3, 3  # points that are run; those that are run again, and how often
+FASTEST, SPREAD, LAST, MORE = 5, 3, 3, 4  # points that are run; those that are run again, and how often
 
 
 def config_of(S, subsequences, cut="equal"):
@@ -224,7 +224,7 @@ def judge(S, device, measured, over, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = []

@@ -34,8 +34,9 @@ ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors 
 Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
 
 
-def median_seconds(call: Callable, device: torch.device, host: Axis) -> float:
-    """Median seconds of call() on the slowest rank; all ranks measure at once."""
+def fastest_seconds(call: Callable, device: torch.device, host: Axis) -> float:
+    """Seconds of call() on the slowest rank, the least of REPEATS: what else runs on a machine only adds. All
+    ranks measure at once."""
     def timed(n: int) -> float:
         synchronize(device)
         host.max(0.0)  # all ranks begin together
@@ -46,7 +47,7 @@ def median_seconds(call: Callable, device: torch.device, host: Axis) -> float:
         return host.max((time.perf_counter() - start) / n)[0]
     call()
     n = max(1, int(LEAST_S / timed(1)))
-    return sorted(timed(n) for _ in range(REPEATS))[REPEATS // 2]
+    return min(timed(n) for _ in range(REPEATS))
 
 
 @contextmanager
@@ -133,7 +134,7 @@ def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
     """Bytes per second from the device to the host while all ranks copy."""
     buffer, slab = torch.zeros(nbytes, dtype=torch.uint8, device=device), HostSlab(nbytes, device)
     try:
-        return nbytes / median_seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
+        return nbytes / fastest_seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
     finally:
         slab.close()
 
@@ -147,7 +148,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
     def note(op: str, size: float, amount: float, call: Callable) -> None:
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
-        table.setdefault(op, []).append((size, amount / median_seconds(call, device, host)))
+        table.setdefault(op, []).append((size, amount / fastest_seconds(call, device, host)))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int) -> None:
@@ -178,7 +179,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                 pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
     measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(),
                     ranks=axis.size, node=node, itemsize=dtype.itemsize, speeds=table,
-                    overhead_s=median_seconds(partial(tiny.add_, 1), device, host),
+                    overhead_s=fastest_seconds(partial(tiny.add_, 1), device, host),
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:
