@@ -4,6 +4,7 @@
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
     python -m bench.estimate models       the fastest layout and the longest context of the models of config/
     python -m bench.estimate here [--device=cuda]     runs here, after --calibrate: bytes and seconds
+    python -m bench.estimate subsequences             the same with 1, 4 and 8 subsequences and auto
     python -m bench.estimate all
 """
 
@@ -15,7 +16,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -186,6 +186,8 @@ def models():
 
 # --- runs on this machine ---
 
+FIXED = "--subsequence_cut=equal --unit_order=layer"
+CHOSEN = "--subsequence_cut=auto --unit_order=auto"
 LLAMA = "--norm=rmsnorm --mlp=swiglu --tie_embeddings=False --n_kv_head=2"
 CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activation=keep"),
             (1, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --alpha=0.5"),
@@ -212,6 +214,12 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
                 "--alpha=0.5"),
             (2, f"--tensor_parallel=metp {LLAMA} --tp=2 --n_layer=4 --n_embd=256 --n_head=4 "
                 "--block_size=8192 --activation=recompute")]
+# with 1, 4 and 8 subsequences, and as memo chooses, over four layouts
+SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=4 --n_embd=128 --n_head=2 --block_size=4096 "
+                            f"--alpha=0.5{layout}")
+                    for ranks, layout in ((1, ""), (2, " --tp=2"), (2, " --cp=2"),
+                                          (2, " --tp=2 --tensor_parallel=metp"))
+                    for n, how in ((1, FIXED), (4, FIXED), (8, FIXED), ("auto", CHOSEN))]
 GPU_RUNS = [(1, f"--n_layer={L} --n_embd=4096 --n_head=32 --vocab_size=50257 --block_size={S}{more}")
             for L, S, more in ((8, 16384, ""), (8, 32768, ""), (8, 65536, ""), (8, 131072, ""),
                                (8, 262144, ""), (8, 262144, " --activation=recompute"), (8, 393216, ""))]
@@ -237,9 +245,8 @@ def started(ranks, *command):
         raise RuntimeError(done.stderr[-2000:])
 
 
-def here(device, steps):
+def here(device, steps, runs):
     """Runs beside what is estimated of them: bytes of every region, seconds of a step."""
-    runs = GPU_RUNS if device == "cuda" else CPU_RUNS
     with tempfile.TemporaryDirectory() as scratch:
         for ranks in sorted({ranks for ranks, _ in runs}):
             started(ranks, "-m", "memo.profiler", "--calibrate", f"--device={device}")
@@ -264,11 +271,12 @@ def a_run(out_dir, data, ranks, keys, device, steps):
     ratios = {name: guessed[name] / n for name, n in measured.items() if n}
     ratios["host slab"] = (expected["host_bytes"]["total"] / ranks / plan["host_bytes"]
                            if plan["host_bytes"] else 1.0)
-    step_s = median(line["step_s"] for line in lines[2:])
+    step_s = min(line["step_s"] for line in lines[2:])  # what else runs on these cores only adds
     # torch does not count these, or counts them twice
     outside = ("margin", "context", "communication", "capacity", "total", "head")
     torchs = sum(n for name, n in guessed.items() if name not in outside)
-    row = dict(ranks=ranks, keys=keys, bytes_ratio=ratios,
+    several = plan["placement"].get("cuts", [1])
+    row = dict(ranks=ranks, keys=keys, subsequences=len(several), bytes_ratio=ratios,
                bytes_ratio_worst=max(ratios.values(), key=lambda r: abs(r - 1)), measured_bytes=measured,
                step_s=step_s, estimated_step_s=expected["seconds"]["step"],
                step_ratio=expected["seconds"]["step"] / step_s, alpha=plan["alpha"],
@@ -296,18 +304,19 @@ def speed():
 
 
 def main():
+    parts = {"paper": paper, "contexts": contexts, "models": models, "speed": speed,
+             "here": lambda: here(args.device, args.steps, GPU_RUNS if args.device == "cuda" else CPU_RUNS),
+             "subsequences": lambda: here(args.device, args.steps, SUBSEQUENCE_RUNS)}
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("paper", "contexts", "models", "here", "speed", "all"))
+    parser.add_argument("part", choices=(*parts, "all"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    parts = {"paper": paper, "contexts": contexts, "models": models, "speed": speed,
-             "here": lambda: here(args.device, args.steps)}
     for name in parts if args.part == "all" else (args.part,):
         result = parts[name]()
-        suffix = f"_{args.device}" if name == "here" else ""
+        suffix = f"_{args.device}" if name in ("here", "subsequences") else ""
         save_json(result, args.out / f"estimate_{name}{suffix}.json")
         if name not in ("contexts", "models"):
             print(json.dumps({k: v for k, v in result.items() if k not in ("runs", "machine")},

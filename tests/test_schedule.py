@@ -342,6 +342,10 @@ def test_the_validator_knows_shared_rows():
         validate_schedule(steps, fates, 3)
     apart = replace(fates, n_buffers=3, copied=frozenset(), rebuilt=frozenset())
     validate_schedule(schedule(apart, 3), apart, 3)
+    # of one subsequence all rows survive
+    some = Placement(3, 2, 1024, {"fc1_out": (512, 0)}, cuts=(512, 512)).fates
+    assert some.rebuilt == {1, 3} and some.copied == {0, 1, 2, 3}
+    validate_schedule(schedule(some, 3, 2), some, 3, 2)
 
 
 def random_problem(rng):

@@ -162,6 +162,13 @@ def test_every_fate_of_several_subsequences_alike(order, S, keys, fates):
             assert same(trained(8, S, torch.float32, 1, **fate, **keys), keep), fate
 
 
+def test_where_all_rows_of_some_subsequences_survive():
+    keys = dict(n_layer=2, subsequences=2)
+    keep = trained(1, 1024, torch.float32, 1, activation="keep", **keys)
+    for kept in ((512, 0), (0, 512)):  # the last unit's neighbour is rebuilt, or not
+        assert same(trained(1, 1024, torch.float32, 1, **HALF, **keys, changed=dict(kept=dict(q=kept))), keep)
+
+
 @pytest.mark.slow
 def test_sixteen_subsequences_alike():
     keys = LLAMA | dict(n_head=4, n_layer=2)

@@ -34,8 +34,9 @@ ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors 
 Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
 
 
-def median_seconds(call: Callable, device: torch.device, host: Axis) -> float:
-    """Median seconds of call() on the slowest rank; all ranks measure at once."""
+def fastest_seconds(call: Callable, device: torch.device, host: Axis) -> float:
+    """Seconds of call() on the slowest rank, the least of REPEATS: what else runs on a machine only adds. All
+    ranks measure at once."""
     def timed(n: int) -> float:
         synchronize(device)
         host.max(0.0)  # all ranks begin together
@@ -46,7 +47,7 @@ def median_seconds(call: Callable, device: torch.device, host: Axis) -> float:
         return host.max((time.perf_counter() - start) / n)[0]
     call()
     n = max(1, int(LEAST_S / timed(1)))
-    return sorted(timed(n) for _ in range(REPEATS))[REPEATS // 2]
+    return min(timed(n) for _ in range(REPEATS))
 
 
 @contextmanager
@@ -133,7 +134,7 @@ def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
     """Bytes per second from the device to the host while all ranks copy."""
     buffer, slab = torch.zeros(nbytes, dtype=torch.uint8, device=device), HostSlab(nbytes, device)
     try:
-        return nbytes / median_seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
+        return nbytes / fastest_seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
     finally:
         slab.close()
 
@@ -147,7 +148,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
     def note(op: str, size: float, amount: float, call: Callable) -> None:
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
-        table.setdefault(op, []).append((size, amount / median_seconds(call, device, host)))
+        table.setdefault(op, []).append((size, amount / fastest_seconds(call, device, host)))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int) -> None:
@@ -161,7 +162,8 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
             call, flops = matmuls(size, 2**16 if cuda else 4096, dtype, device)
             measure({"matmul": (call, flops)}, size, size)
         for T in (2048, 8192, 32768, 65536) if cuda else (512, 1024, 2048, 4096, 8192):
-            measure(attentions(T, 128 if cuda else 64, dtype, device), T, T)
+            for causal in (True, False):
+                measure(attentions(T, 128 if cuda else 64, dtype, device, "auto", causal), T, T)
         for nbytes in (2**24, 2**26, 2**28) if cuda else (2**19, 2**21, 2**23, 2**25):
             measure(row_passes(nbytes, dtype, device), None, nbytes)
     for nbytes in (2**16, 2**20, 2**23, 2**26) if axis.size > 1 else ():
@@ -177,7 +179,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                 pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
     measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(),
                     ranks=axis.size, node=node, itemsize=dtype.itemsize, speeds=table,
-                    overhead_s=median_seconds(partial(tiny.add_, 1), device, host),
+                    overhead_s=fastest_seconds(partial(tiny.add_, 1), device, host),
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:

@@ -253,8 +253,8 @@ MESSAGES = {"gather", "scatter", "exchange", "shift"}
 OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary",
               "gelu forward", "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}
 # that calibrations of before lack, and whose speeds they have in their place
-ADDED = {f"{op} {way}": f"{like} {way}" for op, like in (("rms norm", "norm"), ("swiglu", "gelu"))
-         for way in ("forward", "backward")}
+LIKE = {"rms norm": "norm", "swiglu": "gelu", "attention full": "attention"}
+ADDED = {f"{op} {way}": f"{like} {way}" for op, like in LIKE.items() for way in ("forward", "backward")}
 
 
 def calibration_path(ranks: int) -> Path:
@@ -302,7 +302,7 @@ def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
-    yield "speeds", isinstance(speeds, dict) and speeds.keys() in (operations, operations | ADDED.keys())
+    yield "speeds", isinstance(speeds, dict) and operations <= speeds.keys() <= operations | ADDED.keys()
     for op, points in speeds.items():
         pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
                                                             for p in points)

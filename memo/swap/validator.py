@@ -137,8 +137,10 @@ class Memory:
                 reads = [] if survives else self.attention_reads(unit, own=True)
                 return Access([x_here, *survives, *reads], [*lost, (rest, ("rest", unit))])
             case "backward":
-                # of a unit that is copied and not rebuilt all rows are kept rows
-                needs_rest = k in fates.rebuilt or k not in fates.copied
+                # of a unit that is not rebuilt all rows are kept rows, where it is copied, or shares its rest
+                # with the last unit
+                whole = k in fates.copied or (self.shares and k < len(self.units) - 1)
+                needs_rest = k in fates.rebuilt or not whole
                 rests = [(rest, ("rest", unit))] if needs_rest else []
                 return Access([x_here, activations, *rests, (above, ("dx", (layer + 1, i))),
                                *self.attention_reads(unit, own=True)],

@@ -1,0 +1,242 @@
+"""Is what memo decides the fastest? Steps on the CPU's streams with artificial copy rates, over a grid of the
+number of subsequences, their cut, buffers, and alpha.
+
+    python -m bench.decision [--rounds=3]
+
+Two lengths, each at three rates: a layer's whole skeletal activations take 0.75, 1.5 and 3 times as long to
+copy as its forward takes to compute with one subsequence. The device has room for the model, temporary
+tensors and the activations of ROOM layers. The decision is that of a run on such a device: number, cut and
+order from the estimate with measured speeds of kernels, buffers and rows from seconds of a layer's units,
+measured at their lengths. Of the grid the schedule's simulator times, with the same seconds, all points that
+fit; those that picked() names are run, as is the decision, in turns, the fastest more often. Seconds are of
+forward and backward, the least of all turns.
+
+One thread computes, so that copies have a core of their own. Writes bench/results/decision.json.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from bench.machine import machine as machine_at_hand
+from bench.swap_overlap import GRID, slow_streams
+from memo import memory, profiler
+from memo.config import Config
+from memo.decide import GAPS, Room, choose, decide, problem_of, ways_of
+from memo.estimate import hardware
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import estimate, judged
+from memo.estimate.step_seconds import compute_seconds, swap_s
+from memo.files import save_json
+from memo.layer import keys_dealt, n_rows, tensors_of
+from memo.parallel.mesh import ALONE
+from memo.profiler import MeasuredUnit
+from memo.swap.placing import place_rows, placed
+from model import GPT, initial_weights
+
+CPU = torch.device("cpu")
+RESULT = Path(__file__).parent / "results" / "decision.json"
+SHAPE = dict(n_layer=4, n_head=4, n_embd=256, vocab_size=512, activation="memo", dtype="float32")
+AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
+LENGTHS, COPY_OVER_FORWARD = (1024, 2048), (0.75, 1.5, 3.0)
+NUMBERS, BUFFERS, ROOM, HOST_BYTES = (1, 2, 4, 8), (2, 3), 1.25, 2**36
+FASTEST, SPREAD, LAST, MORE = 5, 3, 3, 4  # points that are run; those that are run again, and how often
+
+
+def config_of(S, subsequences, cut="equal"):
+    return Config(**SHAPE, block_size=S, subsequences=subsequences, subsequence_cut=cut, unit_order="layer")
+
+
+def activations(cfg, placement):
+    """Bytes on the device."""
+    return placement.device_bytes(tensors_of(cfg, 4), keys_dealt(cfg))
+
+
+# --- a device with artificial figures ---
+
+def measured_device(S):
+    """A GPU as fast as this CPU, with room for ROOM layers beside what one subsequence takes. Its copy rate
+    is none yet."""
+    cfg = Config(**SHAPE, **AUTO, block_size=S)
+    node = replace(hardware.NODES["workstation"], host_memory_bytes=2 * HOST_BYTES)
+    device = hardware.Machine("this CPU", node, 2**40, None, None)
+    device = profiler.measured_machine(cfg, device, CPU, torch.float32, ALONE.host)
+    table = {op.replace("auto", "attention"): points for op, points in device.speeds.table.items()}
+    device = replace(device, speeds=hardware.Speeds(table, 0.0, 4))
+    one = config_of(S, 1)
+    got = estimate(one, device, 1, arena_of)
+    wanted = got.device_bytes - activations(one, got.placement) - device.memory_bytes // GAPS
+    wanted += int(ROOM * sum(t.nbytes for t in tensors_of(one, 4).values()))
+    return replace(device, memory_bytes=wanted * GAPS // (GAPS - 1))
+
+
+def arena_of(cfg, device):
+    """The bound of temporary tensors, with the kernels of a CPU."""
+    return fast_arena(cfg, replace(device, memory_bytes=None))
+
+
+def room_of(cfg, device):
+    """The Room of a config with numbers."""
+    got = estimate(cfg, device, 1, arena_of)
+    return Room(HOST_BYTES, device.memory_bytes - got.device_bytes + activations(cfg, got.placement))
+
+
+def measured_rates(cfg):
+    """The Rates of a config with numbers, as a run measures them."""
+    model = GPT(cfg, CPU, torch.float32)
+    layer = sum(t.nbytes for t in tensors_of(cfg, 4).values())
+    rates = memory.reserve_activations(cfg, model, (cfg.n_layer - 1) * layer).rates  # not all of them fit
+    model.close()
+    return rates
+
+
+def at(rates, bytes_per_s):
+    return replace(rates, offload_bytes_per_s=bytes_per_s, prefetch_bytes_per_s=bytes_per_s)
+
+
+def simulated_s(cfg, placement, rates):
+    """Seconds of all layers' forward and backward."""
+    units = rates.units or [MeasuredUnit(n_rows(cfg), rates.forward_s, rates.backward_s, 0.0, 0.0,
+                                         rates.recompute_s)]
+    return sum(swap_s(placement, tensors_of(cfg, 4), compute_seconds(placement, units),
+                      rates.offload_bytes_per_s)[:2])
+
+
+# --- what is run ---
+
+class Point:
+    """Of the grid, or the decision."""
+
+    def __init__(self, cfg, placement, rates, **named):
+        self.cfg, self.placement, self.named, self.steps_s = cfg, placement, named, []
+        self.simulated_s = simulated_s(cfg, placement, rates)
+
+    def open(self, streams):
+        self.streams, self.model = streams, GPT(self.cfg, CPU, torch.float32)
+        self.model.load(initial_weights(self.cfg, 0, CPU))
+        self.model.reserve(1, self.cfg.block_size, self.placement, streams=streams)
+
+    def step(self, batch):
+        """Adds the seconds of a forward and backward."""
+        start = time.perf_counter()
+        self.model.forward(*batch, scale=1.0)
+        self.model.backward()
+        for stream in self.streams[:3]:
+            stream.synchronize()
+        self.steps_s.append(time.perf_counter() - start)
+        self.model.grads.zero_()
+        self.streams.timeline.clear()
+
+    def as_dict(self):
+        p, cfg = self.placement, self.cfg
+        return dict(subsequences=cfg.subsequences, cut=cfg.subsequence_cut, order=cfg.unit_order,
+                    buffers=p.n_buffers, keys=p.keys, stream=p.stream, **self.named,
+                    simulated_s=self.simulated_s, step_s=min(self.steps_s[1:]), steps_s=self.steps_s[1:])
+
+
+def grid(S, device, measured, rate):
+    """The points that fit, the fastest first as simulated; of the fates of keys and of the stream between
+    layers the fastest, and of points whose rows are the same the first."""
+    points = []
+    for (N, cut), rates in measured.items():
+        cfg, rates = config_of(S, N, cut), at(rates, rate)
+        room, seen = room_of(cfg, device), []
+        for n, alpha in product(BUFFERS, GRID):
+            fixed, ways = replace(cfg, alpha=alpha), []
+            for way in ways_of(cfg):
+                problem = problem_of(fixed, 4, rates, room, **way)
+                problem = replace(problem, placement=placed(cfg, n, n_rows(cfg), **way))
+                ways.append(place_rows(fixed, problem)[0])
+            ways = [p for p in ways if activations(cfg, p) <= room.spare_bytes and (n, p.kept) not in seen]
+            if ways:
+                seen.append((n, ways[0].kept))
+                points.append(min((Point(cfg, p, rates, alpha=alpha) for p in ways), key=simulated))
+    return sorted(points, key=simulated)
+
+
+def simulated(point):
+    return point.simulated_s
+
+
+def picked(points):
+    """Those that are run: the fastest, the fastest of each number of subsequences and of each number of
+    buffers, and some spread over the others."""
+    of_kinds = [next((p for p in points if kind(p)), None) for kind in (
+        *(lambda p, n=n: p.cfg.subsequences == n for n in NUMBERS),
+        *(lambda p, n=n: p.placement.n_buffers == n for n in BUFFERS))]
+    chosen = [*points[:FASTEST], *filter(None, of_kinds)]
+    others = [p for p in points if p not in chosen]
+    chosen += others[len(others) // (2 * SPREAD)::max(1, len(others) // SPREAD)][:SPREAD]
+    return list(dict.fromkeys(chosen))
+
+
+def decision(S, device, measured, rate):
+    """The Point that memo takes, and why."""
+    device = replace(device, node=replace(device.node, pcie_bytes_per_s=rate))
+    one, why = choose(Config(**SHAPE, **AUTO, block_size=S),
+                      lambda one: judged(estimate(one, device, 1, arena_of)))
+    key = (one.subsequences, one.subsequence_cut)
+    rates = at(measured[key] if key in measured and one.unit_order == "layer" else measured_rates(one), rate)
+    placement, plan = decide(one, 4, rates, room_of(one, device))
+    return Point(one, placement, rates, alpha=plan.alpha, binds=plan.binds, why=why)
+
+
+def judge(S, device, measured, over, rounds):
+    """The decision beside the grid at one rate."""
+    whole = sum(t.nbytes for t in tensors_of(config_of(S, 1), 4).values())
+    rate = whole / (over * measured[1, "equal"].forward_s)
+    points, mine = grid(S, device, measured, rate), decision(S, device, measured, rate)
+    streams = slow_streams()
+    streams.offload.bytes_per_s = streams.prefetch.bytes_per_s = rate
+    run, batch = [mine, *picked(points)], torch.randint(0, SHAPE["vocab_size"], (2, 1, S))
+    for point in run:
+        point.open(streams)
+    for _ in range(rounds + 1):  # the first warms up
+        for point in run:
+            point.step(batch)
+    again = sorted(run[1:], key=lambda point: min(point.steps_s[1:]))[:LAST]
+    for _ in range(MORE):
+        for point in (mine, *again):
+            point.step(batch)
+    for point in run:
+        point.model.close()
+    rows = [point.as_dict() for point in run]
+    best = min(rows[1:], key=lambda row: row["step_s"])
+    found = dict(S=S, copy_over_forward=over, bytes_per_s=rate, points=len(points), decision=rows[0],
+                 best=best, over_best=rows[0]["step_s"] / best["step_s"],
+                 simulated_over_best=mine.simulated_s / points[0].simulated_s, rows=rows[1:])
+    print(f"S={S}, a layer's copy takes {over:g} forwards, {len(points)} points fit, {len(run) - 1} are run: "
+          f"the decision takes {found['over_best']:.3f} of the best ({found['simulated_over_best']:.3f} "
+          "simulated)")
+    for name, row in (("decision", rows[0]), *(("", row) for row in rows[1:])):
+        print(f"{name:9} N={row['subsequences']} {row['cut']:5} {row['order']:5} {row['buffers']} buffers "
+              f"alpha {row['alpha']:.3f} {row['keys']:6} {row['stream']:6}: {row['step_s']:.3f} s, "
+              f"simulated {row['simulated_s']:.3f}", flush=True)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for S in LENGTHS:
+        with patch("memo.decide.LEAST_TOKENS", S // max(NUMBERS)):  # a CPU's kernels are fast at fewer, too
+            device = measured_device(S)
+            measured = {(N, cut): measured_rates(config_of(S, N, cut))
+                        for N in NUMBERS for cut in (("equal", "flops") if N > 1 else ("equal",))}
+            results += [judge(S, device, measured, over, args.rounds) for over in COPY_OVER_FORWARD]
+        save_json(dict(machine=machine_at_hand(), shape=SHAPE, room_layers=ROOM, results=results,
+                       worst=max(r["over_best"] for r in results)), RESULT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
