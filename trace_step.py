@@ -1,5 +1,5 @@
 """Prints the memory requests of a training step of one rank in the format of memo.planner, without memory or
-GPU: python trace_step.py [config/x.py] [--key=value ...] [--multiprocessors=132]
+GPU: python trace_step.py [config/x.py] [--key=value ...] [--multiprocessors=132] [--stage=0]
 
 Layers that make the same requests are run once; of the chunks of the head, which are alike, two.
 """
@@ -15,26 +15,34 @@ from memo.errors import ConfigError
 from memo.keys import check_value, option, typed
 from memo.load_config import keys_help, load_config
 
-MULTIPROCESSORS = option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
-                         why="no GPU has as many")
+OWN = {"multiprocessors": option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
+                                 why="no GPU has as many"),
+       "stage": option("stage", int, 0, "that of the rank, of pp stages", least=0)}
 
 
 def read_argv(argv: list[str]) -> tuple[Config, int]:
-    """(Config, multiprocessors). After --help the process ends. Errors: ConfigError."""
+    """(Config of the stage, multiprocessors). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(f"{__doc__}\n{keys_help()}")
         sys.exit()
-    own = [arg for arg in argv if arg.startswith("--multiprocessors=")]
-    cfg, number = load_config([arg for arg in argv if arg not in own]), 0
-    for arg in own:
-        number = typed(MULTIPROCESSORS, arg.partition("=")[2], arg)
-        check_value(MULTIPROCESSORS, number)
+    own, rest = dict.fromkeys(OWN, 0), []
+    for arg in argv:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if equals and name in OWN:
+            own[name] = typed(OWN[name], value, arg)
+            check_value(OWN[name], own[name])
+        else:
+            rest.append(arg)
+    cfg = load_config(rest)
+    if own["stage"] >= cfg.pp:
+        raise ConfigError(f"stage={own['stage']} must be below pp={cfg.pp} (stages are counted from 0); try "
+                          f"--stage={cfg.pp - 1}")
     if cfg.undecided:
         raise ConfigError("subsequences=auto, subsequence_cut=auto and unit_order=auto are for train.py and "
                           "memo.estimate; give what these choose")
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
-    return cfg, number
+    return replace(cfg, stage=own["stage"]), own["multiprocessors"]
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
@@ -43,6 +51,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 
+from memo.estimate.arena import shortest
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.rehearsal import kernel_requests, traced_requests
 from memo.planner.trace import Trace
@@ -64,12 +73,12 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: dict[str, Any] = dict(activation="keep", alpha="auto")
     sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.unit_order == "layer"
-    cfg = replace(cfg, n_layer=2 if sweeps else 1, **keep)  # the layer above makes them
+    cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # the layer above makes them
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
     return traced_requests(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
-                           cfg.block_size // cfg.cp, [{}] * (cfg.n_layer * cfg.subsequences),
+                           cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.subsequences),
                            "cpu" if device == "cpu" else "meta", requests, "made" if sweeps else "stay")
 
 

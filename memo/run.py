@@ -243,7 +243,8 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     together(host, lambda: set_aside(passed_over) if found.speaks else None)
     take_device(launch, device)
     torch.manual_seed(cfg.seed)
-    return replace(found, owner=owner, lock=held_lock, expected=host.objects(found.expected)[0])
+    expected = host.objects(found.expected)[0]
+    return replace(found, owner=owner, lock=held_lock, expected=expected and expected.of_stage(cfg.stage))
 
 
 def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, decision: Decision) -> Run:

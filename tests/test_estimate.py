@@ -577,7 +577,7 @@ def test_remedies_fit():
     assert len(others) == 3 and all(other.fits for _, other in others)
     for text, other in others:
         argv = [arg for arg in text.split() if not arg.startswith("--gpus=")]
-        assert load_config(["config/7b_1m.py", "--block_size=4194304", *argv]) == other.cfg
+        assert load_config(["config/7b_1m.py", "--block_size=4194304", *argv]) == other.asked
 
 
 # --- the command ---

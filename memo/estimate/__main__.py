@@ -39,7 +39,7 @@ FLAGS = {"search": "the five fastest layouts", "max_context": "the greatest bloc
          "json": "one object"}
 OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
            "node": f"one of {', '.join(hardware.NODES)}; by default what the GPU usually comes in",
-           "gpus": "ranks in all; by default tp * cp of the config",
+           "gpus": "ranks in all; by default pp * tp * cp of the config",
            "plot": "a picture; by default estimate.png"}
 
 
@@ -125,9 +125,9 @@ def local_vocab_size(dataset: str) -> int:
 def prepare(argv: list[str]) -> tuple[Config, Machine, int, dict[str, Any]]:
     """(cfg, machine, world, options). Errors: ConfigError."""
     options, keys = read_argv(argv)
-    world = options.get("gpus", keys.get("tp", 1) * keys.get("cp", 1))
+    world = options.get("gpus", keys.get("pp", 1) * keys.get("tp", 1) * keys.get("cp", 1))
     if "search" in options:  # among all layouts: the config's own need not be one
-        keys |= dict(tp=1, cp=1)
+        keys |= dict(pp=1, tp=1, cp=1)
     cfg = Config(**keys)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or local_vocab_size(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}

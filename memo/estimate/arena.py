@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
@@ -34,11 +34,12 @@ from memo.subsequences import subsequence_lengths
 
 ROOT = Path(__file__).parents[2]
 
-# config keys on which the memory requests of a step depend
+# of shortest(), what the memory requests of a step depend on
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops", "subsequences", "subsequence_cut", "unit_order")
+                "deterministic", "ops", "subsequences", "subsequence_cut", "unit_order", "n_layer", "pp",
+                "stage")
 
 # The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
 # as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).
@@ -84,6 +85,13 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
     return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
 
 
+def shortest(cfg: Config, layers: int = 1) -> Config:
+    """The config with so many layers in each stage, and the fewest stages of which one, its own, has an
+    embedding and a head where cfg's has them."""
+    pp = 1 + (not cfg.embeds) + (not cfg.heads)
+    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.embeds))
+
+
 def trace_elsewhere(keys: dict[str, Any]) -> Trace:
     """The Trace of the keys of traced_arena, by another process, which needs torch: some seconds. Errors:
     ConfigError."""
@@ -97,10 +105,10 @@ def trace_elsewhere(keys: dict[str, Any]) -> Trace:
 
 
 def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
-    """The ArenaBytes of a rank, from the cache or from trace({key of the config, threads or multiprocessors:
-    value}). Errors: those of `trace`, ConfigError where there is no torch."""
+    """The ArenaBytes of a rank, from the cache or from trace({key of the config, stage, threads or
+    multiprocessors: value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
-    keys = {k: v for k, v in asdict(cfg).items() if k in REQUEST_KEYS}
+    keys = {k: v for k, v in asdict(shortest(cfg)).items() if k in REQUEST_KEYS}
     if cfg.subsequences > 1:
         keys["activation"] = cfg.activation  # in which keys may be made again
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
@@ -253,7 +261,10 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
 
 
 def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
-    """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C)."""
+    """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C); none
+    in a stage without it."""
+    if not cfg.heads:
+        return 0
     V = cfg.padded_vocab_size / cfg.tp
     row = V * (LOGIT_BYTES + itemsize % 4) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize
     return int(head_rows(V, cpu) * row)

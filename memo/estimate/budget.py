@@ -3,7 +3,10 @@ arithmetic; the arena of temporary tensors is handed in or had from arena.py.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from memo.config import Config, communicators, degrees, stage_communicators
@@ -20,6 +23,7 @@ from memo.decide import (
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
+from memo.estimate.pipeline_seconds import pipeline_s
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import micro_batches, step_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -45,18 +49,43 @@ class Line(NamedTuple):
 # --- the estimate ---
 
 @dataclass(frozen=True)
-class Estimate:
-    """Bytes: `lines` are a rank's; `host_bytes` and capacity a node's. `seconds` and `layer` are empty where
-    no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence. `chosen`:
-    why there are so many subsequences where they were auto, as in `asked`."""
+class Stage:
+    """What a rank of one stage of the pipeline holds; there may be just one stage. `numel`: its parameters,
+    with padding; `lacks`: why its share of the host is too small, None where it is not."""
 
     cfg: Config
-    machine: Machine
-    world: int
-    dp: int
+    numel: int
     lines: tuple[Line, ...]
     placement: Placement
     plan: alpha.SwapPlan | None
+    lacks: str | None
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(line.device_bytes for line in self.lines)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(line.host_bytes for line in self.lines)
+
+    @property
+    def alpha(self) -> float | None:
+        """None where nothing is swapped."""
+        return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of all `stages`, and of one of these, `shown`: that which lacks most memory, or is fullest. Bytes:
+    `lines` are a rank's of that stage; `host_bytes` and capacity a node's. `seconds` and `layer` are empty
+    where no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence.
+    `chosen`: why there are so many subsequences where they were auto, as in `asked`."""
+
+    shown: Stage
+    stages: tuple[Stage, ...]
+    machine: Machine
+    world: int
+    dp: int
     layer: LayerSeconds | LayerOfUnits | None
     seconds: dict[str, float]
     mfu: float | None
@@ -67,6 +96,26 @@ class Estimate:
     why: str | None
     asked: Config
     chosen: str = ""
+
+    @property
+    def cfg(self) -> Config:
+        return self.shown.cfg
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        return self.shown.lines
+
+    @property
+    def placement(self) -> Placement:
+        return self.shown.placement
+
+    @property
+    def plan(self) -> alpha.SwapPlan | None:
+        return self.shown.plan
+
+    def of_stage(self, stage: int) -> "Estimate":
+        """The same, with the bytes of that stage."""
+        return replace(self, shown=self.stages[stage])
 
     @property
     def fits(self) -> bool:
@@ -84,15 +133,25 @@ class Estimate:
 
     @property
     def device_bytes(self) -> int:
-        return sum(line.device_bytes for line in self.lines)
+        return self.shown.device_bytes
 
-    @property
+    @cached_property
     def host_bytes(self) -> int:
-        return self.local_ranks * sum(line.host_bytes for line in self.lines)
+        return self.node_bytes(lambda stage: stage.host_bytes)
+
+    def node_bytes(self, of_rank: Callable[[Stage], int]) -> int:
+        """The sum over the ranks of a node, those of the fullest one. The ranks of a stage follow each
+        other."""
+        each, ranks, most = [of_rank(stage) for stage in self.stages], self.world // len(self.stages), 0
+        for first in range(0, self.world, self.local_ranks):
+            end = min(first + self.local_ranks, self.world)
+            most = max(most, sum(each[k] * (min(end, (k + 1) * ranks) - max(first, k * ranks))
+                                 for k in range(first // ranks, (end - 1) // ranks + 1)))
+        return most
 
     @property
     def alpha(self) -> float | None:
-        return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
+        return self.shown.alpha
 
     @property
     def binds(self) -> str:
@@ -122,6 +181,11 @@ def host_capacity(cfg: Config, machine: Machine, world: int) -> int:
     ConfigError where the node has fewer."""
     return alpha.granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
                                snapshot_bytes(cfg, machine, world), "what a node has")
+
+
+def host_share(cfg: Config, machine: Machine, world: int) -> int:
+    """The same of a rank."""
+    return host_capacity(cfg, machine, world) // min(world, machine.node.gpus_per_node)
 
 
 def snapshot_bytes(cfg: Config, machine: Machine, world: int) -> int:
@@ -218,6 +282,48 @@ def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | 
         return placement, replace(plan, limits=problem.limits), str(e)
 
 
+def stage_bytes(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
+                arena: ArenaOf) -> Stage:
+    """The Stage of a config that says which one. `layer`: its seconds, where they are known."""
+    itemsize, capacity = itemsize_of(cfg, machine), machine.memory_bytes
+    numel, _, lines = states(cfg, machine, world, itemsize)
+    layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
+    least = sum(line.device_bytes for line in lines) + layer_bytes
+    if least > (capacity or machine.node.host_memory_bytes):
+        arena = fast_arena  # it cannot fit: a trace, which may take long, would not change that
+    transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
+    on_host = sum(line.host_bytes for line in lines)
+    limit = max(0, host_share(cfg, machine, world) - on_host)
+    if machine.cpu:
+        spare = cpu_spare(cfg, machine, lines, limit)
+    else:
+        assert capacity is not None  # it is not a CPU
+        free = capacity - sum(line.device_bytes for line in lines)
+        spare = spare_bytes(free, capacity, transient, head)
+        lines.append(Line("margin", "margin for gaps", margin_bytes(capacity, transient, head)))
+    placement, plan, lacks = decided(cfg, machine, itemsize, layer, Room(limit, spare, machine.cpu))
+    lines += activation_lines(cfg, placement, itemsize)
+    travelling = min(transient, message_bytes(cfg, itemsize))
+    lines += [Line("transient", "arena of temporary tensors", transient - travelling)]
+    lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
+    lines += [Line("head", "more of it for the head", head)] * bool(head)
+    return Stage(cfg, numel, tuple(lines), placement, plan, lacks)
+
+
+def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
+                arena: ArenaOf) -> tuple[Stage, ...]:
+    """The Stages of a config; those that are alike are looked at once. Arguments as for stage_bytes."""
+    known: dict[tuple, Stage] = {}
+    found = []
+    for k in range(cfg.pp):
+        one = replace(cfg, stage=k)
+        kind = one.embeds, one.heads, len(one.layers)
+        if kind not in known:
+            known[kind] = stage_bytes(one, machine, world, layer, arena)
+        found.append(replace(known[kind], cfg=one))
+    return tuple(found)
+
+
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:
     """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
@@ -227,57 +333,48 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
-    numel, data, lines = states(cfg, machine, world, itemsize)
-    layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
-    least = sum(line.device_bytes for line in lines) + layer_bytes
-    if least > (machine.memory_bytes or machine.node.host_memory_bytes):
-        arena = fast_arena  # it cannot fit: a trace, which may take long, would not change that
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
     layer = layer_seconds(cfg, machine, itemsize) if known else None
-    transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
-    local_ranks, capacity = min(world, machine.node.gpus_per_node), machine.memory_bytes
-    host = host_capacity(cfg, machine, world)
-    on_host = sum(line.host_bytes for line in lines)
-    limit = max(0, host // local_ranks - on_host)
-    if machine.cpu:
-        spare = cpu_spare(cfg, machine, lines, limit)
-    else:
-        assert capacity is not None  # it is not a CPU
-        free = capacity - sum(line.device_bytes for line in lines)
-        spare = spare_bytes(free, capacity, transient, head)
-        lines.append(Line("margin", "margin for gaps", margin_bytes(capacity, transient, head)))
-    placement, plan, why = decided(cfg, machine, itemsize, layer, Room(limit, spare, machine.cpu))
-    lines += activation_lines(cfg, placement, itemsize)
-    travelling = min(transient, message_bytes(cfg, itemsize))
-    lines += [Line("transient", "arena of temporary tensors", transient - travelling)]
-    lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
-    lines += [Line("head", "more of it for the head", head)] * bool(head)
-    seconds = step_s(cfg, machine, world, itemsize, layer, placement, numel, data) if layer else {}
+    stages, seconds = every_stage(cfg, machine, world, layer, arena), dict[str, float]()
+    if layer and cfg.pp > 1:
+        seconds = pipeline_s(stages, machine, world, itemsize, layer)
+    elif layer:
+        seconds = step_s(cfg, machine, world, itemsize, layer, stages[0].placement, stages[0].numel)
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     peak = machine.peak_flops_per_s if itemsize == 2 else None
     rate = tgs(tokens, world, seconds["step"]) if seconds else None
-    got = Estimate(cfg, machine, world, dp, tuple(lines), placement, plan, layer, seconds,
-                   mfu(cfg, rate, peak) if rate else None, rate, capacity, host, None, None, cfg)
-    reason, why = verdict(got, why)
+    shown = fullest(stages, machine.memory_bytes or inf, host_share(cfg, machine, world))
+    got = Estimate(shown, stages, machine, world, dp, layer, seconds, mfu(cfg, rate, peak) if rate else None,
+                   rate, machine.memory_bytes, host_capacity(cfg, machine, world), None, None, cfg)
+    reason, why = verdict(got)
     return replace(got, reason=reason, why=why)
 
 
-def verdict(got: Estimate, why: str | None) -> tuple[str | None, str | None]:
-    """Whether it fits: an Estimate's (reason, why). `why`: the message of OutOfHostMemory, if there
-    was one."""
-    device, node, reasons = got.device_bytes, got.machine.node, []
+def fullest(stages: tuple[Stage, ...], capacity: float, host: int) -> Stage:
+    """The stage that lacks most bytes, of device and host together; where none lacks any, that with most on
+    the device. `capacity`, `host`: what a rank has of each."""
+    def lacking(one: Stage) -> float:
+        return max(0, one.device_bytes - capacity) + max(0, one.host_bytes - host)
+    return max(stages, key=lambda one: (lacking(one), one.device_bytes))
 
-    def lacks(reason: str, needs: float, has: float, what: str) -> None:
+
+def verdict(got: Estimate) -> tuple[str | None, str | None]:
+    """Whether it fits: an Estimate's (reason, why)."""
+    node, reasons = got.machine.node, []
+    stage = f"stage {got.cfg.stage}" if got.cfg.pp > 1 else "it"
+
+    def lacks(reason: str, needs: float, has: float, what: str, who: str = "it") -> None:
         if needs > has:
-            reasons.append((reason, f"it needs {needs / GIB:.4g} GiB of {what}, there are {has / GIB:.4g}: "
-                                    f"{(needs - has) / GIB:.3g} GiB too much"))
+            reasons.append((reason, f"{who} needs {needs / GIB:.4g} GiB of {what}, there are "
+                                    f"{has / GIB:.4g}: {(needs - has) / GIB:.3g} GiB too much"))
     if got.capacity is not None:
-        lacks("oom", device, got.capacity, "device memory")
+        lacks("oom", got.device_bytes, got.capacity, "device memory", stage)
     else:  # one memory for both
         there = int(node.host_memory_bytes * alpha.HOST_SHARE)
-        lacks("oohm", got.host_bytes + got.local_ranks * device, there, "memory on a node")
-    if why:
-        reasons.append(("oohm", why))
+        lacks("oohm", got.node_bytes(lambda one: one.host_bytes + one.device_bytes), there,
+              "memory on a node")
+    if got.shown.lacks:
+        reasons.append(("oohm", f"{stage}: {got.shown.lacks}" if got.cfg.pp > 1 else got.shown.lacks))
     else:
         lacks("oohm", got.host_bytes, got.host_capacity, "host memory to swap to on a node")
     if not reasons:
@@ -299,7 +396,7 @@ def judged(got: Estimate) -> Judged:
     host = max(0, got.host_bytes - got.host_capacity)
     if got.capacity is None:
         there = int(got.machine.node.host_memory_bytes * alpha.HOST_SHARE)
-        device = max(0, got.host_bytes + got.local_ranks * got.device_bytes - there)
+        device = max(0, got.node_bytes(lambda one: one.host_bytes + one.device_bytes) - there)
     else:
         device = max(0, got.device_bytes - got.capacity)
     small = [what for what, n in (("the device", device), ("the host", host)) if n]

@@ -1,10 +1,12 @@
 """An Estimate for people, for programs, as a picture."""
 
+from itertools import groupby
+
 from memo.backends import kernel_of
 from memo.command import progress
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena
-from memo.estimate.budget import Estimate, Line
+from memo.estimate.budget import Estimate, Line, Stage
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
@@ -25,7 +27,8 @@ def billions(n: float) -> str:
 def layout_of(got: Estimate) -> str:
     cfg = got.cfg
     kind = f" {cfg.context_parallel}" if cfg.cp > 1 and not cfg.metp else ""  # METP's is a ring
-    return f"tp={cfg.tp}{' metp' * cfg.metp} cp={cfg.cp}{kind} dp={got.dp}"
+    stages = f"pp={cfg.pp} " * (cfg.pp > 1)
+    return f"{stages}tp={cfg.tp}{' metp' * cfg.metp} cp={cfg.cp}{kind} dp={got.dp}"
 
 
 def mode_of(got: Estimate) -> str:
@@ -46,9 +49,10 @@ def table(got: Estimate) -> list[str]:
              f"{layout_of(got)}",
              f"activation  {mode_of(got)}",
              f"attention   {kernel_of(cfg, got.machine)}{groups}",
-             *filter(None, [subsequences_line(cfg, got.chosen)]),
-             f"{'memory of a rank, GiB':44}{'device':>10}{'host':>10}"]
-    rows = [*got.lines, Line("", "in all", got.device_bytes, sum(line.host_bytes for line in got.lines)),
+             *filter(None, [subsequences_line(cfg, got.chosen)]), *stage_lines(got),
+             f"{'memory of a rank' + f' of stage {cfg.stage}' * (cfg.pp > 1) + ', GiB':44}"
+             f"{'device':>10}{'host':>10}"]
+    rows = [*got.lines, Line("", "in all", got.device_bytes, got.shown.host_bytes),
             Line("", "there is", got.capacity or 0, max(0, got.host_capacity // got.local_ranks))]
     lines += [f"            {row.what:32}{gib(row.device_bytes):>10}{gib(row.host_bytes):>10}".rstrip()
               for row in rows]
@@ -65,13 +69,29 @@ def table(got: Estimate) -> list[str]:
     return lines
 
 
+def stage_lines(got: Estimate) -> list[str]:
+    """The lines on the stages of a pipeline; stages that follow each other and are alike have one."""
+    if len(got.stages) == 1:
+        return []
+    lines = [f"{'stages':44}{'device':>10}{'host':>10}{'alpha':>10}"]
+    for _, run in groupby(got.stages, key=lambda one: (one.cfg.embeds, one.cfg.heads, len(one.cfg.layers))):
+        first, *others = run
+        n, numbers = len(first.cfg.layers), f"{first.cfg.stage}"
+        numbers += f" to {others[-1].cfg.stage}, each" * bool(others)
+        ends = " and embedding" * first.cfg.embeds + " and head" * first.cfg.heads
+        alpha = "" if first.alpha is None else f"{first.alpha:.3f}"
+        lines.append(f"            {f'{numbers}: {n} layer' + 's' * (n > 1) + ends:32}"
+                     f"{gib(first.device_bytes):>10}{gib(first.host_bytes):>10}{alpha:>10}".rstrip())
+    return lines
+
+
 def summary(got: Estimate) -> str:
     alpha = "" if got.alpha is None else f"{got.alpha:.2f}"
-    return f"{layout_of(got):26}{mode_of(got):42}{alpha:>6}{percent(got.mfu):>8}" \
+    return f"{layout_of(got):29}{mode_of(got):42}{alpha:>6}{percent(got.mfu):>8}" \
            f"{got.tgs or 0:>12,.1f}{got.device_bytes / GIB:>9.1f}  {got.binds}"
 
 
-HEADING = f"{'layout':26}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
+HEADING = f"{'layout':29}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
 
 
 def advice(got: Estimate) -> list[str]:
@@ -90,7 +110,8 @@ def advice(got: Estimate) -> list[str]:
 
 
 def as_dict(got: Estimate) -> dict:
-    """The object of --json. device_bytes are a rank's, host_bytes a node's; None is not known."""
+    """The object of --json. device_bytes are a rank's, of several stages that of `stage`; host_bytes a
+    node's; None is not known."""
     layer = got.layer
     regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
     for line in got.lines:
@@ -98,10 +119,11 @@ def as_dict(got: Estimate) -> dict:
             regions[line.region] = regions.get(line.region, 0) + line.device_bytes
     limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
     cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
-    layout = dict(tp=cfg.tp, cp=cfg.cp, pp=1, dp=got.dp, tensor_parallel=cfg.tensor_parallel,
+    layout = dict(tp=cfg.tp, cp=cfg.cp, pp=cfg.pp, dp=got.dp, tensor_parallel=cfg.tensor_parallel,
                   subsequences=cfg.subsequences)
     if cfg.metp:
         layout["head_groups"] = head_groups(cfg)
+    stages = dict(stage=cfg.stage, stages=[stage_dict(one) for one in got.stages]) if cfg.pp > 1 else {}
     return dict(layout=layout, alpha=got.alpha, alpha_limits=limits, binds=got.binds,
                 device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
                 host_bytes=dict(total=got.host_bytes, capacity=got.host_capacity),
@@ -109,7 +131,14 @@ def as_dict(got: Estimate) -> dict:
                              step=got.seconds.get("step"), parts=parts),
                 mfu=got.mfu, tgs=got.tgs, fits=got.fits, reason=got.reason, why=got.why,
                 keys=dict(block_size=cfg.block_size, activation=cfg.activation, alpha_mode=cfg.alpha_mode,
-                          context_parallel=cfg.context_parallel, optimizer_device=cfg.optimizer_device))
+                          context_parallel=cfg.context_parallel, optimizer_device=cfg.optimizer_device),
+                **stages)
+
+
+def stage_dict(one: Stage) -> dict:
+    """Of a stage: its layers, the bytes of a rank, alpha."""
+    return dict(layers=list(one.cfg.layers), device_bytes=one.device_bytes, host_bytes=one.host_bytes,
+                alpha=one.alpha)
 
 
 def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> None:

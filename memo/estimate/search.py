@@ -64,15 +64,30 @@ def speed(got: Estimate) -> float:
     return got.tgs * got.world if got.tgs else -got.device_bytes
 
 
+def stage_keys(cfg: Config, pp: int) -> dict[str, Any]:
+    """Keys with which a config has so many stages. Several are fed with subsequences, of equal FLOPs if that
+    is free: all take the same time then."""
+    if pp == 1:
+        return dict(pp=1)
+    keys: dict[str, Any] = dict(pp=pp, unit_order="subsequence")
+    if cfg.subsequences == 1:
+        keys["subsequences"] = "auto"
+    if cfg.subsequences == 1 or cfg.subsequence_cut == "auto":
+        keys["subsequence_cut"] = "flops"
+    return keys
+
+
 def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = MODES) -> Iterator[Config]:
-    """Every config that differs in layout, activation mode or the optimizer's place only, and can be."""
+    """Every config that differs in layout, activation mode or the optimizer's place only, and can be; with
+    several stages in the subsequences too. Stages are powers of two."""
+    depths = [pp for pp in degrees_of(world) if pp.bit_count() == 1 and pp <= cfg.n_layer]
     widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
-    for tp, mode, where in product(widths, modes, ("auto", "cpu")):
-        for cp in degrees_of(world // tp):
+    for pp, tp, mode, where in product(depths, widths, modes, ("auto", "cpu")):
+        for cp in degrees_of(world // (pp * tp)) if world % (pp * tp) == 0 else ():
             kinds = ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,)
             for use, kind in [*(("megatron", kind) for kind in kinds), ("metp", "ring")]:
                 keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
-                            optimizer_device=where, alpha="auto") | mode
+                            optimizer_device=where, alpha="auto") | mode | stage_keys(cfg, pp)
                 if one := config_with(cfg, **keys):
                     yield one
 
@@ -98,7 +113,8 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
         taken = []
         for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
             one = got.cfg
-            likeness = one.tp, one.cp, one.tensor_parallel, one.context_parallel, got.lines, got.tgs
+            likeness = (one.pp, one.tp, one.cp, one.tensor_parallel, one.context_parallel, got.lines,
+                        got.tgs)
             if likeness in seen:  # modes that come to the same
                 continue
             seen.add(likeness)
@@ -174,7 +190,7 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
     with progress(lambda: f"--search --max_context: {tried} of {len(every)} layouts tried"):
         for one in every:
             tried += 1
-            likeness = one.tp, one.cp, one.tensor_parallel, one.context_parallel
+            likeness = one.pp, one.tp, one.cp, one.tensor_parallel, one.context_parallel
             others = sorted((got.cfg.block_size for key, got in found.items() if key != likeness),
                             reverse=True)
             least = max([*others[best - 1:best], found[likeness].cfg.block_size if likeness in found else 0])
@@ -207,6 +223,8 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
         dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
         dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
         dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
+    deeper = stage_keys(cfg, 2 * cfg.pp)
+    changes += [deeper, deeper | dict(cp=cfg.cp // 2), deeper | dict(tp=cfg.tp // 2)]
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
     changes += [dict(unit_order="layer"), *(dict(subsequences=n * got.cfg.subsequences) for n in (4, 16)
@@ -217,7 +235,7 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
     options += [(n * world, {name: n * getattr(cfg, name)})
                 for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
-    options.append((2 * world, metp | dict(tp=2 * cfg.tp)))
+    options += [(2 * world, metp | dict(tp=2 * cfg.tp)), (2 * world, stage_keys(cfg, 2 * cfg.pp))]
     fits = {}
     for gpus, keys in options:
         if {"tp", "tensor_parallel"} & set(keys):  # a number of groups is a multiple of tp

@@ -20,10 +20,9 @@ ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, a
 BUCKETS = 30
 
 
-def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable[[Step], float],
-           bytes_per_s: float) -> Totals:
-    """The Totals of all layers, as the schedule runs. compute_s(step): of a step that
-    computes; embedding and head are counted by themselves."""
+def with_copies(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable[[Step], float],
+                bytes_per_s: float) -> Callable[[Step], float]:
+    """-> what gives the seconds of a step that copies, and of others compute_s(step)."""
     p = placement
     copied = {k: sum(nbytes for _, nbytes in p.swapped(k, tensors).values()) for k in set(p.like)}
     keys, row = p.keys_swapped(tensors), p.row_bytes(tensors[INPUT])
@@ -42,7 +41,16 @@ def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable
                     "prefetch gradient"):
                 return row * p.rows(k) / bytes_per_s
         return compute_s(step)
-    return totals_of(p.fates, p.n_layer, p.subsequences, p.order, seconds)
+    return seconds
+
+
+def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable[[Step], float],
+           bytes_per_s: float) -> Totals:
+    """The Totals of all layers, as the schedule runs. compute_s(step): of a step that
+    computes; embedding and head are counted by themselves."""
+    p = placement
+    return totals_of(p.fates, p.n_layer, p.subsequences, p.order,
+                     with_copies(p, tensors, compute_s, bytes_per_s))
 
 
 class UnitRates(Protocol):
@@ -96,7 +104,14 @@ def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> floa
     return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
-def stages(cfg: Config, machine: Machine) -> bool:
+def embedding_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
+    """Of head_s() the seconds of the embedding and its gradient."""
+    u = cfg.batch_size * cfg.block_size // cfg.cp * cfg.n_embd * itemsize / cfg.tp
+    messages = sum(machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
+    return messages + speeds.seconds("copy", 8 * u * cfg.tp, u)
+
+
+def steps_on_host(cfg: Config, machine: Machine) -> bool:
     """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
     return cfg.optimizer_device == "cpu" and not machine.cpu
 
@@ -109,7 +124,7 @@ def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, items
     shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
-    if stages(cfg, machine):
+    if steps_on_host(cfg, machine):
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
         return host_s + max(0.0, itemsize * shard / machine.node.pcie_bytes_per_s - host_s - forward_s)
     rest = speeds.seconds("copy", 4 * shard + 4 * numel, 4 * numel)  # norm; all gradients to zero
@@ -127,7 +142,7 @@ def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, 
         params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world, cfg.tp)
     if machine.cpu:
         return gradients + params
-    if stages(cfg, machine):  # a layer's place is free when its gradients are summed and gone
+    if steps_on_host(cfg, machine):  # a layer's place is free when its gradients are summed and gone
         gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
     return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
 
@@ -138,9 +153,8 @@ def micro_batches(cfg: Config, world: int) -> int:
 
 
 def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
-           layer: LayerSeconds | LayerOfUnits, placement: Placement, numel: int,
-           data: int) -> dict[str, float]:
-    """{part: seconds} of a step, which add up to its "step"."""
+           layer: LayerSeconds | LayerOfUnits, placement: Placement, numel: int) -> dict[str, float]:
+    """{part: seconds} of a step in one stage, which add up to its "step"."""
     p, tensors, micros = placement, tensors_of(cfg, itemsize), micro_batches(cfg, world)
     computed = compute_seconds(p, layer.units)
     recompute = sum(computed(Step("recompute", unit)) for unit in p.units)
@@ -151,7 +165,7 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
     parts = {name: micros * seconds for name, seconds in parts.items()}
+    data, local_ranks = world // cfg.tp, min(world, machine.node.gpus_per_node)
     parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
-    local_ranks = min(world, machine.node.gpus_per_node)
     parts["optimizer"] = optimizer_s(cfg, machine, layer.speeds, numel, itemsize, data, local_ranks, forward)
     return parts | {"step": sum(parts.values())}

@@ -71,8 +71,9 @@ class Stages:
         start = max(before, *ends.values()) if ends else before
         if step.kind in ENDS:
             return self.meet(stage, step, start)
-        if stream == "compute" and start > before and "receive" not in max(ends, key=lambda k: ends[k])[0]:
-            self.stall_s[stage] += start - before
+        if stream == "compute" and start > before:
+            last = max(ends, key=lambda key: ends[key])
+            self.stall_s[stage] += (start - before) * (stream_of(last) in ("offload", "prefetch"))
         self.finish(stage, step, start, start + self.seconds(stage, step))
         return [(stage, step)]
 

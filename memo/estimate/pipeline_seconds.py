@@ -1,0 +1,110 @@
+"""Seconds of a step of a pipeline: the schedules of all stages run together (memo/parallel/pp.py), each with
+the modelled seconds of its stage. Source: SPPO 3.3."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from math import fsum
+from typing import TYPE_CHECKING
+
+from memo.estimate.hardware import Machine
+from memo.estimate.roofline import LayerOfUnits, LayerSeconds
+from memo.estimate.step_seconds import (
+    compute_seconds,
+    data_s,
+    embedding_s,
+    head_s,
+    micro_batches,
+    optimizer_s,
+    with_copies,
+)
+from memo.layer import INPUT, tensors_of
+from memo.parallel.pp import times_of_stages
+from memo.swap.periods import steps_of
+from memo.swap.schedule import Step, Times
+
+if TYPE_CHECKING:
+    from memo.estimate.budget import Stage
+
+LAYERS = "forward", "recompute", "backward"
+ENDS = "embedding", "head", "embedding backward"  # of the pipeline
+
+
+def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float) -> float:
+    """Seconds of so many bytes between a rank of a stage and its neighbour in the next one. They stay inside
+    a node where all ranks of both stages are on one."""
+    ranks, node = world // pp, machine.node.gpus_per_node
+    inside = stage * ranks // node == ((stage + 2) * ranks - 1) // node
+    return machine.message_s("shift", nbytes, 2 * ranks if inside else world)
+
+
+def tied_s(stage: "Stage", machine: Machine, world: int) -> float:
+    """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold."""
+    cfg = stage.cfg
+    if not (cfg.ties_stages and (cfg.embeds or cfg.heads)):
+        return 0.0
+    return machine.message_s("shift", 4 * cfg.padded_vocab_size // cfg.tp * cfg.n_embd, world)
+
+
+def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
+               layer: LayerSeconds | LayerOfUnits) -> Callable[[Step], float]:
+    """-> what gives the seconds of a step of a stage's schedule. Those of head and embedding are shared out
+    by tokens; a message takes those that its sender gives."""
+    cfg, p, tensors = stage.cfg, stage.placement, tensors_of(stage.cfg, itemsize)
+    row = p.row_bytes(tensors[INPUT])
+    embedding = embedding_s(cfg, machine, layer.speeds, itemsize)
+    head = head_s(cfg, machine, layer.speeds, itemsize) - embedding
+    others = with_copies(p, tensors, compute_seconds(p, layer.units), machine.node.pcie_bytes_per_s)
+
+    def seconds(step: Step) -> float:
+        rows = p.rows(p.number[step.unit])
+        match step.kind:
+            case "head":
+                return head * rows / p.n_rows
+            case "embedding" | "embedding backward":
+                return embedding / 2 * rows / p.n_rows
+            case "send":
+                return hop_s(machine, world, cfg.pp, cfg.stage, row * rows)
+            case "send gradient":
+                return hop_s(machine, world, cfg.pp, cfg.stage - 1, row * rows)
+        return others(step)
+    return seconds
+
+
+def pipeline_times(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
+                   layer: LayerSeconds | LayerOfUnits) -> list[Times]:
+    """The Times of each stage in a micro batch, all on one clock."""
+    placements = [stage.placement for stage in stages]
+    schedules = [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
+    seconds = [seconds_of(stage, machine, world, itemsize, layer) for stage in stages]
+    return times_of_stages(schedules, lambda k, step: seconds[k](step))
+
+
+def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
+               layer: LayerSeconds | LayerOfUnits) -> dict[str, float]:
+    """{part: seconds} of a step, which add up to its "step": the means of all stages. "bubble": a stage waits
+    for another one, or has nothing left to do. Micro batches follow each other, for no stage begins one
+    before it has ended the one before; gradients and optimizer are those of the slowest stage."""
+    cfg, data = stages[0].cfg, world // (stages[0].cfg.pp * stages[0].cfg.tp)
+    times = pipeline_times(stages, machine, world, itemsize, layer)
+    spent: list[dict[str, float]] = [defaultdict(float) for _ in stages]
+    for of, one in zip(spent, times, strict=True):
+        for (kind, _), (start, end) in one.spans.items():
+            of[kind] += end - start
+    mean = {kind: fsum(of[kind] for of in spent) / cfg.pp for kind in (*LAYERS, *ENDS)}
+    share = cfg.n_layer / cfg.pp
+    parts = {"attention": share * layer.attention_kernels_s, "messages": share * layer.messages_s,
+             "recompute": mean["recompute"]}
+    parts["rest of the layers"] = fsum(mean[kind] for kind in LAYERS) - sum(parts.values())
+    parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
+    parts["head and embedding"] = fsum(mean[kind] for kind in ENDS)
+    parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
+    parts = {name: micro_batches(cfg, world) * seconds for name, seconds in parts.items()}
+
+    def at_last(stage: "Stage", of: dict[str, float]) -> tuple[float, float]:
+        forward, backward = of["forward"], of["recompute"] + of["backward"]
+        messages = data_s(stage.cfg, machine, stage.numel, itemsize, data, world, forward, backward)
+        local_ranks = min(world, machine.node.gpus_per_node)
+        return messages + tied_s(stage, machine, world), optimizer_s(
+            stage.cfg, machine, layer.speeds, stage.numel, itemsize, data, local_ranks, forward)
+    parts["gradients and parameters"], parts["optimizer"] = max(map(at_last, stages, spent), key=sum)
+    return parts | {"step": sum(parts.values())}
