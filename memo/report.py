@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -93,7 +92,7 @@ def furnish(run: "Run", folder: Path) -> None:
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")
-    save_json(asdict(run.cfg), folder / "config.json")
+    save_json(run.stored, folder / "config.json")
     save_plan(run, folder)
 
 

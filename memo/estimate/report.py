@@ -99,7 +99,7 @@ def as_dict(got: Estimate) -> dict:
     limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
     cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
     layout = dict(tp=cfg.tp, cp=cfg.cp, pp=1, dp=got.dp, tensor_parallel=cfg.tensor_parallel,
-                  subsequences=cfg.subsequences)
+                  subsequences=cfg.n_subsequences)
     if cfg.metp:
         layout["head_groups"] = head_groups(cfg)
     return dict(layout=layout, alpha=got.alpha, alpha_limits=limits, binds=got.binds,
