@@ -363,14 +363,14 @@ def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkey
     pieces, saver = optimizer.pieces(saved=True), Saver(tmp_path)
     with monkeypatch.context() as m:
         m.setattr(dcp.Writer, "write_data", full)
-        saver.save(pieces, CFG, 4)
+        saver.save(pieces, asdict(CFG), 4)
         saver.thread.join()
     assert saver.done()
     with pytest.raises(CheckpointError,
                        match=r"ckpt/4 cannot be written \(No space left on device\); the previous one"):
-        saver.save(pieces, CFG, 5)
+        saver.save(pieces, asdict(CFG), 5)
     assert os.listdir(tmp_path / "ckpt") == ["3"]
-    saver.save(pieces, CFG, 5)
+    saver.save(pieces, asdict(CFG), 5)
     saver.close()
     assert checkpoint.load(tmp_path).iter == 5
 
@@ -392,7 +392,7 @@ def train_forever(out_dir):
     saver = Saver(out_dir)
     for i in itertools.count(ckpt.iter):
         train(model, optimizer, [i])
-        saver.save(optimizer.pieces(saved=True), LARGER, i + 1)
+        saver.save(optimizer.pieces(saved=True), asdict(LARGER), i + 1)
         saver.copied()
 
 
