@@ -13,7 +13,7 @@ collect_ignore_glob = [] if NULL else ["test_*.py"]
 # METP's groups of a head or two are not: their forward asks for more, but the backward's peak is above it
 SMALL = ("--n_layer=4", "--n_embd=256", "--n_head=8", "--block_size=16384", "--max_iters=3",
          "--solver=greedy", "--warmup_iters=1", "--eval_interval=0", "--save_interval=0",
-         "--learning_rate=1e-3")
+         "--learning_rate=1e-3", "--subsequences=1", "--subsequence_cut=equal", "--unit_order=layer")
 
 
 @pytest.fixture(scope="session")
