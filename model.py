@@ -168,7 +168,7 @@ class GPT:
         stream between layers is copied where all would take over half of what a GPU has free."""
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
-        keys = "made" if self.cfg.unit_order == "layer" else "stay"  # there is no backward to make them for
+        keys = "made" if self.cfg.by_layer else "stay"  # there is no backward to make them for
         p = Placement(len(self.blocks), 1, B * T // self.mesh.weights.size, nothing, keys=keys,
                       **unit_rows(self.cfg, B, T))
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)

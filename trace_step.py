@@ -37,9 +37,6 @@ def read_argv(argv: list[str]) -> tuple[Config, int]:
     if own["stage"] >= cfg.pp:
         raise ConfigError(f"stage={own['stage']} must be below pp={cfg.pp} (stages are counted from 0); try "
                           f"--stage={cfg.pp - 1}")
-    if cfg.undecided:
-        raise ConfigError("subsequences=auto, subsequence_cut=auto and unit_order=auto are for train.py and "
-                          "memo.estimate; give what these choose")
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
     return replace(cfg, stage=own["stage"]), own["multiprocessors"]
@@ -72,13 +69,13 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
     values that are made again need some. dtype=auto is resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: dict[str, Any] = dict(activation="keep", alpha="auto")
-    sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.unit_order == "layer"
+    sweeps = cfg.activation == "recompute" and cfg.n_subsequences > 1 and cfg.by_layer
     cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # the layer above makes them
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
     return traced_requests(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
-                           cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.subsequences),
+                           cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.n_subsequences),
                            "cpu" if device == "cpu" else "meta", requests, "made" if sweeps else "stay")
 
 

@@ -65,7 +65,8 @@ TARGETS = [("8 x H100-80GB", "7B", 5242880, 37, True), ("8 x H100-80GB", "Llama-
 
 def config_of(model, **keys):
     """A model's config, one sequence a step."""
-    keys = dict(batch_size=1, gradient_accumulation_steps=1, unit_order="layer") | MEMO | keys
+    equal = dict(subsequence_cut="equal", unit_order="layer")
+    keys = dict(batch_size=1, gradient_accumulation_steps=1) | equal | MEMO | keys
     if model == "Llama 1B":
         return Config(**LLAMA_1B | keys)
     preset = "gpt2_124m" if model == "GPT-2 124M" else PRESETS[model]

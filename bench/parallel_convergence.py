@@ -20,7 +20,7 @@ from bench.swap_convergence import curve, plot
 ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=2048, batch_size=1, gradient_accumulation_steps=2,
              dataset="stdlib", device="cpu", alpha=0.5, learning_rate=1e-3, warmup_iters=20, eval_interval=50,
-             eval_iters=4, save_interval=0)
+             eval_iters=4, save_interval=0, subsequence_cut="equal", unit_order="layer")
 RUNS = {"one process": (1, {}), "tp2": (2, dict(tp=2)), "cp2": (2, dict(cp=2)),
         "cp2 ulysses": (2, dict(cp=2, context_parallel="ulysses")), "tp2 cp2": (4, dict(tp=2, cp=2)),
         "dp2": (2, {}), "metp tp2": (2, dict(tp=2, tensor_parallel="metp")),

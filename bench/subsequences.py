@@ -40,7 +40,7 @@ from model import GPT, initial_weights
 
 RESULTS = Path(__file__).parent / "results"
 SMALL = dict(n_layer=2, n_head=4, n_embd=256, batch_size=1, gradient_accumulation_steps=1, dataset="stdlib",
-             device="cpu", learning_rate=1e-3, activation="swap")
+             device="cpu", learning_rate=1e-3, activation="swap", subsequence_cut="equal", unit_order="layer")
 GIB = 2**30
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config, as_keys
+from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import CheckpointError, reason, warn
 from memo.files import regular
 from memo.flat import Piece, whole
@@ -94,18 +94,18 @@ class Saver:
         self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
 
-    def save(self, pieces: list[Piece], cfg: Config, iter: int) -> None:
-        """Starts to write the checkpoint of a run whose next iteration is `iter`. The fp32 `pieces`
-        must not change before copied() returns. Where `iter` is that of the newest whole checkpoint,
-        nothing is written: the state is the same. Errors: those of the save before, as in wait(); then
-        no save starts."""
+    def save(self, pieces: list[Piece], config: dict[str, Any], iter: int) -> None:
+        """Starts to write the checkpoint of a run with the keys `config` whose next iteration is `iter`. The
+        fp32 `pieces` must not change before copied() returns. Where `iter` is that of the newest whole
+        checkpoint, nothing is written: the state is the same. Errors: those of the save before, as in wait();
+        then no save starts."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
             reached = torch.cuda.Event()
             reached.record(torch.cuda.current_stream(pieces[0].tensor.device))
         self.taken = threading.Event()
-        self.thread = threading.Thread(target=self.write, args=(pieces, reached, as_keys(cfg), iter),
+        self.thread = threading.Thread(target=self.write, args=(pieces, reached, config, iter),
                                        name="memo checkpoint", daemon=True)
         self.thread.start()
 

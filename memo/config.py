@@ -86,14 +86,14 @@ class Config:
     alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a "
                           "fraction for each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))
-    subsequences: int = key(1, "N, parts that each sequence is cut into: a layer is computed, swapped and "
-                            "recomputed for one after the other; auto takes the fastest that fits", least=1,
-                            most=2**16, why="each layer has as many steps, and each is planned by itself",
-                            auto=True)
-    subsequence_cut: str = key("equal", "what several subsequences have equally much of: tokens, or a "
+    subsequences: int = key("auto", "N, parts that each sequence is cut into: a layer is computed, swapped "
+                            "and recomputed for one after the other; auto takes the fastest that fits",
+                            least=1, most=2**16,
+                            why="each layer has as many steps, and each is planned by itself")
+    subsequence_cut: str = key("auto", "what several subsequences have equally much of: tokens, or a "
                                "layer's FLOPs, so that the early ones are longer",
                                choices=("auto", "equal", "flops"))
-    unit_order: str = key("layer", "with several subsequences the forward goes over all of them in a layer "
+    unit_order: str = key("auto", "with several subsequences the forward goes over all of them in a layer "
                           "before the next layer, or over all layers of a subsequence first",
                           choices=("auto", "layer", "subsequence"))
     host_memory_gb: float = key("auto", "1e9 bytes of this host's memory to take; auto takes what is free",
@@ -236,7 +236,7 @@ class Config:
             most = max(1, S // self.block_multiple) * self.block_multiple
             raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try "
                               f"block_size={most}")
-        if self.subsequences != "auto" and self.subsequences > (most := S // self.block_multiple):
+        if self.n_subsequences > (most := S // self.block_multiple):
             rule = "2*cp*tp" if self.zigzag else "cp*tp"
             raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (each gets at least "
                               f"({rule})={self.block_multiple} of block_size={S} tokens); try "
@@ -361,9 +361,21 @@ class Config:
         return self.activation == "memo" and self.alpha == "auto"
 
     @property
+    def n_subsequences(self) -> int:
+        """N; one where nobody has decided."""
+        return 1 if self.subsequences == "auto" else self.subsequences
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether units run layer by layer, as they do where nobody has decided."""
+        return self.n_subsequences == 1 or self.unit_order != "subsequence"
+
+    @property
     def undecided(self) -> bool:
-        """Whether the subsequences are left to decide.choose(); all else knows them as numbers."""
-        return "auto" in (self.subsequences, self.subsequence_cut, self.unit_order)
+        """Whether the subsequences are left to decide.choose(), for a training step. All else takes an
+        undecided config as it is: with one subsequence, or equal ones layer by layer."""
+        return self.subsequences == "auto" or (
+            self.subsequences > 1 and "auto" in (self.subsequence_cut, self.unit_order))
 
     @property
     def decay_iters(self) -> int:
@@ -374,6 +386,9 @@ class Config:
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
               "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
               "rope_theta", "rope_scaling")
+# that decide.choose() replaces by numbers, and on what of a run's layout these depend
+SUBSEQUENCE_KEYS = ("subsequences", "subsequence_cut", "unit_order")
+LAYOUT_KEYS = ("block_size", "batch_size", "tp", "tensor_parallel", "cp", "context_parallel", "pp")
 POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where positions are rotary
 KEYS: dict[str, Any] = {f.name: f for f in fields(Config) if f.metadata}
 

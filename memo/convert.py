@@ -89,7 +89,7 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     # the pieces have shapes only: a tensor is read when it is written
     saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
-                for name, p in model_parameters(cfg).items()], cfg, 0)
+                for name, p in model_parameters(cfg).items()], asdict(cfg), 0)
     saver.wait()
     save_json(asdict(cfg), out_dir / CONFIG)
     carry_files(hf_folder, out_dir)

@@ -23,7 +23,9 @@ SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its
 LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
 MOST_SUBSEQUENCES = 256  # that are chosen; more save hardly any memory, and their simulation takes seconds
 MOST_BUBBLE = 1 / 8  # of a pipeline's computing, where so many subsequences can be chosen
-EQUALLY_FAST = 1.005  # times the seconds of the fastest
+# Times the seconds of the fastest: measured rates vary by as much, and the number of subsequences changes the
+# last bits of the losses, so that no toss of a coin shall pick it.
+EQUALLY_FAST = 1.03
 SHRINKS = 0.95  # at most so much of what lacks is left where four times the subsequences help
 
 
@@ -78,7 +80,7 @@ def ways_of(cfg: Config) -> list[dict[str, Any]]:
     too."""
     if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
         return [{}]
-    keys = ("copied", "made") if cfg.unit_order == "layer" else ("stay",)
+    keys = ("copied", "made") if cfg.by_layer else ("stay",)
     streams = ("whole", "copied") if cfg.heads else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
@@ -207,11 +209,12 @@ def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_by
 
 class Judged(NamedTuple):
     """Of a config with numbers: seconds of a step, 0 where no speeds are known; where it does not fit, the
-    bytes that lack, and of what, in words."""
+    bytes that lack, and of what, in words; whether activations are copied."""
 
     seconds: float
     lacking: float = 0
     where: str = ""
+    copies: bool = True
 
 
 def numbers_of(cfg: Config) -> list[int]:
@@ -229,25 +232,29 @@ def choose(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]
     it, among those EQUALLY_FAST the fewest subsequences, layer by layer, of equal length. Where none fits,
     the one that lacks least.
 
-    Numbers grow until a step has become slower twice in a row, or until more do not help. The order
-    "subsequence", which needs more memory, is tried with the number that was found; with all where layer by
-    layer none fits.
+    Numbers grow until one fits that copies nothing, for only copies hide better with more; until a step has
+    become slower twice in a row, or until more do not help. The order "subsequence", which needs more memory,
+    is tried with the number that was found; with all where layer by layer none fits.
     """
     # a stage hands a subsequence on when all its layers are done with it
     both = ("layer", "subsequence") if cfg.pp == 1 else ("subsequence",)
     cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
         (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
     found: dict[Config, Judged] = {}
+    if numbers_of(cfg) == [1]:
+        return replace(cfg, subsequences=1, subsequence_cut=cuts[0], unit_order=orders[0]), ""
 
     def look(order: str, numbers: Sequence[int]) -> None:
         seen: list[Judged] = []
         for n in numbers:
-            here = [replace(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
-                    for cut in (cuts if n > 1 else cuts[:1])]
-            found.update((one, judge(one)) for one in here)
-            seen.append(min((found[one] for one in here), key=lambda got: (got.lacking, got.seconds)))
-            if not seen[-1].lacking and not seen[-1].seconds:
-                return  # it fits, and nothing says that others are faster
+            here: list[Judged] = []
+            for cut in cuts if n > 1 else cuts[:1]:
+                one = replace(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
+                found[one] = judge(one)
+                here.append(found[one])
+                if is_enough(found[one]):
+                    return
+            seen.append(min(here, key=lambda got: (got.lacking, got.seconds)))
             if len(seen) < 3:
                 continue
             a, b, c = seen[-3:]
@@ -263,8 +270,16 @@ def choose(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]
             one.subsequences, one.unit_order != "layer", one.subsequence_cut != "equal"))
     look(orders[0], numbers_of(cfg))
     for order in orders[1:]:
-        look(order, numbers_of(cfg) if found[best()].lacking else [best().subsequences])
+        if found[best()].lacking:
+            look(order, [n for n in numbers_of(cfg) if n > 1])  # a single one has no order
+        elif best().subsequences > 1 and not is_enough(found[best()]):
+            look(order, [best().subsequences])
     return best(), why_chosen(best(), found)
+
+
+def is_enough(got: Judged) -> bool:
+    """Whether it fits, and nothing says that others are faster."""
+    return not got.lacking and not (got.seconds and got.copies)
 
 
 def why_chosen(best: Config, found: dict[Config, Judged]) -> str:
@@ -273,7 +288,8 @@ def why_chosen(best: Config, found: dict[Config, Judged]) -> str:
         return f"chosen, none fits {found[best].where}"
     fewer = [one for one in found if one.subsequences < best.subsequences]
     if not fewer:
-        return "chosen, the fastest that fits" if found[best].seconds else "chosen, it fits"
+        faster = f"none is {EQUALLY_FAST - 1:.0%} faster"
+        return "chosen, " + ("it fits" if is_enough(found[best]) else faster)
     n = max(one.subsequences for one in fewer)
     least = min((found[one] for one in fewer if one.subsequences == n),
                 key=lambda got: (got.lacking, got.seconds))

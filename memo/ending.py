@@ -33,12 +33,12 @@ def save(run: Run) -> None:
             raise TrainingError(f"{run.failed_saves} saves in a row failed: {e}") from None
         if run.speaks:
             print(f"\nwarning: {e}; training goes on", file=sys.stderr)
-    run.saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
+    run.saver.save(run.optimizer.pieces(saved=True), run.stored, run.done)
 
 
 def save_and_wait(run: Run, saver: checkpoint.Saver) -> None:
     """Saves the steps done, to the last byte, on all ranks. Errors: ConfigError, on all ranks."""
-    saver.save(run.optimizer.pieces(saved=True), run.cfg, run.done)
+    saver.save(run.optimizer.pieces(saved=True), run.stored, run.done)
     with command.progress(lambda: f"writing {saver.folder}") if run.speaks else contextlib.nullcontext():
         together(run.mesh.host, saver.wait)
 

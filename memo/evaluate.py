@@ -104,9 +104,6 @@ def evaluation_config(args: Namespace, trained: Config, longest: int, world: int
     keys = {k: getattr(trained, k) for k in MODEL_KEYS}
     keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
     dp = max(1, world // (args.cp * args.tp))
-    if "auto" in (args.subsequences, args.subsequence_cut, args.unit_order):
-        raise ConfigError("subsequences, subsequence_cut and unit_order are chosen for training alone; give "
-                          "--subsequences=<number>, equal or flops, layer or subsequence")
     cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset,
                                gradient_accumulation_steps=dp))
     degrees(cfg, world)

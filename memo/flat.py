@@ -86,8 +86,7 @@ def gradient_slots(cfg: Config, micro_batches: int) -> int:
     """How many layers' gradients are on the device at once. With the optimizer on the host they leave layer
     by layer, one layer computes while the layer above leaves; unless another micro batch of the step is to
     add to them, or another subsequence, whose units come behind those of all layers."""
-    by_layer = cfg.subsequences == 1 or cfg.unit_order == "layer"
-    leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and by_layer
+    leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and cfg.by_layer
     return min(2, len(cfg.layers)) if leaves else len(cfg.layers)
 
 

@@ -233,7 +233,7 @@ def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
                          cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
-                         cfg.subsequences != 1)
+                         cfg.n_subsequences > 1)
 
 
 def model_parameters(cfg: "Config") -> dict[str, Parameter]:
@@ -301,7 +301,7 @@ def head_groups(cfg: "Config") -> int:
         return cfg.head_groups
     possible = possible_groups(cfg.n_head, cfg.kv_heads, cfg.tp)
     least = max(cfg.tp, min(2 * cfg.tp, cfg.kv_heads))
-    elements = n_rows(cfg) // cfg.subsequences * cfg.n_head * cfg.head_width  # of a unit
+    elements = n_rows(cfg) // cfg.n_subsequences * cfg.n_head * cfg.head_width  # of a unit
     return next((n for n in possible if n >= least and elements // n <= METP_ELEMENTS), possible[-1])
 
 

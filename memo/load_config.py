@@ -74,7 +74,8 @@ def starting_keys(given: dict[str, Any], typed_in: Collection[str],
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
         folder, stored = newest(out_dir, passed_over)
-        base = stored["config"]  # out_dir's config.json is for people
+        # out_dir's config.json is for people
+        base = stored["config"] | stored["config"].get("asked", {})  # not what was chosen: see memo/run.py
         if int(folder.name) == 0:  # from memo.convert: nobody has chosen how to train
             base = {k: v for k, v in base.items() if k in MODEL_KEYS}
         fixed = {k: base.get(k, KEYS[k].default) for k in MODEL_KEYS}  # of before a key: its default

@@ -117,8 +117,7 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
         longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
                       cfg.block_size * max(0, free - head) // least)
         longest -= longest % cfg.block_multiple
-        by_subsequence = cfg.subsequences > 1 and cfg.unit_order == "subsequence" and cfg.pp == 1
-        order = "--unit_order=layer, " * by_subsequence
+        order = "--unit_order=layer, " * (not cfg.by_layer and cfg.pp == 1)
         raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for "
                           "two buffers of activations, the model's states and a layer's temporaries leave "
                           f"{spare / 2**30:.4g} GiB; try --block_size={longest}, {order}more --subsequences, "
@@ -141,7 +140,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         # one buffer, in which the layer's units take turns, and no row that outlives any
-        nothing = dict.fromkeys(problem.tensors, 0) if cfg.subsequences > 1 else {}
+        nothing = dict.fromkeys(problem.tensors, 0) if cfg.n_subsequences > 1 else {}
         model.reserve(B, T, Placement(1, 1, n_rows(cfg), nothing, **unit_rows(cfg, B, T)), **how)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from memo import memory
 from memo.command import python
-from memo.config import as_keys
 from memo.device import device_name
 from memo.files import save_bytes, save_json
 from memo.formulas import flops_per_sample, parameters
@@ -93,7 +92,7 @@ def furnish(run: "Run", folder: Path) -> None:
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")
-    save_json(as_keys(run.cfg), folder / "config.json")
+    save_json(run.stored, folder / "config.json")
     save_plan(run, folder)
 
 

@@ -13,14 +13,14 @@ import torch
 from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.batch import Data, open_dataset
-from memo.config import Config, as_keys, degrees, stage_of
+from memo.config import LAYOUT_KEYS, SUBSEQUENCE_KEYS, Config, as_keys, degrees, stage_of
 from memo.console import Attempts
 from memo.convert import check_folder
 from memo.decide import Decision
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
-from memo.estimate.arena import ArenaBytes, traced_arena
-from memo.estimate.budget import Line, chosen
+from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
+from memo.estimate.budget import Estimate, Line, chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text
@@ -56,8 +56,14 @@ class Checked:
     kernels: dict[str, Any]  # keys that name those of the run
     host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations
     expected: Any = None  # the Estimate, or None
+    asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The keys of config.json and of checkpoints."""
+        return as_keys(self.cfg) | ({"asked": self.asked} if self.asked else {})
 
 
 @dataclass(kw_only=True)
@@ -159,16 +165,53 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
 
 # --- all ranks ---
 
-def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable) -> Checked:
-    """The run with numbers of subsequences in place of auto: rank 0 chooses as the estimate does, with the
-    speed of attention that all ranks measure. Errors: ConfigError."""
+def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable,
+                 choose: Callable[[], tuple[Config, str] | None]) -> Checked:
+    """The run with numbers of subsequences in place of auto. choose(): what rank 0 chooses for all, and why;
+    None: the run stays as it is. Errors: ConfigError."""
+    choice = host.objects(together(host, lambda: choose() if found.speaks else None))[0]
+    if choice is None:
+        return found
+    one, why = choice
+    numbers = {name: getattr(one, name) for name in SUBSEQUENCE_KEYS}
+    asked = {name: "auto" for name in SUBSEQUENCE_KEYS if getattr(found.cfg, name) == "auto"}
+    before = found.ckpt.config if found.ckpt else {}
+    if why and "asked" in before and any(before[name] != numbers[name] for name in numbers):
+        why += f"; before it was {before['subsequences']}"
+    found = replace(found, cfg=replace(found.cfg, **numbers), asked=asked)
+    return together(host, check_room, found, launch, trace_step, why)
+
+
+def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None) -> Config | None:
+    """The config with the numbers that the checkpoint's run has chosen. None where that was asked something
+    else, or in another layout."""
+    stored = ckpt.config if ckpt else {}
+    asked = stored | stored.get("asked", {})
+    same = all(asked.get(name) == getattr(cfg, name) for name in SUBSEQUENCE_KEYS + LAYOUT_KEYS)
+    return replace(cfg, **{name: stored[name] for name in SUBSEQUENCE_KEYS}) if same else None
+
+
+def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
+    """For with_numbers, what needs no measuring: the numbers of the checkpoint, while these fit, for they
+    make the bits of the losses; the fewest that fit, where these copy nothing or runs are to be the same;
+    and where none fits. None: the speed matters."""
+    cfg, machine = replace(found.cfg, **found.kernels), untimed(machine_of(found.device, launch))
+
+    def of(one: Config) -> Estimate:
+        return estimate(one, machine, launch.world, fast_arena)
+    before = of_before(cfg, found.ckpt)
+    if before and of(before).fits:
+        return before, "as before"
+    one, why = chosen(cfg, machine, launch.world)
+    copies = of(one).alpha is not None
+    return None if copies and of(one).fits and not cfg.deterministic else (one, why)
+
+
+def measured(found: Checked, launch: Launch, host: Axis) -> Machine:
+    """This machine with the speed of attention that all ranks measure."""
     cfg, device = replace(found.cfg, **found.kernels), found.device
     machine = host.objects(together(host, lambda: machine_of(device, launch) if found.speaks else None))[0]
-    machine = profiler.measured_machine(cfg, machine, device, found.dtype, host)
-    choice = together(host, lambda: chosen(cfg, machine, launch.world) if found.speaks else None)
-    one, why = host.objects(choice)[0]
-    cfg = replace(one, stage=cfg.stage, **{name: getattr(found.cfg, name) for name in found.kernels})
-    return together(host, check_room, replace(found, cfg=cfg), launch, trace_step, why)
+    return profiler.measured_machine(cfg, machine, device, found.dtype, host)
 
 
 def take_device(launch: Launch, device: torch.device) -> None:
@@ -226,8 +269,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
         argv = [*argv, "--init_from=resume"]
     found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
     if found.cfg.undecided:
-        take_device(launch, found.device)
-        found = with_numbers(found, launch, host, trace_step)
+        found = with_numbers(found, launch, host, trace_step, partial(by_room, found, launch))
     cfg, device = found.cfg, found.device
     here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(found.dtype),
             "checkpoint": found.ckpt and found.ckpt.iter}
@@ -242,6 +284,10 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     together(host, check_shared, found.out, owner)
     together(host, lambda: set_aside(passed_over) if found.speaks else None)
     take_device(launch, device)
+    if cfg.undecided:
+        machine = measured(found, launch, host)
+        found = with_numbers(found, launch, host, trace_step, lambda: chosen(
+            replace(cfg, **found.kernels), machine, launch.world))
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
     return replace(found, owner=owner, lock=held_lock, expected=expected and expected.of_stage(cfg.stage))

@@ -24,7 +24,7 @@ def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
     layout needs."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.block_multiple
-    N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
+    N = max(1, min(cfg.n_subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
     if cfg.subsequence_cut == "flops":
@@ -40,8 +40,8 @@ def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
     whether it `receives` and `sends`."""
     lengths = subsequence_lengths(cfg, T * cfg.cp)
     rows = tuple(B * n // (cfg.cp * cfg.tp) for n in lengths)
-    return dict(cuts=rows if len(rows) > 1 else (), order=cfg.unit_order, receives=not cfg.embeds,
-                sends=not cfg.heads)
+    return dict(cuts=rows if len(rows) > 1 else (), order="layer" if cfg.by_layer else "subsequence",
+                receives=not cfg.embeds, sends=not cfg.heads)
 
 
 def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:
@@ -66,5 +66,5 @@ def subsequences_line(cfg: "Config", chosen: str = "") -> str:
         return f"sequence    1 subsequence{why}" * bool(chosen)
     shortest, most = min(lengths), max(lengths)
     each = f"{most:,}" if shortest == most else f"{shortest:,} to {most:,}"
-    order = f"{cfg.unit_order} by {cfg.unit_order}"
+    order = "layer by layer" if cfg.by_layer else "subsequence by subsequence"
     return f"sequence    {len(lengths)} subsequences of {each} tokens, {order}{why}"

@@ -18,7 +18,7 @@ HOST_BYTES = 1.035e12  # of the paper's 2 TB: torch's pinned cache rounds blocks
 
 def paper_config(model: str, S: int, **keys: Any) -> Config:
     """The preset of a model at another context, on the host memory that the paper could use."""
-    cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}"])
+    cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}", "--subsequences=1"])
     return replace(cfg, host_memory_gb=HOST_BYTES / 1e9, **keys)
 
 

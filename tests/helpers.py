@@ -82,7 +82,7 @@ def memo_logits(model, tokens):
 def save_states(out_dir, optimizer, cfg, iter):
     """A checkpoint of the optimizer's states."""
     saver = checkpoint.Saver(out_dir)
-    saver.save(optimizer.pieces(saved=True), cfg, iter)
+    saver.save(optimizer.pieces(saved=True), as_keys(cfg), iter)
     saver.wait()
 
 

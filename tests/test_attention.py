@@ -268,7 +268,7 @@ def test_a_trace_has_the_requests_of_its_kernel(name, kv_heads):
 
 
 def test_the_estimate_knows_the_kernel():
-    cfg, h100 = load_config(["config/7b_1m.py"]), hardware.machine("h100-80gb")
+    cfg, h100 = load_config(["config/7b_1m.py", "--subsequences=1"]), hardware.machine("h100-80gb")
 
     def of(machine=h100, **keys):
         return budget.estimate(replace(cfg, **keys), machine, 8, budget.fast_arena)
@@ -287,7 +287,8 @@ def test_the_estimate_knows_the_kernel():
 
 
 def test_the_copies_of_a_deterministic_backward_are_counted_and_have_a_remedy():
-    cfg, h100 = load_config(["config/7b_1m.py", "--deterministic=true"]), hardware.machine("h100-80gb")
+    cfg = load_config(["config/7b_1m.py", "--subsequences=1", "--deterministic=true"])
+    h100 = hardware.machine("h100-80gb")
     got = budget.estimate(cfg, h100, 8, budget.fast_arena)
     plain = budget.estimate(replace(cfg, attention="flash", deterministic=False), h100, 8, budget.fast_arena)
     copies = 132 * 4 * (cfg.block_size // cfg.cp) * 128

@@ -1,11 +1,15 @@
 """subsequences=auto: which numbers are tried, what is taken, and that all else knows numbers."""
 
+import json
 from dataclasses import replace
+from itertools import product
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from memo.config import Config
 from memo.decide import Judged, Rates, Room, choose, decide, numbers_of, place_whole, problem_of
 from memo.errors import ConfigError
@@ -16,12 +20,15 @@ from memo.estimate.budget import chosen, estimate
 from memo.estimate.search import estimate_or_none, longest
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.estimate.unit_seconds import layer_seconds
-from memo.layer import keys_dealt, tensors_of
+from memo.layer import keys_dealt, layer_of, tensors_of
 from memo.parallel.mesh import ALONE
 from memo.profiler import measured_machine
+from memo.subsequences import unit_rows
 from memo.swap.alpha import OutOfHostMemory
+from tests.helpers import argv, losses
 
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
+ONE = dict(subsequences=1, subsequence_cut="equal", unit_order="layer")
 H100 = hardware.machine("h100-80gb")
 SMALL = dict(n_layer=6, n_head=8, n_embd=1024, vocab_size=1024, dtype="bfloat16")
 
@@ -43,8 +50,8 @@ def test_the_numbers_that_are_tried():
 
 
 @pytest.mark.parametrize(("seconds", "lacks", "taken", "why"), [
-    ({1: 1.0, 2: 1.1, 4: 1.2}, {}, 1, "the fastest that fits"),
-    ({1: 1.0, 2: 0.997, 4: 0.996}, {}, 1, "the fastest"),  # equals: the fewest
+    ({1: 1.0, 2: 1.1, 4: 1.2}, {}, 1, "none is 3% faster"),
+    ({1: 1.0, 2: 0.98, 4: 0.975}, {}, 1, "none is 3% faster"),  # equals: the fewest
     ({1: 1.0, 2: 0.98, 4: 0.9, 8: 0.95}, {}, 4, "faster than 2"),
     ({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}, {1: 9, 2: 4}, 4, "2 does not fit the device"),
     ({}, {1: 9}, 2, "1 does not fit"), ({}, {}, 1, "it fits"),  # no speeds are known
@@ -63,12 +70,31 @@ def test_it_stops_where_more_only_cost_time_and_orders_come_last():
 
     def judge(one):
         tried.append(numbers(one))
-        return Judged(float(one.subsequences) - 0.9 * (one.unit_order != "layer"))
-    assert numbers(choose(made(), judge)[0]) == (1, "equal", "subsequence")  # faster by more than equally
-    assert tried == [(1, "equal", "layer"), (2, "equal", "layer"), (2, "flops", "layer"),
-                     (4, "equal", "layer"), (4, "flops", "layer"), (1, "equal", "subsequence")]
+        return Judged({1: 2.0, 2: 1.0, 4: 3.0, 8: 4.0}[one.subsequences] - 0.1 * (one.unit_order != "layer"))
+    assert numbers(choose(made(), judge)[0]) == (2, "equal", "subsequence")  # faster by more than equally
+    assert tried == [(1, "equal", "layer"), *product((2, 4, 8), ("equal", "flops"), ("layer",)),
+                     (2, "equal", "subsequence"), (2, "flops", "subsequence")]
     alone = choose(made(), lambda one: Judged(1.0, one.unit_order == "layer", "the host"))[0]
-    assert alone.unit_order == "subsequence"  # it alone fits
+    assert numbers(alone) == (2, "equal", "subsequence")  # it alone fits
+
+
+def test_nothing_is_tried_without_need():
+    tried = []
+
+    def judge(one):
+        tried.append(numbers(one))
+        return Judged(1.0, lacking=one.subsequences < 2, copies=False)
+    assert choose(made(4095), judge) == (replace(made(4095), **ONE), "") and not tried
+    assert choose(made(), judge)[0].subsequences == 2  # it fits and copies nothing
+    assert tried == [(1, "equal", "layer"), (2, "equal", "layer")]
+
+
+def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_layer():
+    cfg, four = Config(**SMALL), Config(**SMALL, subsequences=4)
+    assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1).undecided
+    assert unit_rows(cfg, 1, 4096) == unit_rows(replace(cfg, **ONE), 1, 4096) == dict(cuts=(), order="layer")
+    assert unit_rows(four, 1, 4096) == dict(cuts=(1024,) * 4, order="layer")
+    assert layer_of(cfg) == layer_of(replace(cfg, **ONE)) != layer_of(four)
 
 
 def simulated(room, rate):
@@ -173,7 +199,7 @@ def test_a_run_chooses_as_the_estimate_does_and_measures_attention():
 def test_the_command_line(capsys):
     argv = ["config/7b_1m.py", "--gpus=8", "--gpu=h100-80gb", "--tp=8", "--cp=1", "--vocab_size=50257",
             "--fast"]
-    main([*argv, "--block_size=4194304", "--subsequences=auto"])
+    main([*argv, "--block_size=4194304"])
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("sequence"))
     assert "subsequences of" in line and line.endswith("layer by layer: chosen, 2 does not fit the device")
     with pytest.raises(ConfigError, match="must be of type int or auto|must be int or auto"):
@@ -181,3 +207,41 @@ def test_the_command_line(capsys):
     with pytest.raises(ConfigError, match="must be one of auto, equal, flops"):
         main([*argv, "--subsequence_cut=half"])
 
+
+
+# --- runs ---
+
+def test_nothing_is_measured_where_a_run_copies_nothing(dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("memo.profiler.measured_machine", None)
+    monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)
+    train.main(argv(dataset, tmp_path, block_size=512, max_iters=1, warmup_iters=0))
+    assert "\nsequence    1 subsequence: chosen, it fits\n" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO
+
+
+def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, capsys):
+    """And its losses are to the last bit those of a run that was never stopped."""
+    def toss(n):
+        monkeypatch.setattr("memo.run.chosen", lambda cfg, *_: (
+            replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer"), "tossed"))
+
+    def resumed(*more):
+        train.main(["--init_from=resume", f"--out_dir={tmp_path / 'halves'}", *more])
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sequence")]
+        return line
+    monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)
+    keys = dict(block_size=512, n_layer=3, alpha=0.5, batch_size=1, lr_decay_iters=4, save_interval=2)
+    toss(4)
+    train.main(argv(dataset, tmp_path / "whole", **keys | dict(max_iters=4)))
+    train.main(argv(dataset, tmp_path / "halves", **keys | dict(max_iters=2)))
+    toss(2)
+    capsys.readouterr()
+    assert resumed("--max_iters=4") == "sequence    4 subsequences of 128 tokens, layer by layer: as before"
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+    two = "sequence    2 subsequences of 256 tokens, layer by layer"
+    assert resumed("--batch_size=2") == f"{two}: tossed; before it was 4"
+    assert resumed("--subsequences=2", "--subsequence_cut=flops", "--unit_order=layer") == two
+    monkeypatch.setattr("memo.run.estimate", lambda cfg, *a: (
+        SimpleNamespace(fits=cfg.subsequences != 4, alpha=0.5)))
+    assert resumed() == f"{two}: tossed; before it was 4"

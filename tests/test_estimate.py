@@ -48,8 +48,15 @@ A800, H100 = hardware.machine("a800-80gb"), hardware.machine("h100-80gb")
 LLAMA = dict(n_head=4, n_kv_head=2, head_dim=24, n_inner=192, norm="rmsnorm", mlp="swiglu", qk_norm=True,
              tie_embeddings=False)  # every key of the family, each width unlike GPT's
 METP = dict(tensor_parallel="metp")
-PARTS = dict(subsequences=4)
-SEVEN = ["config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
+EQUAL = dict(subsequence_cut="equal", unit_order="layer")
+PARTS = dict(subsequences=4, **EQUAL)
+ONE = ["--subsequences=1", *(f"--{name}={value}" for name, value in EQUAL.items())]  # MEMO as published
+SEVEN = [*ONE, "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"]
+
+
+def load(argv):
+    """load_config() with one subsequence, unless `argv` says how many."""
+    return load_config([*ONE, *argv])
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +136,7 @@ def test_recompute_and_swap_of_table_4():
 def test_the_longest_context_on_the_papers_node():
     arena = partial(arena_here, trace_step)
     for S, host_bytes in ((2**20, 1.035e12), (2**21, 2e12)):
-        cfg = load_config(["config/7b_1m.py", f"--block_size={S}"])
+        cfg = load(["config/7b_1m.py", f"--block_size={S}"])
         assert budget.estimate(*budget.granting(cfg, A800, 8, host_bytes), 8, arena).fits
 
 
@@ -137,7 +144,7 @@ def test_the_longest_context_on_the_papers_node():
 
 def test_every_byte_is_in_a_line_and_a_region():
     for argv in (["--activation=keep"], ["--optimizer_device=cpu"], ["--alpha=0.5"], []):
-        cfg = load_config(["config/7b_1m.py", *argv])
+        cfg = load(["config/7b_1m.py", *argv])
         got = budget.estimate(cfg, A800, 8, lambda *_: ArenaBytes(10**9, 10**6))
         out = report.as_dict(got)
         regions = {k: v for k, v in out["device_bytes"].items() if k not in ("total", "capacity")}
@@ -187,7 +194,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
 
 @cache
 def traced_arenas(*argv, device="cuda", preset="7b_1m"):
-    cfg = load_config([f"config/{preset}.py", *argv])
+    cfg = load([f"config/{preset}.py", *argv])
     machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
     return arena_here(trace_step, cfg, machine), fast_arena(cfg, machine)
 
@@ -244,10 +251,8 @@ def test_the_fast_bound_is_one_and_is_near_for_several_subsequences(preset, text
 @pytest.mark.parametrize("family", [dict(), LLAMA, dict(LLAMA, n_kv_head=1, head_dim=40, qk_norm=False,
                                                         qkv_bias=True),
                                     dict(LLAMA, head_groups=4, **METP), PARTS,
-                                    dict(LLAMA, subsequences=3, unit_order="subsequence"),
-                                    dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")])
-def test_a_run_finds_what_was_estimated(dataset, tmp_path, monkeypatch, family):
-    monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)  # auto has numbers to choose from
+                                    dict(LLAMA, **PARTS | dict(subsequences=3, unit_order="subsequence"))])
+def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
     train.main(arguments(dataset, tmp_path, n_layer=4, alpha=0.5, block_size=512, max_iters=1,
                          warmup_iters=0, **family))
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -344,7 +349,7 @@ def test_speeds_lie_between_those_that_were_measured():
 
 def test_what_binds_and_more_hardware_is_never_slower():
     slow_bus = replace(A800, node=replace(A800.node, pcie_bytes_per_s=4e9))
-    cfg = replace(load_config(["config/7b_1m.py", "--block_size=131072"]), host_memory_gb=1700.0)
+    cfg = replace(load(["config/7b_1m.py", "--block_size=131072"]), host_memory_gb=1700.0)
     got, slow = (budget.estimate(cfg, m, 8, fast_arena) for m in (A800, slow_bus))
     assert slow.binds == "PCIe" and slow.alpha < got.alpha and slow.mfu < got.mfu
     little = budget.estimate(replace(cfg, host_memory_gb=200.0), A800, 8, fast_arena)
@@ -354,7 +359,7 @@ def test_what_binds_and_more_hardware_is_never_slower():
 
 def test_seconds_follow_the_widths_of_the_layer():
     def layer(**keys):
-        cfg = load_config(["config/llama3_8b_1m.py", "--block_size=131072"])
+        cfg = load(["config/llama3_8b_1m.py", "--block_size=131072"])
         return LayerSeconds(replace(cfg, **keys), H100, 2)
     got, whole, rows = layer(), layer(n_kv_head=32), 2**17 // 4  # cp=4
     # at eight times the length two heads at a time: keys that four read travel twice
@@ -380,15 +385,15 @@ def test_seconds_follow_the_widths_of_the_layer():
 
 def test_seconds_of_units_add_up_to_a_layers():
     """The FLOPs are the same. What comes on top: merged partial results, sums of keys' gradients."""
-    cfg = load_config(["config/llama3_8b_1m.py", "--tp=1", "--cp=1"])
+    cfg = load(["config/llama3_8b_1m.py", "--tp=1", "--cp=1"])
     whole, half = (layer_seconds(replace(cfg, block_size=S), H100, 2) for S in (2**20, 2**19))
-    for keys in (PARTS, dict(subsequences=16), dict(PARTS, subsequence_cut="flops")):
+    for keys in (PARTS, PARTS | dict(subsequences=16), PARTS | dict(subsequence_cut="flops")):
         got = layer_seconds(replace(cfg, **keys), H100, 2)
         kernels = [unit.attention_kernels_s for unit in got.units]
         assert got.attention_kernels_s == pytest.approx(whole.attention_kernels_s, rel=1e-4)
         assert whole.forward_s < got.forward_s < 1.05 * whole.forward_s
         assert whole.backward_s < got.backward_s < 1.05 * whole.backward_s
-        if "subsequence_cut" in keys:
+        if keys["subsequence_cut"] == "flops":
             seconds = [unit.forward_s for unit in got.units]
             assert max(seconds) < 1.05 * min(seconds)
         else:
@@ -417,7 +422,7 @@ def test_the_messages_of_a_unit_are_those_of_a_layer(keys):
 
 
 def test_what_is_copied_and_made_again_of_units_takes_its_time():
-    cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--subsequences=16"])
+    cfg = load(["config/7b_1m.py", "--tp=8", "--cp=1", "--subsequences=16"])
     got = {name: budget.estimate(replace(cfg, **keys), A800, 8, fast_arena) for name, keys in dict(
         memo={}, keep=dict(activation="keep"), recompute=dict(activation="recompute"),
         order=dict(unit_order="subsequence")).items()}
@@ -463,7 +468,7 @@ def test_the_messages_of_metp_are_those_of_a_layer(keys, groups):
 
 
 def test_seconds_of_metp_follow_ranks_context_and_links():
-    cfg = load_config(["config/llama2_7b_1m.py", "--tp=8", "--cp=1"])
+    cfg = load(["config/llama2_7b_1m.py", "--tp=8", "--cp=1"])
     got, half = metp_seconds(cfg), metp_seconds(cfg, block_size=2**19)
     assert 3.5 < got.forward_s / half.forward_s < 4 and half.messages_s < got.messages_s < 2 * half.messages_s
     assert metp_seconds(cfg, tp=4).forward_s == pytest.approx(2 * got.forward_s, rel=0.05)
@@ -474,7 +479,7 @@ def test_seconds_of_metp_follow_ranks_context_and_links():
         assert late.messages_s - fast.messages_s == pytest.approx(
             late.forward_s + late.backward_s - fast.forward_s - fast.backward_s)
     # groups of four heads that share one of keys make keys and values alone; thinner ones, once each
-    grouped = load_config(["config/llama3_8b_1m.py", "--tp=8", "--cp=1"])
+    grouped = load(["config/llama3_8b_1m.py", "--tp=8", "--cp=1"])
     few, many = (metp_seconds(grouped, head_groups=n) for n in (8, 32))
     assert many.kv_bytes == 4 * few.kv_bytes and sum(many.widths) * 32 > sum(few.widths) * 8
     # what the backward makes again: q, k, v and the hidden tensors, but not attention
@@ -485,7 +490,7 @@ def test_seconds_of_metp_follow_ranks_context_and_links():
 
 
 def test_metp_recomputes_mid_alone_or_attention_with_all_that_it_takes():
-    cfg = load_config(["config/llama2_7b_1m.py", "--tp=8", "--cp=1"])
+    cfg = load(["config/llama2_7b_1m.py", "--tp=8", "--cp=1"])
     got, N = metp_seconds(cfg), 2**20 // 8
     mid, half, attention = (got.recompute_s({name: slice(0, rows)}) for name, rows in
                             (("mid", N), ("mid", N // 2), ("attn_out", N)))
@@ -500,18 +505,18 @@ def test_metp_recomputes_mid_alone_or_attention_with_all_that_it_takes():
 
 @pytest.mark.slow
 def test_search_gives_the_fastest_that_fit():
-    cfg = load_config(["config/7b_1m.py", "--gradient_accumulation_steps=8"])
+    cfg = load(["config/7b_1m.py", "--gradient_accumulation_steps=8"])
     found = search.search(cfg, A800, 16, fast_arena)
     assert len(found) == 5 and all(got.fits for got in found)
     assert [got.tgs for got in found] == sorted((got.tgs for got in found), reverse=True)
     every = [search.estimate_or_none(one, A800, 16, fast_arena) for one in search.layouts(cfg, A800, 16)]
     assert found[0].tgs == max(got.tgs for got in every if got and got.fits)
     with pytest.raises(ConfigError, match=r"^--gpus=7: no layout divides them"):
-        search.search(load_config(["config/7b_1m.py"]), A800, 7, fast_arena)
+        search.search(load(["config/7b_1m.py"]), A800, 7, fast_arena)
 
 
 def test_the_longest_fits_and_a_longer_one_does_not():
-    cfg = load_config(["config/7b_1m.py"])
+    cfg = load(["config/7b_1m.py"])
     most = search.longest(cfg, A800, 8, fast_arena)
     unit = 1024 * 8
     assert most.fits and most.cfg.block_size % unit == 0
@@ -520,7 +525,7 @@ def test_the_longest_fits_and_a_longer_one_does_not():
 
 
 def test_the_longest_of_several_subsequences_is_found_where_shorter_ones_cannot_be():
-    cfg, unit = load_config(["config/7b_1m.py", "--subsequences=2500"]), 1024 * 8
+    cfg, unit = load(["config/7b_1m.py", "--subsequences=2500"]), 1024 * 8
 
     def fits_to_7(cfg, *args):
         return cfg and SimpleNamespace(cfg=cfg, fits=cfg.block_size <= 7 * unit)
@@ -531,7 +536,7 @@ def test_the_longest_of_several_subsequences_is_found_where_shorter_ones_cannot_
 
 @pytest.mark.slow
 def test_the_longest_of_all_layouts():
-    cfg = load_config(["config/gpt2_124m.py", "--vocab_size=50257", "--gradient_accumulation_steps=2"])
+    cfg = load(["config/gpt2_124m.py", "--vocab_size=50257", "--gradient_accumulation_steps=2"])
     found = search.longest_of_layouts(cfg, A800, 2, fast_arena)
     every = [search.longest(one, A800, 2, fast_arena) for one in search.layouts(cfg, A800, 2)]
     lengths = [got.cfg.block_size for got in found]
@@ -542,7 +547,7 @@ def test_the_longest_of_all_layouts():
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["equal", "flops"])
 def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
-    cfg = load_config(["config/gpt2_124m.py", "--block_size=8192", "--subsequences=7", "--vocab_size=1000",
+    cfg = load(["config/gpt2_124m.py", "--block_size=8192", "--subsequences=7", "--vocab_size=1000",
                        f"--subsequence_cut={cut}"])
     few = trace_step(cfg, "cuda")
     with patch.object(rehearsal, "PIECES_BEFORE", 99):
@@ -553,7 +558,7 @@ def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
 
 def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
     """A layer of 175B at 2M tokens."""
-    cfg = load_config(["config/gpt_175b.py", "--n_layer=1", "--tp=8", "--cp=1", "--block_size=2097152",
+    cfg = load(["config/gpt_175b.py", "--n_layer=1", "--tp=8", "--cp=1", "--block_size=2097152",
                        "--optimizer_device=auto"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     others = dict(search.remedies(got, most=99))
@@ -570,14 +575,14 @@ def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
 
 
 def test_remedies_fit():
-    cfg = load_config(["config/7b_1m.py", "--block_size=4194304"])
+    cfg = load(["config/7b_1m.py", "--block_size=4194304"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     assert got.reason == "oom"
     others = search.remedies(got)
     assert len(others) == 3 and all(other.fits for _, other in others)
     for text, other in others:
         argv = [arg for arg in text.split() if not arg.startswith("--gpus=")]
-        assert load_config(["config/7b_1m.py", "--block_size=4194304", *argv]) == other.asked
+        assert load(["config/7b_1m.py", "--block_size=4194304", *argv]) == other.cfg
 
 
 # --- the command ---
@@ -619,7 +624,7 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
 @pytest.mark.parametrize("argv",
                          [["--tp=3"], ["--block_size=1048568"], ["--n_head=2", "--n_embd=256"], ["--cp=5"]])
 def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
-    with_layout = ["config/7b_1m.py", "--gpu=h100-80gb", "--gpus=2", *argv]
+    with_layout = [*ONE, "config/7b_1m.py", "--gpu=h100-80gb", "--gpus=2", *argv]
     assert command(*with_layout, capsys=capsys)[0] == 2
     code, out, err = command(*with_layout, "--search", capsys=capsys)
     assert code == 0 and "layout" in out and not err
@@ -628,7 +633,7 @@ def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
 
 
 def test_search_takes_the_configs_number_of_ranks(capsys):
-    out = command("config/7b_1m.py", "--gpu=h100-80gb", "--search", capsys=capsys)[1]
+    out = command(*ONE, "config/7b_1m.py", "--gpu=h100-80gb", "--search", capsys=capsys)[1]
     assert " 8 x h100-80gb on 1 node" in out
     _, _, err = command("config/7b_1m.py", "--gpu=h100-80gb", "--tp=0", "--search", capsys=capsys)
     assert err == "error: tp=0 must be at least 1\n"
@@ -711,7 +716,7 @@ def test_the_end_of_the_search_is_not_called_the_memorys(capsys):
 
 
 def test_what_cannot_fit_by_far_is_not_traced():
-    cfg = load_config(["config/7b_1m.py", "--batch_size=1000", "--gradient_accumulation_steps=1"])
+    cfg = load(["config/7b_1m.py", "--batch_size=1000", "--gradient_accumulation_steps=1"])
 
     def trace(cfg, machine):
         raise AssertionError("it takes minutes")
@@ -723,7 +728,7 @@ def test_what_cannot_fit_by_far_is_not_traced():
 def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "FIRST_S", 0.001)
     png = tmp_path / "a.png"
-    code, out, err = command("config/7b_1m.py", "--gpu=a800-80gb", "--gpus=8", "--search", "--max_context",
+    code, out, err = command(*SEVEN, "--search", "--max_context",
                              f"--plot={png}", capsys=capsys)
     assert code == 0 and png.exists() and out.splitlines()[-1] == f"plot        {png}"
     for text in (r"--search: \d+ of \d+ layouts tried, \d+ of the fastest looked at closely",
@@ -760,7 +765,7 @@ def train_in_little(argv, said):
 
 @pytest.mark.slow
 def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
-    cfg = load_config(["config/7b_1m.py"])
+    cfg = load(["config/7b_1m.py"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     line = search.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
     assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, "
@@ -776,7 +781,7 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
 
 
 def test_no_memory_for_subsequences_names_their_regions_and_the_knob_of_the_largest():
-    cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--n_layer=4", "--subsequences=16",
+    cfg = load(["config/7b_1m.py", "--tp=8", "--cp=1", "--n_layer=4", "--subsequences=16",
                        "--alpha=0.5"])
     for order, region, knob in (("layer", "key_gradients", "--cp or --tp; "),
                                 ("subsequence", "key_gradients", "--cp or --tp, or --unit_order=layer; ")):
@@ -789,7 +794,7 @@ def test_no_memory_for_subsequences_names_their_regions_and_the_knob_of_the_larg
 
 
 def test_a_context_too_long_for_the_device_fits_with_subsequences():
-    cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--block_size=3145728"])
+    cfg = load(["config/7b_1m.py", "--tp=8", "--cp=1", "--block_size=3145728"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     assert got.reason == "oom"
     assert any("--subsequences=" in text for text, _ in search.remedies(got, most=99))
@@ -890,7 +895,7 @@ ARENA = dict(transient=10**6, head=10**5)
     dict(arena=ARENA, keys={}), ARENA, [], "[" * 99999])
 def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cfg, machine, traces = load_config(["--vocab_size=99"]), hardware.machine("a800-80gb"), []
+    cfg, machine, traces = load(["--vocab_size=99"]), hardware.machine("a800-80gb"), []
 
     def trace(keys):
         traces.append(keys)
@@ -912,7 +917,7 @@ def test_what_fits_at_one_batch_fits_at_every_smaller_one():
     """Buffers are taken until the device is full: then the head's logits must have their place already."""
     rtx4090 = hardware.machine("rtx4090")
     keys = ["--n_layer=36", "--n_embd=1280", "--n_head=20", "--block_size=1024", "--vocab_size=50257"]
-    configs = [load_config([*keys, f"--batch_size={B}"]) for B in [*range(1, 60), 400]]
+    configs = [load([*keys, f"--batch_size={B}"]) for B in [*range(1, 60), 400]]
     estimates = [budget.estimate(cfg, rtx4090, 1, fast_arena) for cfg in configs]
     fits = [got.fits for got in estimates]
     assert fits == sorted(fits, reverse=True) and fits[0] and not fits[-1]
@@ -921,7 +926,7 @@ def test_what_fits_at_one_batch_fits_at_every_smaller_one():
 
 @pytest.mark.slow
 def test_attention_without_a_kernel_holds_the_scores():
-    cfg = load_config(["config/gpt2_124m.py", "--vocab_size=50257", "--block_size=8192", "--position=rope"])
+    cfg = load(["config/gpt2_124m.py", "--vocab_size=50257", "--block_size=8192", "--position=rope"])
     A = hardware.machine("h100-80gb")
     for slow in (replace(cfg, dtype="float32"), replace(cfg, attention="math")):
         kernels, scores = (budget.estimate(one, A, 1, fast_arena).bytes_of("transient")[0]

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,6 +134,24 @@ def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path):
     for name in ("auto", "cpu"):
         assert train.main(argv(dataset, tmp_path / name, optimizer_device=name, dtype="bfloat16")) == 0
     assert losses(tmp_path / "auto") == losses(tmp_path / "cpu")
+
+
+def here_choosing(host, argv):
+    """here(), where each rank would choose another number of subsequences, if it were asked."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("memo.decide.LEAST_TOKENS", 16)
+        m.setattr("memo.decide.ALIGNED", 1)
+        m.setattr("memo.run.chosen", lambda cfg, *_: (replace(
+            cfg, subsequences=4 >> host.rank, subsequence_cut="equal", unit_order="layer"), "tossed"))
+        return here(host, argv)
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(cp=2), {}])
+def test_all_ranks_take_what_rank_0_chooses(dataset, tmp_path, layout):
+    four = dict(subsequences=4, subsequence_cut="equal", unit_order="layer")
+    assert pool(2).run(here_choosing, argv(dataset, tmp_path / "auto", **layout)) == [0, 0]
+    assert pool(2).run(here, argv(dataset, tmp_path / "four", **layout, **four)) == [0, 0]
+    assert losses(tmp_path / "auto") == losses(tmp_path / "four")
 
 
 # --- checkpoints ---

@@ -1,7 +1,7 @@
 """The optimizer's norm, and the optimizer on the host: its bits are those of the one on the device."""
 
 import hashlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
@@ -67,7 +67,7 @@ def trained(mesh, cfg, dtype, steps=3, folder=None):
     for i in range(steps):
         if folder and i == 2:
             saver = checkpoint.Saver(folder)
-            saver.save(optimizer.pieces(saved=True), cfg, i)
+            saver.save(optimizer.pieces(saved=True), asdict(cfg), i)
             saver.wait()
             model.close()
             model, optimizer = fresh()

@@ -97,7 +97,8 @@ def test_too_little_host_memory_leaves_no_trace(dataset, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["layer", "subsequence"])
 def test_a_run_of_subsequences_that_swaps_is_bitwise_one_that_keeps(dataset, tmp_path, order):
-    keys = LLAMA | dict(block_size=512, batch_size=2, max_iters=2, subsequences=3, unit_order=order)
+    keys = LLAMA | dict(block_size=512, batch_size=2, max_iters=2, subsequences=3, subsequence_cut="equal",
+                        unit_order=order)
     train.main(argv(dataset, tmp_path / "keep", activation="keep", **keys))
     train.main(argv(dataset, tmp_path / "memo", alpha=0.5, **keys))
     assert losses(tmp_path / "memo") == losses(tmp_path / "keep")

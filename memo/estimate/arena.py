@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memo import backends
-from memo.config import Config
+from memo.config import SUBSEQUENCE_KEYS, Config
 from memo.errors import ConfigError
 from memo.estimate.hardware import Machine
 from memo.files import cache_folder, keep_json, parse_json, read_text
@@ -38,8 +38,9 @@ ROOT = Path(__file__).parents[2]
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops", "subsequences", "subsequence_cut", "unit_order", "n_layer", "pp",
-                "stage")
+                "deterministic", "ops", "n_layer", "pp", "stage")
+# and with several subsequences; activation, for keys may be made again
+SEVERAL_KEYS = (*SUBSEQUENCE_KEYS, "activation")
 
 # The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
 # as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).
@@ -108,9 +109,8 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
     """The ArenaBytes of a rank, from the cache or from trace({key of the config, stage, threads or
     multiprocessors: value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
-    keys = {k: v for k, v in asdict(shortest(cfg)).items() if k in REQUEST_KEYS}
-    if cfg.subsequences > 1:
-        keys["activation"] = cfg.activation  # in which keys may be made again
+    names = REQUEST_KEYS + SEVERAL_KEYS * (cfg.n_subsequences > 1)
+    keys = {k: v for k, v in asdict(shortest(cfg)).items() if k in names}
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
                  multiprocessors=machine.multiprocessors)
     try:
@@ -158,9 +158,9 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
     gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
     Q, F = cfg.n_head * D, cfg.inner_width
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
-    if cfg.subsequences > 1:
+    if cfg.n_subsequences > 1:
         gradients, sums = 0 if several else group, 0  # those of keys have memory of their own
-        if cfg.unit_order == "layer" and cfg.activation == "recompute":
+        if cfg.by_layer and cfg.activation == "recompute":
             sweep = rows * C // tp * e + gathered  # the norm of a unit's input
         if cfg.qk_norm or (cfg.context_parallel == "ulysses" and cfg.cp > 1):
             dout += 2 * rows * cfg.kv_heads * D // tp * e  # keys and values as the layer makes them
@@ -245,7 +245,7 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
         kernel = MATH_SCORE_BYTES * B * H * T * T
     if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
         kernel += (1 + several) * (group + kv)
-    if cfg.subsequences > 1:
+    if cfg.n_subsequences > 1:
         kind = "one rank" if cp == 1 else "ulysses" if ulysses else "two ranks" if cp == 2 else "more"
         own, fp32 = PREFIX_GROUPS[kind]
         return (own + fp32 * f) * group + 2 * group // heads * dealt + kernel

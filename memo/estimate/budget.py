@@ -382,6 +382,11 @@ def verdict(got: Estimate) -> tuple[str | None, str | None]:
     return reasons[0][0], "; and ".join(text for _, text in reasons)
 
 
+def untimed(machine: Machine) -> Machine:
+    """The machine without its speeds: whether a run fits depends on no seconds, and is found faster so."""
+    return replace(machine, speeds=None)
+
+
 def chosen(cfg: Config, machine: Machine, world: int) -> tuple[Config, str]:
     """choose() of a config, with the Estimates of a machine as the judge, and the bound of the temporary
     tensors."""
@@ -392,7 +397,7 @@ def judged(got: Estimate) -> Judged:
     """An Estimate as choose() takes it."""
     seconds = got.seconds.get("step", 0.0)
     if got.fits:
-        return Judged(seconds)
+        return Judged(seconds, copies=got.alpha is not None)
     host = max(0, got.host_bytes - got.host_capacity)
     if got.capacity is None:
         there = int(got.machine.node.host_memory_bytes * alpha.HOST_SHARE)

@@ -120,7 +120,7 @@ def as_dict(got: Estimate) -> dict:
     limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
     cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
     layout = dict(tp=cfg.tp, cp=cfg.cp, pp=cfg.pp, dp=got.dp, tensor_parallel=cfg.tensor_parallel,
-                  subsequences=cfg.subsequences)
+                  subsequences=cfg.n_subsequences)
     if cfg.metp:
         layout["head_groups"] = head_groups(cfg)
     stages = dict(stage=cfg.stage, stages=[stage_dict(one) for one in got.stages]) if cfg.pp > 1 else {}

@@ -11,7 +11,7 @@ from memo.config import Config
 from memo.decide import LEAST_TOKENS
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
-from memo.estimate.budget import Estimate, chosen, estimate
+from memo.estimate.budget import Estimate, chosen, estimate, untimed
 from memo.estimate.hardware import Machine
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
@@ -28,11 +28,6 @@ def config_with(cfg: Config, **keys: Any) -> Config | None:
         return replace(cfg, **keys)
     except ConfigError:
         return None
-
-
-def untimed(machine: Machine) -> Machine:
-    """The machine without its speeds: whether a run fits depends on no seconds, and is found faster so."""
-    return replace(machine, speeds=None)
 
 
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
@@ -133,8 +128,7 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
     * tp up to LONGEST; None where not one of them does. `known`: a block_size that fits, by which the search
     begins."""
     unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
-    parts = 1 if cfg.subsequences == "auto" else cfg.subsequences
-    least = -(-parts * cfg.block_multiple // unit)  # units: each subsequence has a multiple
+    least = -(-cfg.n_subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
     alone = untimed(machine)
 
     def of(n: int, arena: ArenaOf, machine: Machine = alone) -> Estimate | None:
@@ -227,9 +221,10 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     changes += [deeper, deeper | dict(cp=cfg.cp // 2), deeper | dict(tp=cfg.tp // 2)]
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
-    changes += [dict(unit_order="layer"), *(dict(subsequences=n * got.cfg.subsequences) for n in (4, 16)
-                                            if cfg.subsequences != "auto" and
-                                            cfg.block_size >= LEAST_TOKENS * n * got.cfg.subsequences)]
+    changes += [dict(unit_order="layer")] * (not cfg.by_layer)
+    if cfg.subsequences != "auto":  # else more have been tried
+        changes += [dict(subsequences=n * cfg.subsequences) for n in (4, 16)
+                    if cfg.block_size >= LEAST_TOKENS * n * cfg.subsequences]
     if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
         changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
@@ -275,7 +270,7 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
     grew = {name: n for name, n in nbytes.items() if n} or {region: max(expected.bytes_of(region))}
     largest = max(grew, key=grew.__getitem__)
     knob = KNOBS[largest]
-    if cfg.unit_order == "subsequence" and largest in ("keys", "key_gradients"):
+    if not cfg.by_layer and largest in ("keys", "key_gradients"):
         knob += ", or --unit_order=layer"
     if capacity is not None:
         assert machine.memory_bytes is not None  # `capacity` is of a device with its own

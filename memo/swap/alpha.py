@@ -174,8 +174,11 @@ class AlphaProblem:
 
     def device_bytes_at(self, kept: int) -> int:
         """Bytes of all buffers and regions where so many rows of each of the others survive."""
-        p = replace(self.placement, kept=dict.fromkeys(self.others, kept))
-        return p.device_bytes(self.tensors, self.dealt)
+        known = self.placement.sizes_known  # whatever the rate and the host's room are
+        if kept not in known:
+            p = replace(self.placement, kept=dict.fromkeys(self.others, kept))
+            known[kept] = p.device_bytes(self.tensors, self.dealt)
+        return known[kept]
 
     @property
     def least_device_bytes(self) -> int:

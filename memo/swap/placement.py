@@ -154,6 +154,11 @@ class Placement:
         """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
         return {}
 
+    @cached_property
+    def sizes_known(self) -> dict[int, int]:
+        """What AlphaProblem.device_bytes_at has found, by rows that survive."""
+        return {}
+
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
         """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory."""
         like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)

@@ -24,7 +24,7 @@ from memo.swap.placement import Placement, Rows, rows
 
 def rests(cfg: Config) -> bool:
     """Whether rows whose copies do not hide stay on the device, as far as that has room."""
-    return cfg.activation == "swap" and cfg.subsequences > 1
+    return cfg.activation == "swap" and cfg.n_subsequences > 1
 
 
 def resting(problem: AlphaProblem) -> Rows:
@@ -48,7 +48,7 @@ def resting(problem: AlphaProblem) -> Rows:
 
 def swaps_layers(cfg: Config) -> bool:
     """Whether the mode swaps any layers."""
-    return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.subsequences > 2
+    return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.n_subsequences > 2
 
 
 def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, input_only: int = 0,
@@ -59,7 +59,7 @@ def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, i
     several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     layers = len(cfg.layers)
     units = layers * max(1, len(several["cuts"]))
-    stay = units == layers or n_buffers >= units or cfg.unit_order == "subsequence"
+    stay = units == layers or n_buffers >= units or not cfg.by_layer
     return Placement(layers, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
                      keys="stay" if stay else keys, stream=stream or ("whole" if cfg.heads else "passed"),
                      **several)

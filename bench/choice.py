@@ -1,0 +1,66 @@
+"""Is the number of subsequences that auto chooses the fastest here?
+
+    python -m bench.choice [default] [gpt2] [--rounds=2]
+
+default  the model and the context of config/stdlib.py, which `make train` trains.
+gpt2     GPT-2 at 65,536 tokens, cut to 3 of 12 layers and 2 of 12 heads, for on a CPU all of it takes an hour
+         a step; with half of the memory that its activations would fill, as a host of 24 GB has of all.
+
+Each is trained with 1, 4 and 16 subsequences by hand and with auto, in turns, there and back. Seconds are the
+median of the steps; all but the first where there are several. Writes bench/results/choice.json.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import train
+from bench.metp import store_parts
+from memo.loggers import read_metrics
+
+RESULTS = Path(__file__).parent / "results"
+RUN = dict(dataset="stdlib", device="cpu", warmup_iters=0, eval_interval=0, save_interval=0)
+CASES = {"default": dict(n_layer=2, n_head=2, n_embd=192, block_size=4096, max_iters=9),
+         "gpt2": dict(n_layer=3, n_head=2, n_embd=128, block_size=2**16, max_iters=1, bias=True, gelu="tanh",
+                      position="learned", host_memory_gb=1.2)}
+BY_HAND = {str(N): dict(subsequences=N, subsequence_cut="equal", unit_order="layer") for N in (1, 4, 16)}
+RIVALS = BY_HAND | {"auto": {}}
+
+
+def a_run(keys):
+    """(seconds of its steps, seconds before the first, keys as they were chosen) of a run of train.py."""
+    with tempfile.TemporaryDirectory() as out:
+        start = time.perf_counter()
+        train.main([f"--{k}={v}" for k, v in (RUN | keys | dict(out_dir=out)).items()])
+        whole = time.perf_counter() - start
+        steps = [row["step_s"] for row in read_metrics(Path(out) / "metrics.jsonl")]
+        chosen = json.loads((Path(out) / "config.json").read_text())
+    return steps[len(steps) > 1:], whole - sum(steps), chosen
+
+
+def compare(case, rounds):
+    """{rival: its figures, with the ratio of its seconds to those of the fastest} of one case."""
+    found = {name: dict(step_s=[], other_s=[]) for name in RIVALS}
+    for i in range(rounds):
+        for name in list(RIVALS)[::-1 if i % 2 else 1]:
+            steps, other, chosen = a_run(CASES[case] | RIVALS[name])
+            found[name]["step_s"] += steps
+            found[name]["other_s"].append(other)
+            found[name] |= {key: chosen[key] for key in ("subsequences", "subsequence_cut", "unit_order")}
+    best = min(median(row["step_s"]) for row in found.values())
+    for name, row in found.items():
+        row["over_fastest"] = median(row["step_s"]) / best
+        print(f"{case:8} {name:5} N={row['subsequences']:<3} {median(row['step_s']):8.3f} s a step, "
+              f"{row['over_fastest']:.3f} of the fastest; {median(row['other_s']):.1f} s beside the steps")
+    return found
+
+
+def main():
+    store_parts(__doc__, RESULTS / "choice.json",
+                {case: lambda rounds, case=case: compare(case, rounds) for case in CASES})
+
+
+if __name__ == "__main__":
+    main()
