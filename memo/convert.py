@@ -89,9 +89,9 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     # the pieces have shapes only: a tensor is read when it is written
     saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
-                for name, p in model_parameters(cfg).items()], asdict(cfg), 0)
+                for name, p in model_parameters(cfg).items()], as_keys(cfg), 0)
     saver.wait()
-    save_json(asdict(cfg), out_dir / CONFIG)
+    save_json(as_keys(cfg), out_dir / CONFIG)
     carry_files(hf_folder, out_dir)
     weights.warn_of_damage()
     print(f"{out_dir}: train with --init_from=resume, generate with memo.sample")
