@@ -280,16 +280,15 @@ def stage_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line
     record = plan_record(cfg, decision, model, lines, None)
     own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",
            "rates", "regions")
-    return dict(stage=cfg.stage, layers=[cfg.layers.start, cfg.layers.stop - 1]) | {k: record[k] for k in own}
+    return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
 
 
-def stage_lines(stages: list[dict]) -> list[str]:
+def stages_table(stages: list[dict]) -> list[str]:
     """The startup's table of what the first rank of each stage holds. `stages`: stage_record() of each."""
     lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(stages)
     for one in stages:
-        first, last = one["layers"]
         nbytes = [sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes")]
-        what = f"{one['stage']}: layers {first} to {last}"
+        what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
         alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
         device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
         lines.append(f"            {what:32}{device:>9}{host:>9}{alpha}".rstrip())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memo.plots import GREY, RED, pyplot, store
-from memo.swap.spans import Span, busy_s, length_s, messages, stall_s
+from memo.swap.spans import Span, busy_s, length_s, sent_and_received, stall_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ COPIES = "offload", "prefetch"
 ROWS = {"compute": (-0.6, 0.6), "offload": (-0.75, 0.12), "prefetch": (-0.91, 0.12)}
 LINE = "#5a5f68"
 LOOKS = {"forward": "forward", "backward": "backward", "recompute": "recompute", "sweep": "recompute"}
-LABEL = re.compile(r"(?P<work>.*?)(?: (?P<layer>\d+)(?:\.(?P<subsequence>\d+))?)?")
+LABEL = re.compile(r"(?P<work>.*?)(?: \d+(?:\.(?P<subsequence>\d+))?)?")
 
 
 class Bar(NamedTuple):
@@ -46,12 +46,12 @@ def bars_of(stage: int, spans: Sequence[Span]) -> list[Bar]:
     return bars
 
 
-def runs_of(bars: Sequence[Bar]) -> list[Bar]:
+def without_pauses(bars: Sequence[Bar]) -> list[Bar]:
     """Computing of one look, of one subsequence, without a pause: layers as one bar."""
     runs: list[Bar] = []
     for bar in (bar for bar in bars if bar.row == "compute" and bar.look != "others"):
         last = runs[-1] if runs else None
-        if last and last.look == bar.look and last[:4] == bar[:4]:
+        if last and last[:4] == bar[:4]:
             runs[-1] = last._replace(end_s=bar.end_s)
         else:
             runs.append(bar)
@@ -71,11 +71,10 @@ def draw_messages(ax: "Axes", stages: Sequence[Sequence[Span]]) -> None:
     lines = []
     for k, (here, there) in enumerate(pairwise(stages)):
         below, above = ROWS["compute"][0] - k, -k - 1
-        for sender, receiver, what, ends in ((here, there, "", (below, above)),
-                                             (there, here, " gradient", (above, below))):
-            for sent, got in zip(messages(sender, "send" + what), messages(receiver, "receive" + what),
-                                 strict=True):
-                lines.append([(sent.start_s, ends[0]), (got.end_s, ends[1])])
+        for sent, received in sent_and_received(here, there):
+            lines.append([(sent.start_s, below), (received.end_s, above)])
+        for sent, received in sent_and_received(there, here, " gradient"):
+            lines.append([(sent.start_s, above), (received.end_s, below)])
     from matplotlib.collections import LineCollection
     ax.add_collection(LineCollection(lines, colors=LINE, linewidths=0.5, zorder=3))
 
@@ -83,7 +82,7 @@ def draw_messages(ax: "Axes", stages: Sequence[Sequence[Span]]) -> None:
 def draw_bars(ax: "Axes", bars: Sequence[Bar], shades: Sequence[Any]) -> None:
     """All rectangles, those of a look and colour as one collection."""
     from matplotlib.collections import PolyCollection
-    alike = defaultdict(list)
+    alike = defaultdict[tuple, list](list)
     for bar in bars:
         low, height = ROWS[bar.row]
         low -= bar.stage
@@ -98,7 +97,7 @@ def draw_bars(ax: "Axes", bars: Sequence[Bar], shades: Sequence[Any]) -> None:
 
 def draw_numbers(ax: "Axes", bars: Sequence[Bar], length: float, N: int) -> None:
     """The subsequences' numbers, where there is room."""
-    for run in runs_of(bars):
+    for run in without_pauses(bars):
         number, width = str(run.subsequence), run.end_s - run.start_s
         if run.look in ("forward", "backward") and width > 0.008 * len(number) * length:
             low, height = ROWS["compute"]

@@ -37,7 +37,7 @@ def print_first_lines(run: "Run") -> None:
     """Prints what the run will do, and where its tensors live."""
     cfg, m, mesh = run.cfg, run.model, run.mesh
     pp = f"pp={cfg.pp} " * (cfg.pp > 1)
-    table = [memory.memory_table(cfg, run.decision, run.lines, run.expected), *memory.stage_lines(run.stages)]
+    table = memory.memory_table(cfg, run.decision, run.lines, run.expected)
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
@@ -50,7 +50,7 @@ def print_first_lines(run: "Run") -> None:
           f"{m.params.numel() / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {peak}, attention={m.attention.label}, "
-          f"ops={m.ops.name}{why_ops}", *table,
+          f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(run.stages),
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}", sep="\n", flush=True)
 
 
@@ -126,7 +126,8 @@ def draw_loss(run: "Run") -> None:
 def draw_step(run: "Run", spans: list[Span], stages: list[list[Span]], it: int) -> None:
     """The timeline and the memory plan of step `it`, and of several `stages` their pipeline."""
     name = f"step {it}, {title(run)}"
-    draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path, name))
+    draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
+                                                            name + ", stage 0" * bool(stages)))
     if stages:
         draw_picture(run, "pipeline.png", lambda path: pipeline(on_one_clock(stages), path, name))
     if run.model.arena.plans:

@@ -17,19 +17,19 @@ def wait_kind(key: Key) -> str:
     return "bubble" if stream_of(key) in ("send", "receive") else "wait"
 
 
-def seconds_of(spans: Iterable[Span], *kinds: str) -> float:
+def spent_s(spans: Iterable[Span], *kinds: str) -> float:
     """Seconds of the compute stream's spans of these kinds."""
     return sum(s.end_s - s.start_s for s in spans if s.stream == "compute" and s.kind in kinds)
 
 
 def stall_s(spans: Iterable[Span]) -> float:
     """Seconds that the compute stream spent waiting for a copy."""
-    return seconds_of(spans, "wait")
+    return spent_s(spans, "wait")
 
 
 def busy_s(spans: Iterable[Span]) -> float:
     """Seconds that the compute stream computed, or waited for a copy."""
-    return seconds_of(spans, "launch", "wait")
+    return spent_s(spans, "launch", "wait")
 
 
 def length_s(spans: Iterable[Span]) -> float:
@@ -56,16 +56,17 @@ def simulated_spans(steps: Iterable[Step], times: Times) -> list[Span]:
     return spans
 
 
-def messages(spans: Iterable[Span], kind: str) -> list[Span]:
-    """Those of one end of what goes between two stages, in order. `kind`: of the step, such as send."""
-    return [s for s in spans if s.kind == "launch" and s.label.rpartition(" ")[0] == kind]
+def sent_and_received(sender: Iterable[Span], receiver: Iterable[Span],
+                      what: str = "") -> list[tuple[Span, Span]]:
+    """Both ends of each message from a stage to its neighbour, in order. `what`: " gradient" of gradients."""
+    def ends(spans: Iterable[Span], kind: str) -> list[Span]:
+        return [s for s in spans if s.kind == "launch" and s.label.rpartition(" ")[0] == kind + what]
+    return list(zip(ends(sender, "send"), ends(receiver, "receive"), strict=True))
 
 
-def shortest_s(sender: Iterable[Span], receiver: Iterable[Span], what: str = "") -> float:
-    """The least that clocks say between a message's start and its arrival. `what`: " gradient" of
-    gradients."""
-    ends = zip(messages(sender, "send" + what), messages(receiver, "receive" + what), strict=True)
-    return min(there.end_s - here.start_s for here, there in ends)
+def shortest_s(messages: Iterable[tuple[Span, Span]]) -> float:
+    """The least time from where a message's sending begins to where it has come, as their clocks have it."""
+    return min(received.end_s - sent.start_s for sent, received in messages)
 
 
 def on_one_clock(stages: Sequence[list[Span]]) -> list[list[Span]]:
@@ -77,6 +78,7 @@ def on_one_clock(stages: Sequence[list[Span]]) -> list[list[Span]]:
     """
     moved, later = list(stages[:1]), 0.0
     for here, there in pairwise(stages):
-        later += (shortest_s(here, there) - shortest_s(there, here, " gradient")) / 2
+        back = sent_and_received(there, here, " gradient")
+        later += (shortest_s(sent_and_received(here, there)) - shortest_s(back)) / 2
         moved.append([s._replace(start_s=s.start_s - later, end_s=s.end_s - later) for s in there])
     return moved
