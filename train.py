@@ -60,7 +60,7 @@ from memo.parallel.mesh import Axis, connected, open_mesh
 from memo.report import report_step
 from memo.run import Run, open_run, prepare_run
 from memo.signals import Interrupted, StopSignal, handling, interrupt
-from memo.swap.streams import stall_s
+from memo.swap.spans import busy_s, length_s, stall_s
 from memo.weights import hf_tensors
 from model import GPT, initial_weights
 from trace_step import trace_step
@@ -179,12 +179,14 @@ def train(run: Run, stop: StopSignal) -> None:
         run.done, run.whole = it + 1, True
 
         # a step takes the time of the slowest rank; a signal to one rank stops all ranks at the same step
-        step_s = time.perf_counter() - start
-        step_s, stalled_s, stopped = mesh.host.max(step_s, stall_s(spans), stop.number)
+        mine = time.perf_counter() - start, stall_s(spans), stop.number, length_s(spans), busy_s(spans)
+        every = mesh.host.gather(torch.tensor(mine, dtype=torch.float64))
+        step_s, stalled_s, stopped, longest_s, _ = every.amax(0).tolist()
+        bubble_s = longest_s - every[:, -1].mean().item() if cfg.pp > 1 else None
         rate = tgs(tokens, mesh.host.size, step_s)
         stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak),
                           alpha=run.decision.alpha, offload_bytes=offload_bytes, stall_s=stalled_s,
-                          transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
+                          bubble_s=bubble_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
         replanned = arena.settle()  # plans requests that are new, as those of the first evaluation

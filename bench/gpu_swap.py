@@ -47,7 +47,7 @@ from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from memo.swap.slab import host_bytes
-from memo.swap.streams import stall_s
+from memo.swap.spans import stall_s
 from model import GPT, initial_weights
 from testing.twin import Twin
 

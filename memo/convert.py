@@ -8,7 +8,6 @@ Both ways go tensor by tensor: a few of them are in memory at once. The files of
 
 import sys
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ import torch
 from tokenizers import Tokenizer
 
 from memo import checkpoint
-from memo.config import Config
+from memo.config import Config, as_keys
 from memo.errors import CheckpointError, ConfigError, warn
 from memo.files import load_json, save_json
 from memo.flat import whole

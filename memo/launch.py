@@ -131,7 +131,9 @@ def rank_errors(host: "Axis", run: "Run | None" = None) -> Iterator[None]:
         if host.size == 1:
             raise
         common = isinstance(e, (Agreed, TrainingError))
-        where = rank_name(host.rank) + (f", step {run.step}" if run else "")
+        where = rank_name(host.rank)
+        if run:
+            where += f", stage {run.cfg.stage}" * (run.cfg.pp > 1) + f", step {run.step}"
         if host.rank == 0 or not common:
             line = last_line(e) or traceback.format_exc()
             print(f"error: {line if common else f'{where}: {line}'}", file=sys.stderr, flush=True)

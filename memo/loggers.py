@@ -25,7 +25,8 @@ WANDB_S = 10  # to reach its server
 
 @dataclass
 class StepStats:
-    """A line of metrics.jsonl. None is unknown. `tokens`: in this step; `mfu`: 0..1."""
+    """A line of metrics.jsonl. None is unknown; val_loss and bubble_s are then left out. `tokens`: in this
+    step; `mfu`: 0..1."""
 
     iter: int
     loss: float
@@ -38,6 +39,7 @@ class StepStats:
     alpha: float | None = None
     offload_bytes: int | None = None
     stall_s: float | None = None
+    bubble_s: float | None = None  # of several stages
     transient_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
     host_bytes: int | None = None
@@ -45,7 +47,7 @@ class StepStats:
     val_loss: float | None = None
 
     def as_dict(self) -> dict:
-        return {k: v for k, v in asdict(self).items() if k != "val_loss" or v is not None}
+        return {k: v for k, v in asdict(self).items() if v is not None or k not in ("val_loss", "bubble_s")}
 
 
 def say(text: str) -> None:
@@ -112,6 +114,8 @@ class ConsoleLogger:
     def log(self, stats: StepStats) -> None:
         now, done = time.monotonic(), stats.iter + 1
         text = f"loss {stats.loss:.4f}  MFU {percent(stats.mfu)}  TGS {stats.tgs:,.0f}"
+        if stats.bubble_s is not None:
+            text += f"  bubble {stats.bubble_s:.3g} s"
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(done - self.bar.n)
         val = "" if stats.val_loss is None else f"  val_loss {stats.val_loss:.4f}"

@@ -44,6 +44,7 @@ from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
+from memo.stages import pipeline_line
 from memo.subsequences import subsequences_line, unit_rows
 from memo.swap.alpha import OutOfHostMemory, what_set_it
 from memo.swap.placement import Placement
@@ -220,8 +221,9 @@ def memory_table(cfg: Config, decision: Decision, lines: list[Line], expected: E
     """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
     nothing is); what set alpha, and how fast things go."""
     unit = "GiB, (estimated)" if expected else "GiB"
-    out = [*filter(None, [subsequences_line(cfg, expected.chosen if expected else "")]),
-           f"{'activation  ' + cfg.activation:44}{'device':>9}{'host':>9}   {unit}"]
+    stage = f", stage {cfg.stage}" * (cfg.pp > 1)
+    out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
+           f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
 
     def row(what: str, device: int, host: int, region: str | None) -> None:
         shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
@@ -271,3 +273,23 @@ def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line]
                 host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and decision.rates.as_dict(),
                 regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])
+
+
+def stage_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line]) -> dict[str, Any]:
+    """What plan.json holds of each of several stages, from its first rank."""
+    record = plan_record(cfg, decision, model, lines, None)
+    own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",
+           "rates", "regions")
+    return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
+
+
+def stages_table(stages: list[dict]) -> list[str]:
+    """The startup's table of what the first rank of each stage holds. `stages`: stage_record() of each."""
+    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(stages)
+    for one in stages:
+        nbytes = [sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes")]
+        what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
+        alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
+        device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
+        lines.append(f"            {what:32}{device:>9}{host:>9}{alpha}".rstrip())
+    return lines

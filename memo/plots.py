@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "sweep": ORANGE, "backward": BLUE, "offload": GREEN,
          "prefetch": GREEN, "gradients": GREEN, "stall": RED}
-STREAMS = ("compute", "offload", "prefetch")
+STREAMS = ("compute", "offload", "prefetch", "send", "receive")  # the last two of stages
 
 
 def pyplot() -> Any:
@@ -97,16 +97,18 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> None:
     """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three
-    rows, compute, offload and prefetch, layer by layer. Red is the time that the compute stream waited."""
-    shown = [s for s in spans if s.kind == "launch" or s.stream == "compute"]
+    rows, compute, offload and prefetch, layer by layer; of a stage also send and receive. Red is the time
+    that the compute stream waited for copies."""
+    shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
+    rows = STREAMS[:5 if any(s.stream in STREAMS[3:] for s in shown) else 3]
     events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row))
-              for i, row in enumerate(STREAMS)]
+              for i, row in enumerate(rows)]
     events += [dict(name=s.label if s.kind == "launch" else f"stall: {s.label}", cat=s.kind, ph="X", pid=0,
                     tid=STREAMS.index(s.stream), ts=s.start_s * 1e6, dur=(s.end_s - s.start_s) * 1e6)
                for s in shown]
     json_path.write_text(json.dumps(dict(traceEvents=events, displayTimeUnit="ms")) + "\n")
     plt = pyplot()
-    fig, ax = plt.subplots(figsize=(12, 3.2), dpi=130, layout="constrained")
+    fig, ax = plt.subplots(figsize=(12, 1.7 + len(rows) / 2), dpi=130, layout="constrained")
     length = max(s.end_s for s in shown)
     for s in shown:
         work, _, unit = s.label.rpartition(" ")
@@ -120,11 +122,11 @@ def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> 
     stall = sum(s.end_s - s.start_s for s in shown if s.kind == "wait")
     colours = (PALE, ORANGE, BLUE, GREEN, RED, GREY)
     names = ("forward", "recompute", "backward", "copy", f"stall, {stall * 1e3:.1f} ms in all",
-             "embedding, head")
+             "embedding, head" + ", message" * (len(rows) > 3))
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours]
     ax.legend(handles, names, ncols=6, frameon=False, fontsize=8, loc="upper center",
               bbox_to_anchor=(0.5, -0.18))
-    ax.set(yticks=[-i for i in range(len(STREAMS))], yticklabels=STREAMS, xlim=(0, length), xlabel="seconds",
+    ax.set(yticks=[-i for i in range(len(rows))], yticklabels=rows, xlim=(0, length), xlabel="seconds",
            title=title.replace("$", r"\$"))
     ax.spines[["top", "right"]].set_visible(False)
     store(fig, png_path)

@@ -19,20 +19,24 @@ from memo.formulas import flops_per_sample, parameters
 from memo.layer import n_rows
 from memo.loggers import StepStats, read_metrics, say
 from memo.out_dir import is_locked, lock
+from memo.pipeline_plot import pipeline
 from memo.plots import loss_curve, memory_plan, timeline
-from memo.swap.streams import Span
+from memo.swap.spans import Span, on_one_clock
 from memo.tokens import carry_files, load_tokenizer
 
 if TYPE_CHECKING:
     from memo.run import Run
 
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
-FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "memory_plan.png")
+FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "pipeline.png",
+         "memory_plan.png")
 
 
 def print_first_lines(run: "Run") -> None:
     """Prints what the run will do, and where its tensors live."""
     cfg, m, mesh = run.cfg, run.model, run.mesh
+    pp = f"pp={cfg.pp} " * (cfg.pp > 1)
+    table = memory.memory_table(cfg, run.decision, run.lines, run.expected)
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
@@ -41,13 +45,12 @@ def print_first_lines(run: "Run") -> None:
           f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
-          f"ranks       {mesh.host.size}: dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; "
+          f"ranks       {mesh.host.size}: {pp}dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; "
           f"{m.params.numel() / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {peak}, attention={m.attention.label}, "
-          f"ops={m.ops.name}{why_ops}\n"
-          f"{memory.memory_table(cfg, run.decision, run.lines, run.expected)}\n"
-          f"run         steps {run.first} to {cfg.max_iters} in {run.out}", flush=True)
+          f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(run.stages),
+          f"run         steps {run.first} to {cfg.max_iters} in {run.out}", sep="\n", flush=True)
 
 
 def title(run: "Run") -> str:
@@ -62,13 +65,15 @@ def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool
     """Tells all that is told of a step. No failure ends the run. `replanned`: whether the memory
     plan is new."""
     cfg, it = run.cfg, stats.iter
+    drawn = it == min(run.first + 2, cfg.max_iters - 1)  # the third step of this process
+    stages = run.mesh.of_stages(spans) if drawn and cfg.pp > 1 else []
     if not run.speaks:
         return
     run.attempt("out_dir", keep_folder, run)
     if replanned:
         run.attempt("plan.json", save_plan, run, run.out)
-    if it == min(run.first + 2, cfg.max_iters - 1):  # the third step of this process
-        draw_step(run, spans, it)
+    if drawn:
+        draw_step(run, spans, stages, it)
     if it % cfg.log_interval == 0 or stats.val_loss is not None or it == cfg.max_iters - 1:
         for logger in run.loggers:
             run.attempt(type(logger).__name__, logger.log, stats)
@@ -98,6 +103,8 @@ def furnish(run: "Run", folder: Path) -> None:
 
 def save_plan(run: "Run", folder: Path) -> None:
     record = memory.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected)
+    if run.stages:
+        record["stages"] = run.stages
     save_json(record, folder / "plan.json")
 
 
@@ -115,10 +122,13 @@ def draw_loss(run: "Run") -> None:
     draw_picture(run, "loss.png", work)
 
 
-def draw_step(run: "Run", spans: list[Span], it: int) -> None:
-    """The timeline and the memory plan of step `it`."""
+def draw_step(run: "Run", spans: list[Span], stages: list[list[Span]], it: int) -> None:
+    """The timeline and the memory plan of step `it`, and of several `stages` their pipeline."""
+    name = f"step {it}, {title(run)}"
     draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
-                                                            f"step {it}, {title(run)}"))
+                                                            name + ", stage 0" * bool(stages)))
+    if stages:
+        draw_picture(run, "pipeline.png", lambda path: pipeline(on_one_clock(stages), path, name))
     if run.model.arena.plans:
         trace, plan = run.model.arena.plans[0]
         draw_picture(run, "memory_plan.png", lambda path: memory_plan(trace, plan, path, title(run)))

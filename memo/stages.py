@@ -3,7 +3,8 @@
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from memo.formulas import layer_forward_flops
+from memo.formulas import layer_forward_flops, percent
+from memo.subsequences import subsequence_lengths
 
 if TYPE_CHECKING:
     from memo.config import Config
@@ -15,6 +16,16 @@ def stage_layers(cfg: "Config", stage: int) -> range:
     layer, head = layer_forward_flops(cfg, cfg.block_size), 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd
     counts = layers_of_stages(cfg.n_layer, cfg.pp, head / layer)
     return range(sum(counts[:stage]), sum(counts[:stage + 1]))
+
+
+def pipeline_line(cfg: "Config") -> str:
+    """The layers of each stage, and how long the stages wait for each other; empty where there is one."""
+    if cfg.pp == 1:
+        return ""
+    layers, N = (len(stage_layers(cfg, stage)) for stage in range(cfg.pp)), len(subsequence_lengths(cfg))
+    s = "s" * (N > 1)
+    return (f"pipeline    {cfg.pp} stages of {', '.join(map(str, layers))} layers, {N} subsequence{s}: "
+            f"bubble {cfg.pp - 1}/{N} = {percent((cfg.pp - 1) / N)} of the computing")
 
 
 @lru_cache(64)

@@ -13,7 +13,8 @@ from memo.optim import Optimizer
 from memo.subsequences import subsequence_lengths
 from memo.swap.buffers import Swap
 from memo.swap.placing import placed
-from memo.swap.streams import CpuMark, CpuStream, Span, Streams, Timeline
+from memo.swap.spans import Span
+from memo.swap.streams import CpuMark, CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")

@@ -23,7 +23,8 @@ from memo.swap.placement import Placement, with_stream
 from memo.swap.placing import place_rows
 from memo.swap.schedule import times_of
 from memo.swap.slab import HostSlab
-from memo.swap.streams import CpuStream, Streams, Timeline, stall_s
+from memo.swap.spans import stall_s
+from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT
 from tests.helpers import LLAMA, costs_of, error, perturbed_weights, random_batch, resident_bytes
 

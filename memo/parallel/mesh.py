@@ -290,6 +290,10 @@ class Mesh:
                 axis.sent_bytes = 0
         return sent
 
+    def of_stages(self, value: Any) -> list:
+        """[the value of each stage's first rank]; all ranks must call it."""
+        return self.host.objects(value)[::self.peers.size]
+
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas of the last stage's `loss`, on all ranks."""
         loss = self.replicas.sum(loss)

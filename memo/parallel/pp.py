@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from memo.swap.schedule import Key, Step, Times, stream_of
+from memo.swap.spans import wait_kind
 
 SAME = "a message is received as it was sent"
 MET = "every message meets its other end"
@@ -71,9 +72,9 @@ class Stages:
         start = max(before, *ends.values()) if ends else before
         if step.kind in ENDS:
             return self.meet(stage, step, start)
-        if stream == "compute" and start > before:
-            last = max(ends, key=lambda key: ends[key])
-            self.stall_s[stage] += (start - before) * (stream_of(last) in ("offload", "prefetch"))
+        if stream == "compute":
+            bubble = max([before, *(end for key, end in ends.items() if wait_kind(key) == "bubble")])
+            self.stall_s[stage] += start - bubble
         self.finish(stage, step, start, start + self.seconds(stage, step))
         return [(stage, step)]
 

@@ -14,6 +14,7 @@ from memo.layer import INPUT, Layer
 from memo.swap.placement import Placement
 from memo.swap.schedule import SWEEP_PLACES, Key, Step, Unit, evaluation, schedule, swept_inputs
 from memo.swap.slab import HostSlab
+from memo.swap.spans import wait_kind
 from memo.swap.streams import Event, Streams, close_streams, open_streams
 from memo.swap.validator import validate_schedule
 
@@ -126,7 +127,7 @@ class Swap:
         """Makes these the schedules."""
         self.steps, self.evaluation = steps, evaluation
         awaited = [key for step in steps + evaluation for key in step.waits]
-        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {self.name(unit)}")
+        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {self.name(unit)}", wait_kind((kind, unit)))
                        for kind, unit in awaited}
 
     def name(self, unit: Unit) -> str:
@@ -194,7 +195,7 @@ class Swap:
 
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""
-        for key in step.waits:
+        for key in sorted(step.waits, key=wait_kind):  # bubbles first: copies may hide in them
             getattr(self.streams, step.stream).wait(self.events[key])
 
     def launch(self, step: Step, label: str | None = None, work: Callable | None = None, *args: Any) -> None:

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from memo.swap.spans import Span
+
 Streams = namedtuple("Streams", "compute offload prefetch timeline send receive", defaults=(None, None))
-# kind: launch or wait; seconds since the step's first span
-Span = namedtuple("Span", "stream kind label start_s end_s")
 
 
 class Event:
     """A point in a stream, set anew by each record(). `mark` is what a wait() that is called now waits
-    for."""
+    for. `kind`: of the Span of such a wait."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, kind: str = "wait") -> None:
+        self.name, self.kind = name, kind
         self.mark: Any = None  # a CudaMark or CpuMark
 
 
@@ -48,11 +48,6 @@ class Timeline:
         first = spans[0][3] if spans else None
         return [Span(stream, kind, label, before.seconds_since(first), behind.seconds_since(first))
                 for stream, kind, label, before, behind in spans]
-
-
-def stall_s(spans: list[Span]) -> float:
-    """Seconds that the compute stream spent waiting for a copy."""
-    return sum(s.end_s - s.start_s for s in spans if s.stream == "compute" and s.kind == "wait")
 
 
 # --- CUDA ---
@@ -90,7 +85,7 @@ class CudaStream:
         if event.mark is not None:
             before = CudaMark(self.stream)
             self.stream.wait_event(event.mark.event)
-            self.timeline.add(self.name, "wait", event.name, before, CudaMark(self.stream))
+            self.timeline.add(self.name, event.kind, event.name, before, CudaMark(self.stream))
 
     def synchronize(self) -> None:
         """Waits until all that was launched is done."""
@@ -170,7 +165,7 @@ class CpuStream:
         if event.mark is not None:
             before = self.put_mark()
             self.put(lambda mark=event.mark: self.wait_for(mark))
-            self.timeline.add(self.name, "wait", event.name, before, self.put_mark())
+            self.timeline.add(self.name, event.kind, event.name, before, self.put_mark())
 
     @staticmethod
     def wait_for(mark: CpuMark) -> None:

@@ -1,0 +1,155 @@
+"""The picture of a pipeline: what all its stages do over time. No torch."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memo.plots import GREY, RED, pyplot, store
+from memo.swap.spans import Span, busy_s, length_s, sent_and_received, stall_s
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COPIES = "offload", "prefetch"
+# of a stage's place in the picture: the rows' lower ends and heights, from its upper end
+ROWS = {"compute": (-0.6, 0.6), "offload": (-0.75, 0.12), "prefetch": (-0.91, 0.12)}
+LINE = "#5a5f68"
+LOOKS = {"forward": "forward", "backward": "backward", "recompute": "recompute", "sweep": "recompute"}
+LABEL = re.compile(r"(?P<work>.*?)(?: \d+(?:\.(?P<subsequence>\d+))?)?")
+
+
+class Bar(NamedTuple):
+    """A rectangle of the picture."""
+
+    stage: int
+    row: str
+    look: str  # forward, backward, recompute, copy, others or stall
+    subsequence: int
+    start_s: float
+    end_s: float
+
+
+def bars_of(stage: int, spans: Sequence[Span]) -> list[Bar]:
+    """What a stage computes and copies, and its stalls."""
+    bars = []
+    for s in spans:
+        if s.stream not in ROWS or s.kind == "bubble" or (s.kind == "wait" and s.stream != "compute"):
+            continue
+        said = LABEL.fullmatch(s.label)
+        assert said is not None  # it matches any
+        computed = LOOKS.get(said["work"], "others")
+        look = "stall" if s.kind == "wait" else "copy" if s.stream in COPIES else computed
+        bars.append(Bar(stage, s.stream, look, int(said["subsequence"] or 0), s.start_s, s.end_s))
+    return bars
+
+
+def without_pauses(bars: Sequence[Bar]) -> list[Bar]:
+    """Computing of one look, of one subsequence, without a pause: layers as one bar."""
+    runs: list[Bar] = []
+    for bar in (bar for bar in bars if bar.row == "compute" and bar.look != "others"):
+        last = runs[-1] if runs else None
+        if last and last[:4] == bar[:4]:
+            runs[-1] = last._replace(end_s=bar.end_s)
+        else:
+            runs.append(bar)
+    return runs
+
+
+def colour_of(bar: Bar, shades: Sequence[Any]) -> Any:
+    """A bar's colour. `shades`: RGB of each subsequence."""
+    if bar.look in ("stall", "others"):
+        return RED if bar.look == "stall" else GREY
+    shade = shades[bar.subsequence]
+    return tuple(1 - 0.45 * (1 - c) for c in shade) if bar.look == "forward" else shade
+
+
+def draw_messages(ax: "Axes", stages: Sequence[Sequence[Span]]) -> None:
+    """A thin line for each message, from when it is sent to when it is there."""
+    lines = []
+    for k, (here, there) in enumerate(pairwise(stages)):
+        below, above = ROWS["compute"][0] - k, -k - 1
+        for sent, received in sent_and_received(here, there):
+            lines.append([(sent.start_s, below), (received.end_s, above)])
+        for sent, received in sent_and_received(there, here, " gradient"):
+            lines.append([(sent.start_s, above), (received.end_s, below)])
+    from matplotlib.collections import LineCollection
+    ax.add_collection(LineCollection(lines, colors=LINE, linewidths=0.5, zorder=3))
+
+
+def draw_bars(ax: "Axes", bars: Sequence[Bar], shades: Sequence[Any]) -> None:
+    """All rectangles, those of a look and colour as one collection."""
+    from matplotlib.collections import PolyCollection
+    alike = defaultdict[tuple, list](list)
+    for bar in bars:
+        low, height = ROWS[bar.row]
+        low -= bar.stage
+        top, left, right = low + height, bar.start_s, bar.end_s
+        corners = [(left, low), (right, low), (right, top), (left, top)]
+        alike[colour_of(bar, shades), "////" if bar.look == "recompute" else None].append(corners)
+    for (colour, hatch), corners in alike.items():
+        edge = "white" if hatch else colour  # a hatch has the colour of the edge
+        ax.add_collection(PolyCollection(corners, facecolors=[colour], edgecolors=[edge], hatch=hatch,
+                                         linewidths=0.2))
+
+
+def draw_numbers(ax: "Axes", bars: Sequence[Bar], length: float, N: int) -> None:
+    """The subsequences' numbers, where there is room."""
+    for run in without_pauses(bars):
+        number, width = str(run.subsequence), run.end_s - run.start_s
+        if run.look in ("forward", "backward") and width > 0.008 * len(number) * length:
+            low, height = ROWS["compute"]
+            dark = run.look == "backward" and run.subsequence < 0.6 * N
+            ax.text(run.start_s + width / 2, low - run.stage + height / 2, number, ha="center", va="center",
+                    fontsize=8, color="white" if dark else "black")
+
+
+def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Any) -> dict[str, Any]:
+    """{name: the handle of what looks like that}. `looks`: those that there are."""
+    plt = pyplot()
+
+    def patch(colour: Any, **how: Any) -> Any:
+        return plt.Rectangle((0, 0), 1, 1, **dict(fc=colour, ec=colour) | how)
+    stall = sum(map(stall_s, stages)) / len(stages)
+    bubble = max(map(length_s, stages)) - sum(map(busy_s, stages)) / len(stages)
+    share = bubble / (max(map(length_s, stages)) - bubble - stall)
+    handles = {f"bubble, {bubble:.3g} s a stage: {share:.1%} of the computing": patch("white", ec=GREY),
+               "forward is pale, backward dark; number: subsequence": patch(shade)}
+    if "recompute" in looks:
+        handles["recomputed"] = patch(shade, ec="white", hatch="////")
+    handles["embedding, head"] = patch(GREY)
+    if "stall" in looks:
+        handles[f"stall, {stall:.3g} s a stage"] = patch(RED)
+    return handles | {"message": plt.Line2D([], [], color=LINE, lw=0.8)}
+
+
+def pipeline(stages: Sequence[Sequence[Span]], png_path: str | Path, title: str) -> None:
+    """A PNG of the spans of all stages, on one clock: for each stage what it computes, coloured by
+    subsequence, and below that its copies to the host and back. What is white in the upper row is the
+    bubble: nothing to compute yet, or no more."""
+    plt = pyplot()
+    bars = [bar for stage, spans in enumerate(stages) for bar in bars_of(stage, spans)]
+    N, looks = 1 + max(bar.subsequence for bar in bars), {bar.look for bar in bars}
+    start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)
+    shades = [tuple(c[:3]) for c in plt.get_cmap("viridis")([i / max(1, N - 1) * 0.9 for i in range(N)])]
+    fig, ax = plt.subplots(figsize=(12, 1.6 + 0.9 * len(stages)), dpi=130, layout="constrained")
+    draw_bars(ax, bars, shades)
+    low, height = ROWS["compute"]
+    for k in range(len(stages)):
+        ax.add_patch(plt.Rectangle((start, low - k), end - start, height, fill=False, ec=GREY, lw=0.6))
+    draw_numbers(ax, bars, end - start, N)
+    draw_messages(ax, stages)
+    handles = legend_of(stages, looks, shades[N // 2])
+    ax.legend(handles.values(), handles, ncols=len(handles), frameon=False, fontsize=8, loc="upper center",
+              bbox_to_anchor=(0.5, -0.4 / (0.9 * len(stages))))
+    rows = ROWS if "copy" in looks else ["compute"]
+    ticks = {sum(ROWS[row]) - ROWS[row][1] / 2 - k: f"stage {k}" if row == "compute" else row
+             for k in range(len(stages)) for row in rows}
+    ax.set_yticks(list(ticks), ticks.values())
+    for label in ax.get_yticklabels():
+        label.set_fontsize(10 if label.get_text().startswith("stage") else 7)
+    ax.set(xlim=(start, end), ylim=(-len(stages), 0.05), xlabel="seconds", title=title.replace("$", r"\$"))
+    ax.spines[["top", "right"]].set_visible(False)
+    store(fig, png_path)

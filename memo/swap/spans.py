@@ -1,0 +1,84 @@
+"""What ran when: the spans of a step, which streams leave (memo/swap/streams.py) or a simulation
+(memo/parallel/pp.py), and the seconds that they add up to. No torch.
+"""
+
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from memo.swap.schedule import Key, Step, Times, stream_of
+
+# kind: launch; of the compute stream also wait, for a copy, and bubble, a wait for another stage
+Span = namedtuple("Span", "stream kind label start_s end_s")
+
+
+def wait_kind(key: Key) -> str:
+    """The kind of a Span in which a stream waits for a step."""
+    return "bubble" if stream_of(key) in ("send", "receive") else "wait"
+
+
+def spent_s(spans: Iterable[Span], *kinds: str) -> float:
+    """Seconds of the compute stream's spans of these kinds."""
+    return sum(s.end_s - s.start_s for s in spans if s.stream == "compute" and s.kind in kinds)
+
+
+def stall_s(spans: Iterable[Span]) -> float:
+    """Seconds that the compute stream spent waiting for a copy."""
+    return spent_s(spans, "wait")
+
+
+def busy_s(spans: Iterable[Span]) -> float:
+    """Seconds that the compute stream computed, or waited for a copy."""
+    return spent_s(spans, "launch", "wait")
+
+
+def length_s(spans: Iterable[Span]) -> float:
+    """Seconds from the compute stream's first span to its last one."""
+    ends = [(s.start_s, s.end_s) for s in spans if s.stream == "compute"]
+    return max(end for _, end in ends) - min(start for start, _ in ends)
+
+
+def simulated_spans(steps: Iterable[Step], times: Times) -> list[Span]:
+    """The spans that a stage's steps would leave in these Times."""
+    spans, free = list[Span](), 0.0
+
+    def name(key: Key) -> str:
+        kind, unit = key
+        return f"{kind} {'.'.join(map(str, unit))}"
+    for step in steps:
+        if step.stream == "compute":
+            for key in sorted(step.waits, key=wait_kind):
+                if (end := times.spans[key][1]) > free:
+                    spans.append(Span("compute", wait_kind(key), name(key), free, end))
+                    free = end
+            free = times.spans[step.key][1]
+        spans.append(Span(step.stream, "launch", name(step.key), *times.spans[step.key]))
+    return spans
+
+
+def sent_and_received(sender: Iterable[Span], receiver: Iterable[Span],
+                      what: str = "") -> list[tuple[Span, Span]]:
+    """Both ends of each message from a stage to its neighbour, in order. `what`: " gradient" of gradients."""
+    def ends(spans: Iterable[Span], kind: str) -> list[Span]:
+        return [s for s in spans if s.kind == "launch" and s.label.rpartition(" ")[0] == kind + what]
+    return list(zip(ends(sender, "send"), ends(receiver, "receive"), strict=True))
+
+
+def shortest_s(messages: Iterable[tuple[Span, Span]]) -> float:
+    """The least time from where a message's sending begins to where it has come, as their clocks have it."""
+    return min(received.end_s - sent.start_s for sent, received in messages)
+
+
+def on_one_clock(stages: Sequence[list[Span]]) -> list[list[Span]]:
+    """The spans of each stage of a step, each by a clock of its own, by that of stage 0.
+
+    Hosts have no clock in common, nor have their GPUs. But no message arrives before it is sent: the messages
+    of one direction say how much later a neighbour's clock may have begun at most, those of the other one how
+    much later at least. The middle is exact to half the time that the fastest message takes there and back.
+    """
+    moved, later = list(stages[:1]), 0.0
+    for here, there in pairwise(stages):
+        back = sent_and_received(there, here, " gradient")
+        later += (shortest_s(sent_and_received(here, there)) - shortest_s(back)) / 2
+        moved.append([s._replace(start_s=s.start_s - later, end_s=s.end_s - later) for s in there])
+    return moved

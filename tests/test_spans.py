@@ -1,0 +1,176 @@
+"""What the spans of stages say: bubbles and stalls, one clock for all, a picture; what a run tells of its
+stages."""
+
+import contextlib
+import json
+import random
+import time
+from itertools import pairwise
+from statistics import mean
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+import train
+from memo.config import stage_of
+from memo.ending import complete
+from memo.launch import Launch
+from memo.loggers import ConsoleLogger, StepStats, read_metrics
+from memo.parallel.pp import times_of_stages
+from memo.pipeline_plot import bars_of, pipeline
+from memo.swap.schedule import Fates, schedule
+from memo.swap.spans import busy_s, length_s, on_one_clock, sent_and_received, simulated_spans, stall_s
+from model import GPT
+from testing.ranks import pool
+from tests.helpers import argv, mesh_of, random_batch
+from tests.layouts import build
+from tests.test_pipeline import config
+
+COMPUTE_S = {"forward": 1.0, "recompute": 0.5, "backward": 2.0}
+
+
+def simulated(p, N, copy_s=None, message_s=0.0, layers=2):
+    """[(spans, Times) of each stage]; without copy_s nothing is copied."""
+    n, every = layers * N, frozenset()
+    if copy_s is not None:
+        n, every = 2, frozenset(range(layers * N - 2))
+    schedules = [schedule(Fates(n, every, every, receives=k > 0, sends=k < p - 1,
+                                stream="passed" if k < p - 1 else "whole"), layers, N, "subsequence")
+                 for k in range(p)]
+
+    def seconds(stage, step):
+        if step.stream in ("send", "receive"):
+            return message_s
+        return COMPUTE_S.get(step.kind, 0.0) if step.stream == "compute" else copy_s
+    return [(simulated_spans(steps, times), times)
+            for steps, times in zip(schedules, times_of_stages(schedules, seconds), strict=True)]
+
+
+def bubbles_s(stages):
+    """The mean over the stages, as metrics.jsonl has it."""
+    return max(map(length_s, stages)) - mean(map(busy_s, stages))
+
+
+@pytest.mark.parametrize("p,N", [(2, 1), (2, 4), (3, 2), (4, 8), (4, 2)])
+def test_without_copies_the_bubble_is_as_the_paper_has_it(p, N):
+    stages = [spans for spans, _ in simulated(p, N)]
+    assert bubbles_s(stages) == pytest.approx((p - 1) / N * mean(map(busy_s, stages)))
+    assert {stall_s(spans) for spans in stages} == {0.0}
+
+
+@pytest.mark.parametrize("copy_s", [0.5, 1.5, 4.0])
+def test_a_stall_is_a_wait_for_copies_alone(copy_s):
+    stages = simulated(3, 4, copy_s, 0.1)
+    assert (stages[0][1].stall_s > 0) == (copy_s > 1)  # those of later stages may hide in bubbles
+    for spans, times in stages:
+        assert stall_s(spans) == pytest.approx(times.stall_s)
+        computed = 2 * 4 * 3.0 + 0.5 * (2 * 4 - 2)
+        assert busy_s(spans) == pytest.approx(computed + times.stall_s)
+        waits = [s for s in spans if s.stream == "compute" and s.kind == "bubble"]
+        assert waits and all("receive" in s.label or "send" in s.label for s in waits)
+        compute = sorted((s.start_s, s.end_s) for s in spans if s.stream == "compute")
+        assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(compute))  # no gap
+
+
+@pytest.mark.parametrize("message_s", [0.0, 0.2])
+def test_stages_with_clocks_of_their_own_come_onto_one(message_s):
+    stages = [spans for spans, _ in simulated(4, 4, 0.5, message_s)]
+    offsets = [0.0, *(random.Random(k).uniform(-100, 100) for k in range(3))]
+    shifted = [[s._replace(start_s=s.start_s + d, end_s=s.end_s + d) for s in spans]
+               for spans, d in zip(stages, offsets, strict=True)]
+    for mine, expected in zip(on_one_clock(shifted), stages, strict=True):  # messages take equally long
+        assert [s.start_s for s in mine] == pytest.approx([s.start_s for s in expected], abs=1e-9)
+    # there 0.1 s longer than back: each neighbour is exact to half of that
+    late = [[s._replace(end_s=s.end_s + 0.1 * (s.label.startswith("receive ") and "gradient" not in s.label))
+             for s in spans] for spans in shifted]
+    for k, (mine, expected) in enumerate(zip(on_one_clock(late), stages, strict=True)):
+        assert expected[0].start_s - mine[0].start_s == pytest.approx(0.05 * k, abs=1e-9)
+
+
+def test_the_picture_has_every_unit_of_every_stage(tmp_path):
+    stages = [spans for spans, _ in simulated(3, 4, 1.5)]
+    for k, spans in enumerate(stages):
+        bars = bars_of(k, spans)
+        for look, n in (("forward", 8), ("backward", 8), ("recompute", 6), ("copy", 12)):
+            of_look = [bar for bar in bars if bar.look == look]
+            assert len(of_look) == n and {bar.subsequence for bar in of_look} == set(range(4))
+        stalls = [bar.end_s - bar.start_s for bar in bars if bar.look == "stall"]
+        assert sum(stalls) == pytest.approx(stall_s(spans))
+    assert len(sent_and_received(*stages[:2])) == len(sent_and_received(*stages[1::-1], " gradient")) == 4
+    pipeline(stages, tmp_path / "pipeline.png", "three stages, $")
+    red, green, blue, _ = imread(tmp_path / "pipeline.png").transpose(2, 0, 1)
+    assert red.shape[1] == 1560 and ((red > 0.7) & (green < 0.2) & (blue < 0.3)).sum() > 100  # the stalls
+
+
+# --- real ranks ---
+
+def slept(host, cfg, forward_s, backward_s):
+    """The spans of a stage whose layers sleep in the place of computing."""
+    cfg = stage_of(cfg, host.rank, host.size)
+    model, _ = build(cfg, mesh_of(host, cfg))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(GPT, "unit_forward", staticmethod(lambda *args: time.sleep(forward_s)))
+        m.setattr(GPT, "unit_backward", staticmethod(lambda *args: time.sleep(backward_s)))
+        for name in ("embed", "head", "embed_backward"):
+            m.setattr(GPT, name, lambda *args: None)
+        host.max(0)  # all begin together
+        model.forward(*random_batch(cfg, 1, cfg.block_size, torch.device("cpu")), scale=1.0)
+        model.backward()
+    spans = model.swap.streams.timeline.take()
+    model.close()
+    return spans
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("p,N", [(2, 4), (3, 4), (4, 8)])
+def test_where_units_take_equally_long_the_bubble_is_as_the_paper_has_it(p, N):
+    stages = pool(p).run(slept, config(f"pp{p}", "gpt", N, n_layer=p), 0.04, 0.08)
+    assert bubbles_s(stages) == pytest.approx((p - 1) / N * mean(map(busy_s, stages)), rel=0.1)
+    assert {stall_s(spans) for spans in stages} == {0.0}
+    # on one clock every stage begins a forward later than the one before, and ends a backward earlier
+    computed = [[s for s in spans if s.stream == "compute" and s.kind == "launch"]
+                for spans in on_one_clock(stages)]
+    for (start, end), (later, earlier) in pairwise((of[0].start_s, of[-1].end_s) for of in computed):
+        assert later - start == pytest.approx(0.04, abs=0.02)
+        assert end - earlier == pytest.approx(0.08, abs=0.02)
+
+
+def trained(host, argv, console):
+    """train.main in a rank of a pool -> its exit code."""
+    with open(f"{console}{host.rank}", "w") as file, contextlib.redirect_stdout(file):
+        run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
+        with contextlib.closing(run):
+            code = complete(run, train.train)
+        if run.lock:
+            run.lock.close()
+    return code
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_tells_of_its_stages(dataset, tmp_path):
+    keys = dict(pp=2, n_layer=5, subsequences=4, unit_order="subsequence", max_iters=4, alpha=0.5,
+                gradient_accumulation_steps=2)
+    out = tmp_path / "out"
+    assert pool(2).run(trained, argv(dataset, out, **keys), str(tmp_path / "console")) == [0, 0]
+    for row in read_metrics(out / "metrics.jsonl"):
+        assert 0 < row["bubble_s"] < row["step_s"] and 0 <= row["stall_s"] < row["step_s"]
+    plan = json.loads((out / "plan.json").read_text())
+    assert [one["layers"] for one in plan["stages"]] == [[0, 1, 2], [3, 4]]
+    assert plan["stages"][0]["placement"] == plan["placement"] != plan["stages"][1]["placement"]
+    assert (out / "pipeline.png").exists() and (out / "timeline.png").exists()
+    said = (tmp_path / "console0").read_text()
+    for text in ("ranks       2: pp=2 dp=1 cp=1 tp=1; ", "activation  memo, stage 0 ",
+                 "pipeline    2 stages of 3, 2 layers, 4 subsequences: bubble 1/4 = 25.0% of the computing\n",
+                 "            0: layers 0 to 2 ", "            1: layers 3 to 4 ", "  bubble 0."):
+        assert text in said, (text, said)
+
+
+def test_the_bubble_is_told_of_several_stages_only(tmp_path, capsys):
+    known = dict(iter=0, loss=1.0, lr=1.0, grad_norm=1.0, step_s=1.0, tokens=1, tgs=1.0)
+    for more in ({}, dict(bubble_s=0.25)):
+        stats, log = StepStats(**known, **more), ConsoleLogger(1, 0)
+        assert ("bubble_s" in stats.as_dict()) == bool(more)
+        log.log(stats)
+        assert ("bubble 0.25 s" in capsys.readouterr().out) == bool(more)
