@@ -8,7 +8,6 @@ Both ways go tensor by tensor: a few of them are in memory at once. The files of
 
 import sys
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ import torch
 from tokenizers import Tokenizer
 
 from memo import checkpoint
-from memo.config import Config
+from memo.config import Config, as_keys
 from memo.errors import CheckpointError, ConfigError, warn
 from memo.files import load_json, save_json
 from memo.flat import whole
@@ -91,7 +90,7 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
                 for name, p in model_parameters(cfg).items()], cfg, 0)
     saver.wait()
-    save_json(asdict(cfg), out_dir / CONFIG)
+    save_json(as_keys(cfg), out_dir / CONFIG)
     carry_files(hf_folder, out_dir)
     weights.warn_of_damage()
     print(f"{out_dir}: train with --init_from=resume, generate with memo.sample")
@@ -104,7 +103,7 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
         raise ConfigError(f"{hf_folder} holds weights or a {CONFIG} already; choose another folder")
 
     def export(ckpt: checkpoint.Checkpoint) -> Config:
-        cfg = stored_config(ckpt.config)
+        cfg = stored_config(ckpt.config).whole
         tokenizer = tokenizer_in(out_dir, cfg)
         shapes = hf_shapes(cfg)  # refuses what transformers has not
         stored = ckpt.shapes("params")
