@@ -379,7 +379,7 @@ def without_memory(host, argv, said, rank, steps):
             m.setattr("memo.block.Block.backward", out_of_memory)
         return real(run, it)
     real = train.forward_backward
-    sys.stdout, sys.stderr = (open(path, "w") for path in (os.devnull, f"{said}{host.rank}"))
+    sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
     with pytest.MonkeyPatch.context() as m:
         m.setattr(train, "forward_backward", forward_backward)
         if host.rank == rank and not steps:
