@@ -21,8 +21,9 @@ from memo.loggers import read_metrics
 ORDER = dict(unit_order="subsequence")
 CURVES = {"one process": (1, {}), "pp2, 4 subsequences": (2, dict(pp=2, subsequences=4, **ORDER)),
           "pp4, 8 subsequences": (4, dict(pp=4, subsequences=8, **ORDER))}
-TIMED = dict(n_layer=4, n_head=4, n_embd=256, block_size=4096, gradient_accumulation_steps=2, dataset="stdlib",
-             activation="keep", device="cpu", warmup_iters=2, eval_interval=0, save_interval=0, max_iters=6)
+TIMED = dict(n_layer=4, n_head=4, n_embd=256, block_size=4096, gradient_accumulation_steps=2,
+             dataset="stdlib", activation="keep", device="cpu", warmup_iters=2, eval_interval=0,
+             save_interval=0, max_iters=6)
 LAYOUTS = {"pp2, 4 subsequences": dict(pp=2, subsequences=4, **ORDER),
            "pp2, 8 subsequences": dict(pp=2, subsequences=8, **ORDER), "dp2": {}, "tp2": dict(tp=2)}
 TIMES = 2
