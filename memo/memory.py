@@ -110,7 +110,8 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
     assert layer is not None  # on a GPU it is measured
     spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
-    least = problem_of(cfg, model.dtype.itemsize, None, Room(0)).least_device_bytes
+    least = min(problem_of(cfg, model.dtype.itemsize, None, Room(0), **way).least_device_bytes
+                for way in ways_of(cfg))
     if finds and spare < least:
         free -= total // GAPS
         longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),

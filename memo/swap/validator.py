@@ -191,6 +191,8 @@ def rule_of_read(step: Step, what: str, copied: bool) -> str:
         return RULES["copy"]
     if step.kind == "offload":
         return "a unit is copied after it is computed, and before its buffer is overwritten"
+    if step.stream == "send":
+        return "a message is sent after it is made, and before its place is overwritten"
     if step.stream == "offload" and what in ("x", "dx"):
         return "the stream is copied after it is made, and before its place is overwritten"
     if step.kind == "offload keys":
@@ -204,7 +206,9 @@ def rule_of_read(step: Step, what: str, copied: bool) -> str:
 def rule_of_write(step: Step, other: Step) -> str:
     if other.stream == "offload":
         return "a buffer is overwritten after its copy has left"
-    if step.stream == "prefetch":
+    if other.stream == "send":
+        return "a place is overwritten after it was sent"
+    if step.stream in ("prefetch", "receive"):
         return "a buffer is refilled after it was read"
     return "a place is written after it was read"
 

@@ -12,14 +12,14 @@ collect_ignore_glob = [] if NULL else ["test_*.py"]
 # for then. Here D is 32, and even the 4 heads and 4,096 queries of a step of the ring with tp=2 are enough.
 # METP's groups of a head or two are not: their forward asks for more, but the backward's peak is above it
 SMALL = ("--n_layer=4", "--n_embd=256", "--n_head=8", "--block_size=16384", "--max_iters=3",
-         "--solver=greedy", "--warmup_iters=1", "--eval_interval=0", "--save_interval=0",
-         "--learning_rate=1e-3")
+         "--subsequences=1", "--subsequence_cut=equal", "--unit_order=layer", "--solver=greedy",
+         "--warmup_iters=1", "--eval_interval=0", "--save_interval=0", "--learning_rate=1e-3")
 
 
 @pytest.fixture(scope="session")
 def small(dataset_of):
     """Command line of a small run."""
-    return (*SMALL, f"--dataset={dataset_of(50, 2**16)}")
+    return (*SMALL, f"--dataset={dataset_of(50, 2**18)}")
 
 
 @pytest.fixture(scope="session")

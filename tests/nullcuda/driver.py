@@ -7,13 +7,15 @@ The environment's NULL_JOB is a JSON object:
     sparse         the host slab takes no pages: its zeros are not written, a fresh mapping's bytes are zero
     saves          false: without checkpoints, which are real files of a model's full size
 
-REPORT gets {exit, error, counts: {phase: {count: n}}, races, peak_bytes, seconds}. Phases: startup, batch
+REPORT gets {exit, error, alphas, estimated_alphas, counts: {phase: {count: n}}, races, peak_bytes,
+host_peak_bytes, seconds}. Alphas: of each subsequence, None where nothing is swapped. Phases: startup, batch
 (ids to the device), step (a step's forward and backward), clip, optimizer, between (all else in the loop).
 """
 
 import json
 import mmap
 import os
+import resource
 import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from memo.checkpoint import Saver
 from memo.errors import last_line
 from memo.estimate import hardware
 from memo.optim import Optimizer
@@ -117,7 +120,7 @@ def as_modelled(job):
             enter(patch.object(slab, "mmap", SimpleNamespace(**vars(mmap) | dict(mmap=sparse_mmap))))
             enter(SparseZeros())
         if not job.get("saves", True):
-            enter(patch.object(train, "save", lambda *args, **kwargs: None))
+            enter(patch.object(Saver, "save", lambda *args: None))
         enter(watching(machine.speeds))
         yield machine
 
@@ -125,7 +128,13 @@ def as_modelled(job):
 def run(argv, job):
     """The report of train.py with these arguments."""
     report, phases = dict(exit=0, error=None), Phases()
-    with as_modelled(job), ExitStack() as stack:
+
+    def trained(run, stop, real=train.train):
+        for name, decided in dict(alphas=run.decision.swap_plan,
+                                  estimated_alphas=run.expected and run.expected.plan).items():
+            report[name] = decided and decided.alphas
+        return real(run, stop)
+    with as_modelled(job), patch.object(train, "train", trained), ExitStack() as stack:
         for where, name, phase in PHASES:
             stack.enter_context(phases.of(where, name, phase))
         start = time.perf_counter()
@@ -137,6 +146,7 @@ def run(argv, job):
                 raise
         phases.settle()
         report |= dict(counts=phases.counts, races=NULL.races(), peak_bytes=NULL.memory()[1],
+                       host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                        seconds=time.perf_counter() - start)
     return report
 

@@ -12,23 +12,36 @@ LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
            "ulysses": dict(cp=2, context_parallel="ulysses"), "host": dict(optimizer_device="cpu"),
            "metp": dict(tp=4, tensor_parallel="metp", block_size=2048)}
 FOUR = dict(subsequences=4, n_layer=4, block_size=4096)
-LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR,
-            "four in order": FOUR | dict(unit_order="subsequence"),
+IN_ORDER = FOUR | dict(unit_order="subsequence")
+LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR, "four in order": IN_ORDER,
+            "four, stream copied": FOUR, "four, keys made, stream copied": FOUR,
+            "four in order, stream copied": IN_ORDER,
             "four, ring": FOUR | dict(cp=4, block_size=16384),
             "four, ulysses": FOUR | dict(cp=2, context_parallel="ulysses"),
             "four, metp": FOUR | LAYOUTS["metp"] | dict(block_size=16384)}
-PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made")}
+PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made"),
+          "four, stream copied": dict(stream="copied"), "four in order, stream copied": dict(stream="copied"),
+          "four, keys made, stream copied": dict(keys="made", stream="copied")}
 # {layout: {what the swap waits for: the two sides of the race without}}
 COPIES = {"computed": ("offload", "forward"), "offloaded": ("offload", "forward"),
           "done": ("prefetch", "backward"), "prefetched": ("prefetch", "backward")}
 UNITS = {"computed": ("offload keys", "forward"), "done": ("prefetch keys", "backward")}
 KEYS = UNITS | {"offloaded": ("offload keys", "forward"), "prefetched": ("prefetch keys", "backward")}
+STREAM = {"stream offloaded": ("offload stream", "prefetch stream"),
+          "stream prefetched": ("prefetch stream", "forward"),
+          "gradient offloaded": ("offload gradient", "prefetch gradient"),
+          "gradient prefetched": ("prefetch gradient", "backward"),
+          "head computed": ("offload stream", "head"), "embedding done": ("prefetch gradient", "embedding")}
 SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
               "four, six buffers": UNITS | {"keys offloaded": ("offload keys", "forward"),
                                             "keys prefetched": ("prefetch keys", "backward")},
               "four, keys made": COPIES | {"head computed": ("prefetch input", "offload"),
                                            "input prefetched": ("prefetch input", "sweep"),
-                                           "swept": ("prefetch input", "sweep")}}
+                                           "swept": ("prefetch input", "sweep")},
+              "four, stream copied": STREAM | {"computed": ("offload stream", "forward"),
+                                               "done": ("offload gradient", "backward")},
+              "four in order, stream copied": {"head computed": ("offload stream", "head"),
+                                               "gradient prefetched": ("prefetch gradient", "backward")}}
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
 STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
                  "compute gradients": ("offload", "backward"), "compute weights": ("prefetch", "forward"),
@@ -67,6 +80,9 @@ def step_races(layout):
 
 
 def two_steps(layout, axis_of):
+    """Of a small model, with evaluations."""
+    from unittest.mock import patch
+
     import torch
 
     from memo.config import Config
@@ -76,7 +92,8 @@ def two_steps(layout, axis_of):
     from memo.swap.placing import placed
     from model import GPT
     cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
-                        attention="flash", alpha=0.5) | LAYOUTS[layout])
+                        attention="flash", alpha=0.5, subsequences=1, subsequence_cut="equal",
+                        unit_order="layer") | LAYOUTS[layout])
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
     mesh = Mesh(weights=axis_of("tp", cfg.tp), hops=axis_of("hops", visiting),
                 tokens=axis_of("cp", cfg.cp * visiting),
@@ -90,10 +107,16 @@ def two_steps(layout, axis_of):
     model.reserve(B, T, placed(cfg, **dict(n_buffers=2, n_rows=rows, kept=half) | PLACED.get(layout, {})))
     tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
     for _ in range(2):
+        model.forward(tokens, tokens)  # an evaluation
         model.forward(tokens, tokens, scale=1.0)
         model.backward(optimizer.reduce)
         optimizer.clip(1.0)
         optimizer.step(1e-3)
+    if cfg.subsequences > 1:
+        with patch("model.free_bytes", lambda device: (0, 0)):  # too little for the stream whole
+            model.reserve_forward(B, T)
+        assert model.swap.placement.stream == "copied"
+        model.forward(tokens, tokens)
     model.close()
 
 
