@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 import train
 from memo import checkpoint, command, convert, evaluate, out_dir, sample
+from memo.config import Config, stage_of
 from memo.ending import complete
 from memo.errors import TrainingError
 from memo.launch import Launch, rank_errors
@@ -30,7 +31,8 @@ from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import Ranks, children, pool
-from tests.helpers import LLAMA, ROOT, error, no_picture
+from tests.helpers import LLAMA, ROOT, error, mesh_of, no_picture, step
+from tests.layouts import build
 
 MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
@@ -162,6 +164,27 @@ def test_stages_change_no_bit(dataset, tmp_path, dtype):
     for pp in (1, 2):
         assert pool(pp).run(here, argv(dataset, tmp_path / str(pp), pp=pp, **keys)) == [0] * pp
     assert losses(tmp_path / "1") == losses(tmp_path / "2")
+
+
+def embedding_after_steps(host, keys):
+    """The embedding's matrix of a rank that has it."""
+    cfg = stage_of(Config(**keys), host.rank, host.size)
+    model, optimizer = build(cfg, mesh_of(host, cfg))
+    for _ in range(3):
+        step(model, optimizer, cfg)
+        optimizer.clip(1.0)
+        optimizer.step(1e-2)
+    model.close()  # when the last weights have arrived
+    return model.w.wte
+
+
+@pytest.mark.ranks
+def test_both_copies_of_a_tied_matrix_stay_the_same():
+    """Three ranks or more may sum up in another order elsewhere in a buffer."""
+    keys = dict(n_layer=2, n_head=2, n_embd=64, block_size=256, vocab_size=150, position="learned")
+    keys |= dict(pp=2, gradient_accumulation_steps=3, **IN_ORDER)
+    first, *others = pool(6).run(embedding_after_steps, keys)
+    assert len(others) == 5 and all(torch.equal(other, first) for other in others)
 
 
 @pytest.mark.ranks
