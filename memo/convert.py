@@ -103,7 +103,7 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
         raise ConfigError(f"{hf_folder} holds weights or a {CONFIG} already; choose another folder")
 
     def export(ckpt: checkpoint.Checkpoint) -> Config:
-        cfg = stored_config(ckpt.config)
+        cfg = stored_config(ckpt.config).whole
         tokenizer = tokenizer_in(out_dir, cfg)
         shapes = hf_shapes(cfg)  # refuses what transformers has not
         stored = ckpt.shapes("params")

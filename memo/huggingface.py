@@ -273,10 +273,10 @@ ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pa
 
 
 def weights_of(cfg: Any) -> list[Weight]:
-    """The Weights of a model with memo's keys `cfg`. GPT-2 has all biases, keeps q, k and v side by side in
-    one matrix, and a linear as (in, out)."""
+    """The Weights of a model with memo's keys `cfg`, all stages. GPT-2 has all biases, keeps q, k and v side
+    by side in one matrix, and a linear as (in, out)."""
     family, C, made = FAMILIES[family_of(cfg)], cfg.n_embd, []
-    for name, p in model_parameters(replace(cfg, bias=family is GPT2)).items():
+    for name, p in model_parameters(replace(cfg.whole, bias=family is GPT2)).items():
         layer, _, last = name.rpartition(".")
         base = last.removesuffix("_w").removesuffix("_b")
         within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""

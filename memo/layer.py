@@ -239,13 +239,15 @@ def layer_of(cfg: "Config") -> Layer:
 def model_parameters(cfg: "Config") -> dict[str, Parameter]:
     """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
     norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
-    one the norm and the head, which may be the embedding's matrix once more."""
+    one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
+    them, so that the ranks of both stages share them out alike, sum gradients in the same order, and make
+    equal steps."""
     C, layer = cfg.n_embd, layer_of(cfg)
     made: dict[str, Parameter] = {}
     if cfg.embeds or (cfg.heads and cfg.tie_embeddings):
         made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
-    if cfg.embeds and cfg.position == "learned":
-        made["wpe"] = Parameter((cfg.block_size, C))
+        if cfg.position == "learned":
+            made["wpe"] = Parameter((cfg.block_size, C))
     for i in cfg.layers:
         made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
     if cfg.heads and not cfg.tie_embeddings:

@@ -167,10 +167,9 @@ class HfWeights:
 def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
                ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (memo's name, tensor) of HfWeights, those of a stage, one after the other."""
-    weights, mine = HfWeights(folder, cfg.whole, rank, ranks), model_parameters(cfg)
-    for name in weights.weights:
-        if name in mine:
-            yield name, weights.read(name)
+    weights = HfWeights(folder, cfg, rank, ranks)
+    for name in weights.parameters:
+        yield name, weights.read(name)
     weights.warn_of_damage()
 
 

@@ -91,6 +91,12 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--tensor_parallel=metp", "--head_groups=many"], "head_groups='many' must be int or auto"),
     (["--tensor_parallel=metp", "--tp=2", "--block_size=4098"],
      "block_size=4098 % (2*cp*tp)=4 != 0 (zigzag gives each rank two chunks); try block_size=4096"),
+    (["--pp=0"], "pp=0 must be at least 1"),
+    (["--pp=-2"], "pp=-2 must be at least 1"),
+    (["--pp=5"], "pp=5 must be at most n_layer=4 (each stage has whole layers); try pp=4"),
+    (["--pp=2", "--subsequences=4"],
+     "pp=2 goes with unit_order=subsequence only, not layer (a stage hands on what all its layers are done "
+     "with); try --unit_order=subsequence"),
     (["--mlp=swiglu", "--bias=true"],
      "bias=True goes with norm=layernorm and mlp=gelu only, not norm=layernorm and mlp=swiglu; leave it out, "
      "or give qkv_bias=True"),

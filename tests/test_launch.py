@@ -1,5 +1,5 @@
 """Runs of several ranks from end to end: the losses of one process, checkpoints that change their layout,
-ranks that die, two nodes, and what ranks do not agree on."""
+ranks that fail or die, two nodes, and what ranks do not agree on."""
 
 import contextlib
 import io
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,8 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from memo import checkpoint, convert, out_dir, report
+from memo import checkpoint, command, convert, evaluate, out_dir, report, sample
+from memo.config import Config, stage_of
 from memo.ending import complete
 from memo.errors import TrainingError
 from memo.launch import Launch, rank_errors
@@ -31,12 +33,15 @@ from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import Ranks, children, free_port, pool, start_ranks
-from tests.helpers import ROOT, no_picture
+from tests.helpers import LLAMA, ROOT, error, mesh_of, no_picture, step
+from tests.layouts import build
 
-MODEL = dict(n_layer=3, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
+MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
              gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
              eval_interval=5, eval_iters=2, save_interval=0, device="cpu")
+UNTIED = LLAMA | dict(n_kv_head=4, position="rope", bias=False)
 FOUR = dict(tp=2, cp=2)
+IN_ORDER = dict(subsequences=2, unit_order="subsequence")  # as several stages want it
 SAME = 1e-5
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -81,34 +86,46 @@ def converted(out, folder):
     return folder / f"hf of {out.name}" / "model.safetensors"
 
 
+def run(ranks, argv, *console):
+    """train.main on so many ranks."""
+    codes = pool(ranks).run(here, argv, *console) if ranks > 1 else [train.main(argv)]
+    assert codes == [0] * ranks
+
+
 @pytest.fixture(scope="module")
-def alone(dataset, tmp_path_factory):
-    """out_dir of one process's run."""
-    out = tmp_path_factory.mktemp("alone")
-    assert train.main(argv(dataset, out)) == 0
-    return out
+def ended(dataset, tmp_path_factory):
+    """ended(ranks, **keys): out_dir of such a run, which is made once."""
+    @cache
+    def made(ranks=1, **keys):
+        out = tmp_path_factory.mktemp("ended")
+        run(ranks, argv(dataset, out, **keys))
+        return out
+    return made
 
 
 # --- the losses of one process ---
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks,keys", [(2, dict(tp=2)), (2, dict(cp=2)), (2, {}),
-                                        (4, dict(tp=2, cp=2, context_parallel="ulysses",
-                                                 optimizer_device="cpu"))])
-def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, alone, ranks, keys):
-    assert pool(ranks).run(here, argv(dataset, tmp_path, **keys), str(tmp_path / "console")) == [0] * ranks
+@pytest.mark.parametrize("ranks,keys,model", [
+    (2, dict(tp=2), {}), (2, dict(cp=2), {}), (2, {}, {}), (2, dict(pp=2), UNTIED),
+    (3, dict(pp=3, **IN_ORDER, optimizer_device="cpu"), {}),
+    (4, dict(tp=2, cp=2, context_parallel="ulysses", optimizer_device="cpu"), {})])
+def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, ended, ranks, keys, model):
+    alone = ended(**model)
+    run(ranks, argv(dataset, tmp_path, **keys, **model), str(tmp_path / "console"))
     assert worst(losses(tmp_path), losses(alone)) < SAME
     val, reference = ([r["val_loss"] for r in rows(out) if "val_loss" in r] for out in (tmp_path, alone))
     assert worst(val, reference) < SAME
     spoke = [(tmp_path / f"console{r}").stat().st_size > 0 for r in range(ranks)]
     assert spoke == [True] + [False] * (ranks - 1)
     last, first = rows(tmp_path)[-1], rows(alone)[-1]
-    axes = {"tp": keys.get("tp", 1), "cp": keys.get("cp", 1), "data": ranks // keys.get("tp", 1)}
+    tp, cp, pp = (keys.get(name, 1) for name in ("tp", "cp", "pp"))
+    axes = {"tp": tp, "cp": cp, "pp": pp, "tied": 1 if model else pp, "data": ranks // (tp * pp)}
     assert set(last["sent_bytes"]) == {name for name, size in axes.items() if size > 1}
     assert first["sent_bytes"] == {}
     assert all(n > 0 for n in last["sent_bytes"].values()) and last["tokens"] == first["tokens"]
     assert last["tgs"] == pytest.approx(last["tokens"] / ranks / last["step_s"])
-    assert last["host_bytes"] * ranks == first["host_bytes"] * max(1, ranks // (axes["tp"] * axes["cp"]))
+    assert pp > 1 or last["host_bytes"] * ranks == first["host_bytes"] * max(1, ranks // (tp * cp))
 
 
 def here_stopped(host, argv):
@@ -130,10 +147,56 @@ def test_a_signal_at_any_moment_stops_all_ranks_at_the_same_step(dataset, tmp_pa
     assert checkpoint.load(tmp_path).iter == 4 and len(losses(tmp_path)) == 4
 
 
-def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path):
+@pytest.mark.parametrize("ranks,keys", [
+    (1, dict(dtype="bfloat16")),
+    # more layers in a stage than have gradients at once; a stage with neither embedding nor head
+    (2, dict(pp=2, n_layer=7, gradient_accumulation_steps=1)),
+    (3, dict(pp=3, **IN_ORDER, dtype="bfloat16"))], ids=str)
+def test_an_optimizer_on_the_host_changes_no_bit(dataset, tmp_path, ranks, keys):
     for name in ("auto", "cpu"):
-        assert train.main(argv(dataset, tmp_path / name, optimizer_device=name, dtype="bfloat16")) == 0
+        run(ranks, argv(dataset, tmp_path / name, optimizer_device=name, **keys))
     assert losses(tmp_path / "auto") == losses(tmp_path / "cpu")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_change_no_bit(dataset, tmp_path, dtype):
+    """Without a norm, which sums over all stages, nor a matrix with gradients from two of them."""
+    keys = UNTIED | IN_ORDER | dict(dtype=dtype, grad_clip=0)
+    for pp in (1, 2):
+        assert pool(pp).run(here, argv(dataset, tmp_path / str(pp), pp=pp, **keys)) == [0] * pp
+    assert losses(tmp_path / "1") == losses(tmp_path / "2")
+
+
+def embedding_after_steps(host, keys):
+    """The embedding's matrix of a rank that has it."""
+    cfg = stage_of(Config(**keys), host.rank, host.size)
+    model, optimizer = build(cfg, mesh_of(host, cfg))
+    for _ in range(3):
+        step(model, optimizer, cfg)
+        optimizer.clip(1.0)
+        optimizer.step(1e-2)
+    model.close()  # when the last weights have arrived
+    return model.w.wte
+
+
+@pytest.mark.ranks
+def test_both_copies_of_a_tied_matrix_stay_the_same():
+    """Three ranks or more may sum up in another order elsewhere in a buffer."""
+    keys = dict(n_layer=2, n_head=2, n_embd=64, block_size=256, vocab_size=150, position="learned")
+    keys |= dict(pp=2, gradient_accumulation_steps=3, **IN_ORDER)
+    first, *others = pool(6).run(embedding_after_steps, keys)
+    assert len(others) == 5 and all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("model", [{}, UNTIED], ids=["tied", "untied"])
+def test_weights_of_transformers_start_in_stages(dataset, tmp_path, ended, model):
+    folder = converted(ended(**model), tmp_path).parent
+    for pp in (1, 2):
+        keys = model | dict(pp=pp, **IN_ORDER, init_from=f"hf:{folder}", max_iters=3, tp=pp)
+        run(pp * pp, argv(dataset, tmp_path / str(pp), **keys))
+    assert worst(losses(tmp_path / "2"), losses(tmp_path / "1")) < SAME
 
 
 def here_choosing(host, argv):
@@ -156,41 +219,53 @@ def test_all_ranks_take_what_rank_0_chooses(dataset, tmp_path, layout):
 
 # --- checkpoints ---
 
-@pytest.fixture(scope="module")
-def halfway(dataset, tmp_path_factory):
-    """out_dir of a run on four ranks, which ended after five of its ten steps."""
-    out = tmp_path_factory.mktemp("halfway")
-    assert pool(4).run(here, argv(dataset, out, **FOUR, max_iters=5, lr_decay_iters=10)) == [0] * 4
-    return out
+HALF = dict(max_iters=5, lr_decay_iters=10)  # after five of the ten steps the run ends
+STAGES = dict(pp=2, tp=2, **IN_ORDER)
+OTHERS = {"tp4": (4, dict(tp=4)), "cp2 dp2": (4, dict(cp=2)), "pp4": (4, dict(pp=4, **IN_ORDER)),
+          "pp2 tp2": (4, STAGES), "one": (1, {})}
 
 
 def resumed(halfway, out, ranks, **keys):
     """The rest of the run in a copy of its out_dir, with other keys."""
     shutil.copytree(halfway, out)
-    keys = [f"--{k}={v}" for k, v in (FOUR | keys | dict(out_dir=out, max_iters=10)).items()]
-    if ranks == 1:
-        assert train.main(["--init_from=resume", *keys]) == 0
-    else:
-        assert pool(ranks).run(here, ["--init_from=resume", *keys]) == [0] * ranks
+    keys |= dict(init_from="resume", out_dir=out, max_iters=10)
+    run(ranks, [f"--{k}={v}" for k, v in keys.items()])
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, alone, halfway):
+@pytest.mark.parametrize("keys,model,others", [
+    (FOUR, {}, ("tp4", "cp2 dp2", "one", "pp2 tp2")), (STAGES, {}, ("tp4", "cp2 dp2", "one", "pp4")),
+    (STAGES, UNTIED, ("one", "pp4"))], ids=["tp2 cp2", "pp2 tp2", "pp2 tp2 untied"])
+def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, ended, keys, model, others):
+    halfway, alone = ended(4, **keys, **HALF, **model), ended(**model)
     assert len(list((halfway / "ckpt" / "5").glob("*.distcp"))) == 4
-    for name, ranks, keys in (("tp4", 4, dict(tp=4, cp=1)), ("cp2 dp2", 4, dict(tp=1)),
-                              ("one", 1, dict(tp=1, cp=1))):
-        resumed(halfway, tmp_path / name, ranks, **keys)
-        assert worst(losses(tmp_path / name), losses(alone)) < SAME
-    ends = {out: load_file(converted(out, tmp_path)) for out in (tmp_path / "tp4", alone)}
-    for name, tensor in ends[alone].items():
-        assert (ends[tmp_path / "tp4"][name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+    for name in others:
+        ranks, other = OTHERS[name]
+        resumed(halfway, tmp_path / name, ranks, **dict(tp=1, cp=1, pp=1) | other)
+        assert worst(losses(tmp_path / name), losses(alone)) < SAME, name
+    mine, theirs = (load_file(converted(out, tmp_path)) for out in (tmp_path / others[-1], alone))
+    assert set(mine) == set(theirs)
+    for name, tensor in theirs.items():
+        assert (mine[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
 
 @pytest.mark.ranks
-def test_the_same_layout_goes_on_bitwise(dataset, tmp_path, halfway):
-    assert pool(4).run(here, argv(dataset, tmp_path / "whole", **FOUR)) == [0] * 4
-    resumed(halfway, tmp_path / "parts", 4)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+@pytest.mark.parametrize("keys", [FOUR, STAGES], ids=["tp2 cp2", "pp2 tp2"])
+def test_the_same_layout_goes_on_bitwise(tmp_path, ended, keys):
+    resumed(ended(4, **keys, **HALF), tmp_path / "parts", 4)
+    assert losses(tmp_path / "parts") == losses(ended(4, **keys))
+
+
+def test_what_stages_trained_generates_and_is_evaluated_in_one_process(tmp_path, ended):
+    mine, theirs = ended(4, **STAGES), ended()
+    models = [sample.load_model(out, "cpu") for out in (mine, theirs)]
+    assert len(models[0].blocks) == 4 and error(models[0].params, models[1].params) <= 1e-3
+    assert len([*sample.generate(models[0], [1, 2, 3], 5, temperature=0)]) == 5
+    found = []
+    for out in (mine, theirs):
+        assert command.run(evaluate.main, [str(out), "--device=cpu", "--lengths=64", "--batches=2"]) == 0
+        found.append(json.loads((out / "evaluate.json").read_text()))
+    assert worst(*(answers["loss_by_position"]["loss"] for answers in found)) <= 1e-3
 
 
 # --- what ranks do not agree on ---
@@ -206,6 +281,8 @@ def test_mistakes_are_one_line_on_every_rank(dataset, tmp_path):
     rank1 = f"rank 1 ({socket.gethostname()})"
     for case, message in (
             (argv(dataset, tmp_path / "out", tp=2, cp=2), "dp(1)*cp(2)*tp(2) != WORLD_SIZE(2)"),
+            (argv(dataset, tmp_path / "out", pp=2, tp=2), "pp(2)*dp(1)*cp(1)*tp(2) != WORLD_SIZE(2)"),
+            (argv(dataset, tmp_path / "out", pp=2, n_layer=1), "pp=2 must be at most n_layer=1"),
             (argv(dataset, tmp_path / "out", tp=3), "n_head=4 % tp=3 != 0"),
             (argv(dataset, tmp_path / "out", cp=2, block_size=62), "block_size=62 % (2*cp*tp)=4 != 0"),
             (argv(dataset, tmp_path / "out", cp=2, n_head=1, context_parallel="ulysses"),
@@ -334,30 +411,44 @@ def test_where_one_rank_has_no_room_for_a_rehearsal_all_trace(dataset, tmp_path)
     assert list(recorded) == list(traced) and recorded != traced  # without attention's workspaces
 
 
-def measured_without_room(host, argv, said):
-    """What rank 1 says where its layer does not fit while rates are measured; rank 0 waits in its message."""
+def without_memory(host, argv, said, rank, steps):
+    """What `rank` says where a layer does not fit: while rates are measured, or after so many `steps`; the
+    others wait in their messages."""
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-    with pytest.MonkeyPatch.context() as m:
-        if host.rank == 1:
+
+    def forward_backward(run, it):
+        if host.rank == rank and it == steps:
             m.setattr("memo.block.Block.backward", out_of_memory)
-        sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
+        return real(run, it)
+    real = train.forward_backward
+    sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(train, "forward_backward", forward_backward)
+        if host.rank == rank and not steps:
+            m.setattr("memo.block.Block.backward", out_of_memory)
         with rank_errors(host):
-            train.set_up(argv, Launch(host.rank, 2, host.rank, 2, 0, ""), host)
+            run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
+        with rank_errors(host, run):
+            complete(run, train.train)
 
 
 @pytest.mark.ranks
-def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):
-    ranks, said = Ranks(2), tmp_path / "said "
+@pytest.mark.parametrize("size,keys,rank,steps", [
+    (2, dict(tp=2), 1, 0), (2, dict(pp=2, n_layer=8), 1, 0), (3, dict(pp=3, **IN_ORDER), 0, 2),
+    (3, dict(pp=3, **IN_ORDER), 2, 2)])
+def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path, size, keys, rank, steps):
+    ranks, said = Ranks(size), tmp_path / "said "
     for pipe in ranks.pipes:
-        pipe.send((measured_without_room, (argv(dataset, tmp_path / "out", tp=2, activation="memo"), said)))
+        pipe.send((without_memory, (argv(dataset, tmp_path / "out", **keys), said, rank, steps)))
     for process in ranks.processes:
         process.join(60)
-    assert [process.exitcode for process in ranks.processes] == [1, 1]
-    first, second = (Path(f"{said}{rank}").read_text() for rank in range(2))
-    [line] = [line for line in second.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: rank 1 ({socket.gethostname()}): ") and "CUDA out of memory" in line, line
-    assert "error: rank 0" in first and "lost" in first
+    assert [process.exitcode for process in ranks.processes] == [1] * size
+    others = [Path(f"{said}{rank}").read_text() for rank in range(size)]
+    [line] = [line for line in others.pop(rank).splitlines() if line.startswith("error: ")]
+    where = f"{socket.gethostname()})" + f", step {steps}" * (steps > 0)
+    assert line.startswith(f"error: rank {rank} ({where}: ") and "CUDA out of memory" in line, line
+    assert all("error: rank" in other and "lost" in other for other in others)
 
 
 # --- torchrun ---
@@ -365,7 +456,7 @@ def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path):
 LONG = dict(max_iters=24, save_interval=3, eval_interval=0)
 
 
-LOST = re.compile(rf"error: rank [01] \({re.escape(socket.gethostname())}\), step \d+: lost another rank .*")
+LOST = re.compile(rf"error: rank [0-3] \({re.escape(socket.gethostname())}(, stage \d)?\), step \d+: lost another rank .*")
 
 
 def train_main(argv):
@@ -393,8 +484,9 @@ def wait_for_rows(out, n, seconds=240):
 
 
 @pytest.mark.ranks
-def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
-    keys = argv(dataset, tmp_path / "out", tp=2, **LONG | dict(max_iters=10**6))
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2, **IN_ORDER)], ids=["tp2", "pp2"])
+def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path, layout):
+    keys = argv(dataset, tmp_path / "out", **LONG | layout | dict(max_iters=10**6))
     first, second = start_ranks(train_main, keys, 2, tmp_path)
     wait_for_rows(tmp_path / "out", 8)  # the save before step 6 waited for the one before step 3
     second.kill()
@@ -403,15 +495,18 @@ def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path):
     [line] = (tmp_path / "0.err").read_text().splitlines()
     assert LOST.fullmatch(line), line
     assert checkpoint.load(tmp_path / "out").iter >= 3
-    assert train.main(["--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--tp=1", "--max_iters=8",
-                       "--warmup_iters=0"]) == 0  # on one process
+    assert train.main(["--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--tp=1", "--pp=1",
+                       "--max_iters=8", "--warmup_iters=0"]) == 0  # on one process
 
 
 @pytest.mark.ranks
-def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dataset, tmp_path, torchrun):
-    keys, port = dict(cp=2, **LONG), free_port()
+@pytest.mark.parametrize("ranks,keys", [(1, dict(cp=2)), (2, dict(pp=2, **IN_ORDER))], ids=["cp2", "pp2 dp2"])
+def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_a_rank(dataset, tmp_path, torchrun, ranks,
+                                                                           keys):
+    """Each has `ranks`: of several stages one."""
+    keys, port = LONG | keys, free_port()
     nodes = [torchrun(argv(dataset, tmp_path / "two", **keys), "--nnodes=2", "--rdzv-backend=c10d",
-                      "--max-restarts=3", f"--rdzv-endpoint=127.0.0.1:{port}", ranks=1) for _ in range(2)]
+                      "--max-restarts=3", f"--rdzv-endpoint=127.0.0.1:{port}", ranks=ranks) for _ in range(2)]
     wait_for_rows(tmp_path / "two", 8)
     os.kill(children(nodes[1].pid)[0], signal.SIGKILL)
     said = lines = ""
@@ -420,14 +515,16 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_its_rank(dat
         assert node.returncode == 0, err
         said, lines = said + out, lines + err
     assert LOST.search(lines), lines
-    assert pool(2).run(here, argv(dataset, tmp_path / "one", **keys)) == [0, 0]
+    assert pool(2 * ranks).run(here, argv(dataset, tmp_path / "one", **keys)) == [0] * 2 * ranks
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
     assert said.count("run         steps 0 to 24") == 1 and said.count("to 24 in") >= 2
 
 
 @pytest.mark.ranks
-def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path, torchrun):
-    run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=10**6, eval_interval=0), "--standalone", ranks=2)
+@pytest.mark.parametrize("keys", [dict(cp=2), dict(pp=2, **IN_ORDER)], ids=["cp2", "pp2"])
+def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path, torchrun, keys):
+    keys = keys | dict(max_iters=10**6, eval_interval=0)
+    run = torchrun(argv(dataset, tmp_path, **keys), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 5)
     run.send_signal(signal.SIGTERM)
     out, err = run.communicate(timeout=60)

@@ -72,6 +72,12 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
      r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
     (dict(gradient_accumulation_steps=3), 2,
      r"^gradient_accumulation_steps=3 % dp=2 != 0 .*; try --gradient_accumulation_steps=4$"),
+    (dict(pp=2), 1,
+     r"^pp\(2\)\*dp\(1\)\*cp\(1\)\*tp\(1\) != WORLD_SIZE\(1\); start it with torchrun "
+     r"--nproc_per_node=2 \(or a multiple\) on one node, or change pp, tp or cp$"),
+    (dict(pp=2, tp=2), 6, r"^pp\(2\)\*dp\(1\)\*cp\(1\)\*tp\(2\) != WORLD_SIZE\(6\); start it with "
+     r"torchrun --nproc_per_node=4 \(or a multiple\)"),
+    (dict(pp=2, gradient_accumulation_steps=3), 4, "^gradient_accumulation_steps=3 % dp=2 != 0 "),
 ])
 def test_layouts_that_do_not_fill_the_world(keys, world, message):
     with pytest.raises(ConfigError, match=message):
