@@ -236,6 +236,7 @@ def test_the_fast_bound_is_one_and_is_near_for_metp(preset, text):
     assert exact <= bound <= 1.6 * exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset, text", [
     ("7b_1m", "--tp=8 --cp=1 --block_size=262144"), ("7b_1m", "--tp=1 --cp=8 --block_size=524288"),
     ("7b_1m", "--tp=1 --cp=2 --block_size=262144 --activation=recompute"),

@@ -269,9 +269,9 @@ def flat(results):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("text,kind", [("tp2", "ring"), ("cp2", "ring"), ("cp2", "ulysses"), ("dp2", "ring"),
-                                       ("tp2 cp2", "ring")])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("text,kind,family", [
+    ("tp2", "ring", "gpt"), ("cp2", "ring", "llama"), ("cp2", "ulysses", "gpt"), ("dp2", "ring", "llama"),
+    ("tp2 cp2", "ring", "gpt"), ("tp2 cp2", "ulysses", "llama")])
 def test_every_layout_gives_the_answers_of_one_process(text, kind, family, dataset):
     size, keys = degrees_of(text), SHAPE | FAMILIES[family]
     cfg = Config(**keys, tp=size["tp"], cp=size["cp"], context_parallel=kind,

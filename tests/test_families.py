@@ -99,7 +99,8 @@ def hf(tmp_path):
 
 # --- the same model ---
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [
+    name if name.startswith("qwen3") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_in_and_out_again(tmp_path, name):
     kind, more = MODELS[name]
     there, out, back = (tmp_path / folder for folder in ("hf", "out", "back"))

@@ -50,7 +50,7 @@ def halves(host, cfg, x, dy):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("p", [1, 4])
+@pytest.mark.parametrize("p", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_its_halves_are_those_of_torchs_own_layer(p):
     """The paper's test: average error per element below 1e-5."""
     layer, S = torchs_layer(), SHAPE["block_size"]
@@ -156,7 +156,7 @@ def most_at_once(arena, nbytes):
     return peak
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_more_matrices_are_there_than_travel(p):
     cfg = Config(n_layer=1, n_head=8, n_embd=64, n_inner=320, vocab_size=128, block_size=768 * p, tp=p,
                  tensor_parallel="metp", head_groups=8)

@@ -120,8 +120,7 @@ def test_an_optimizer_on_the_host_changes_no_bit_in_any_layout(text, micro_batch
         assert device == host
 
 
-@pytest.mark.parametrize("order", ["layer", "subsequence"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches, order", [(1, "layer"), (2, "subsequence")])
 def test_with_subsequences_it_changes_no_bit(micro_batches, order, one_thread):
     """And the gradients of all micro batches, and of all subsequences, add up."""
     cfg = replace(SMALL, n_layer=3, gradient_accumulation_steps=micro_batches, grad_clip=0.1)

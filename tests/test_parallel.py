@@ -153,7 +153,8 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
 
 
 @pytest.mark.parametrize("groups", [1, 2], ids=["a group a rank", "two"])
-@pytest.mark.parametrize("tp,cp", [(1, 1), (2, 1), (8, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("tp,cp", [
+    (1, 1), (2, 1), (2, 2), (1, 4), pytest.param(8, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family,shared", [("gelu", 1), ("swiglu", 1), ("swiglu", 4)])
 def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, tp, cp, groups):
     """Every rank: of the MLP's matrices all but a tp-th part, in the backward with gradients; of attention's

@@ -144,7 +144,7 @@ def test_accumulation_and_batches_see_the_same_number_of_tokens(dataset, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hangup_is_heard")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_leaves(dataset, tmp_path, capsys, number):
     before = signal.getsignal(number)
     metrics = tmp_path / "metrics.jsonl"
