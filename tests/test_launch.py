@@ -456,7 +456,8 @@ def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path, size, k
 LONG = dict(max_iters=24, save_interval=3, eval_interval=0)
 
 
-LOST = re.compile(rf"error: rank [0-3] \({re.escape(socket.gethostname())}(, stage \d)?\), step \d+: lost another rank .*")
+LOST = re.compile(rf"error: rank [0-3] \({re.escape(socket.gethostname())}\)(, stage \d)?, step \d+: lost "
+                  "another rank .*")
 
 
 def train_main(argv):
