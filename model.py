@@ -163,17 +163,18 @@ class GPT:
                          *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
-    def reserve_forward(self, B: int, T: int) -> None:
-        """reserve() for forward passes without a backward: all layers take turns in the memory of one. The
-        stream between layers is copied where all would take over half of what a GPU has free."""
+    def reserve_forward(self, B: int, T: int, n_layer: int | None = None, **kw: Any) -> None:
+        """reserve() for passes whose units are used up one by one, as in a forward without a backward: all
+        units of `n_layer` layers (default: all) take turns in the memory of one. The stream between layers is
+        copied where all would take over half of what a GPU has free."""
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
         keys = "made" if self.cfg.by_layer else "stay"  # there is no backward to make them for
-        p = Placement(len(self.blocks), 1, B * T // self.mesh.weights.size, nothing, keys=keys,
+        p = Placement(n_layer or len(self.blocks), 1, B * T // self.mesh.weights.size, nothing, keys=keys,
                       **unit_rows(self.cfg, B, T))
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
         spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
-        self.reserve(B, T, with_stream(p, tensors, spare, keys_dealt(self.cfg)))
+        self.reserve(B, T, with_stream(p, tensors, spare, keys_dealt(self.cfg)), **kw)
 
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are

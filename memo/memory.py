@@ -39,15 +39,13 @@ from memo.estimate.hardware import NODES, Machine
 from memo.estimate.report import as_dict as estimate_dict
 from memo.formulas import parameters, percent
 from memo.launch import Launch
-from memo.layer import n_rows
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
 from memo.stages import pipeline_line
-from memo.subsequences import subsequences_line, unit_rows
+from memo.subsequences import subsequences_line
 from memo.swap.alpha import OutOfHostMemory, what_set_it
-from memo.swap.placement import Placement
 from memo.swap.placing import rests, swaps_layers
 from memo.swap.slab import host_bytes
 from memo.swap.streams import Streams
@@ -140,9 +138,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     all_fit = cpu and not problem.n_swapped
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
-        # one buffer, in which the layer's units take turns, and no row that outlives any
-        nothing = dict.fromkeys(problem.tensors, 0) if cfg.n_subsequences > 1 else {}
-        model.reserve(B, T, Placement(1, 1, n_rows(cfg), nothing, **unit_rows(cfg, B, T)), **how)
+        model.reserve_forward(B, T, n_layer=1, **how)  # a unit's backward follows its forward
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
         model.grads.zero_()
         model.close()

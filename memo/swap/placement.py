@@ -340,8 +340,10 @@ class Placement:
 def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float,
                 dealt: int = 1) -> Placement:
     """The placement with the stream whole where its buffers and regions fit so many bytes of the device that
-    way; else copied, if that takes fewer. Modes that copy nothing have it whole. Other arguments as for
-    region_bytes."""
+    way; else copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last
+    passes it on. Other arguments as for region_bytes."""
+    if placement.sends:
+        return replace(placement, stream="passed")
     whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
     nbytes, fewer = (p.device_bytes(tensors, dealt) for p in (whole, copied))
     return copied if whole.fates.copied and fewer < nbytes and nbytes > spare_bytes else whole
