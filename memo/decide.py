@@ -22,7 +22,7 @@ HALVINGS = 6  # of the rate that alpha is found with, where copies do not hide
 SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its buffers is kept free
 LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
 MOST_SUBSEQUENCES = 256  # that are chosen; more save hardly any memory, and their simulation takes seconds
-MOST_BUBBLE = 1 / 8  # of a pipeline's computing, where so many subsequences can be chosen
+LEAST_BUBBLE, MOST_BUBBLE = 1 / 64, 1 / 8  # of a pipeline's computing; less is not worth more subsequences
 # Times the seconds of the fastest: measured rates vary by as much, and the number of subsequences changes the
 # last bits of the losses, so that no toss of a coin shall pick it.
 EQUALLY_FAST = 1.03
@@ -219,12 +219,14 @@ class Judged(NamedTuple):
 
 def numbers_of(cfg: Config) -> list[int]:
     """The numbers of subsequences to choose from: powers of two, each subsequence with LEAST_TOKENS or more,
-    and aligned in the layout; of stages only those with which MOST_BUBBLE is enough, or the most."""
+    and aligned in the layout; for several stages those with a bubble between the bounds, or the most."""
     if cfg.subsequences != "auto":
         return [cfg.subsequences]
     most = cfg.block_size // max(LEAST_TOKENS, ALIGNED * cfg.block_multiple)
     numbers = [2**k for k in range(max(1, min(most, MOST_SUBSEQUENCES)).bit_length())]
-    return [n for n in numbers if (cfg.pp - 1) / n <= MOST_BUBBLE] or numbers[-1:]
+    if cfg.pp == 1:
+        return numbers
+    return [n for n in numbers if LEAST_BUBBLE <= (cfg.pp - 1) / n <= MOST_BUBBLE] or numbers[-1:]
 
 
 def choose(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]:

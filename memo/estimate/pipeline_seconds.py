@@ -79,6 +79,16 @@ def pipeline_times(stages: Sequence["Stage"], machine: Machine, world: int, item
     return times_of_stages(schedules, lambda k, step: seconds[k](step))
 
 
+def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOfUnits) -> float:
+    """Seconds that a step takes at least: the last stage waits for the first subsequence, the first stage
+    for the last one, and each computes all."""
+    layers, units = [stage.placement.n_layer for stage in stages], layer.units
+    each = [unit.forward_s + unit.backward_s for unit in units]
+    longest = max(layers[0] * fsum(each) + sum(layers[1:]) * each[-1],
+                  layers[-1] * fsum(each) + sum(layers[:-1]) * each[0])
+    return micro_batches(stages[0].cfg, world) * longest
+
+
 def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
                layer: LayerSeconds | LayerOfUnits) -> dict[str, float]:
     """{part: seconds} of a step, which add up to its "step": the means of all stages. "bubble": a stage waits

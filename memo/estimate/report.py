@@ -76,8 +76,8 @@ def stage_lines(got: Estimate) -> list[str]:
     lines = [f"{'stages':44}{'device':>10}{'host':>10}{'alpha':>10}"]
     for _, run in groupby(got.stages, key=lambda one: (one.cfg.embeds, one.cfg.heads, len(one.cfg.layers))):
         first, *others = run
-        n, numbers = len(first.cfg.layers), f"{first.cfg.stage}"
-        numbers += f" to {others[-1].cfg.stage}, each" * bool(others)
+        n, k = len(first.cfg.layers), first.cfg.stage
+        numbers = f"{k} to {k + len(others)}, each" if others else f"{k}"
         ends = " and embedding" * first.cfg.embeds + " and head" * first.cfg.heads
         alpha = "" if first.alpha is None else f"{first.alpha:.3f}"
         lines.append(f"            {f'{numbers}: {n} layer' + 's' * (n > 1) + ends:32}"

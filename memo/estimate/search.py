@@ -7,15 +7,20 @@ from math import isqrt
 from typing import Any
 
 from memo.command import progress
-from memo.config import Config
+from memo.config import Config, degrees
 from memo.decide import LEAST_TOKENS
 from memo.errors import ConfigError
-from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
-from memo.estimate.budget import Estimate, chosen, estimate, untimed
+from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
+from memo.estimate.budget import Estimate, chosen, estimate, states, untimed
 from memo.estimate.hardware import Machine
+from memo.estimate.pipeline_seconds import least_s
+from memo.estimate.unit_seconds import layer_seconds
+from memo.formulas import tgs
+from memo.layer import KEYS_VALUES, keys_dealt, tensors_of
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
+# the last one does what is best of the others, and is the one that several stages have
 MODES: tuple[dict[str, Any], ...] = (
     dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
     dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor"))
@@ -35,11 +40,43 @@ def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: Ar
     the fewest that fit are taken, for which nothing is simulated."""
     try:
         if cfg and cfg.undecided:
+            if never_fits(cfg, machine, world):
+                return None
             one, why = chosen(cfg, untimed(machine), world)
             return replace(estimate(one, machine, world, arena), asked=cfg, chosen=why)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
+
+
+def never_fits(cfg: Config, machine: Machine, world: int) -> bool:
+    """Whether a stage of several has no room, whatever its mode and its subsequences, for its states and the
+    keys and values of its layers, with their gradients."""
+    if cfg.pp == 1 or machine.memory_bytes is None:
+        return False
+    degrees(cfg, world)
+    itemsize = itemsize_of(cfg, machine)
+    tensors, row = tensors_of(cfg, itemsize), 1 + 4 // itemsize
+    keys = len(cfg.layers) * keys_dealt(cfg) * row * sum(tensors[name].nbytes for name in KEYS_VALUES)
+    return keys + sum(line.device_bytes for line in states(cfg, machine, world, itemsize)[2]) > (
+        machine.memory_bytes)
+
+
+def fast_enough(cfg: Config, machine: Machine, world: int, known: Sequence[Estimate], best: int) -> (
+        Estimate | None):
+    """The Estimate by the fast bound; of several stages None where these cannot be among the `best` of those
+    that are `known`, for which their schedules, which take long, need not run."""
+    if cfg.pp == 1 or machine.speeds is None:
+        return estimate_or_none(cfg, machine, world, fast_arena)
+    got = estimate_or_none(cfg, untimed(machine), world, fast_arena)
+    if got is None or not got.fits:
+        return got
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    layer = layer_seconds(got.cfg, machine, itemsize_of(cfg, machine))
+    rates = sorted({other.tgs or 0.0 for other in known if other.fits}, reverse=True)
+    if len(rates) >= best and tgs(tokens, world, least_s(got.stages, world, layer)) <= rates[best - 1]:
+        return None
+    return replace(estimate(got.cfg, machine, world, fast_arena), asked=got.asked, chosen=got.chosen)
 
 
 def with_the_fastest(got: Estimate, arena: ArenaOf) -> Estimate:
@@ -78,7 +115,9 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = M
     depths = [pp for pp in degrees_of(world) if pp.bit_count() == 1 and pp <= cfg.n_layer]
     widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
     for pp, tp, mode, where in product(depths, widths, modes, ("auto", "cpu")):
-        for cp in degrees_of(world // (pp * tp)) if world % (pp * tp) == 0 else ():
+        if world % (pp * tp) or (pp > 1 and mode != modes[-1]):
+            continue
+        for cp in degrees_of(world // (pp * tp)):
             kinds = ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,)
             for use, kind in [*(("megatron", kind) for kind in kinds), ("metp", "ring")]:
                 keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
@@ -98,7 +137,7 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                           "looked at closely"):
         found: list[Estimate] = []
         for one in every:
-            found += filter(None, [estimate_or_none(one, machine, world, fast_arena)])
+            found += filter(None, [fast_enough(one, machine, world, found, best)])
             judged += 1
         if not found:
             raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, "
