@@ -190,8 +190,8 @@ def main(argv: list[str]) -> None:
                   *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
-        draw_estimate(got, machine, world, most, options["plot"])
-        print(f"plot        {options['plot']}", file=sys.stderr if options.get("json") else sys.stdout)
+        for path in draw_estimate(got, machine, world, most, options["plot"]):
+            print(f"plot        {path}", file=sys.stderr if options.get("json") else sys.stdout)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from memo.layer import INPUT, tensors_of
 from memo.parallel.pp import times_of_stages
 from memo.swap.periods import steps_of
 from memo.swap.schedule import Step, Times
+from memo.swap.spans import Span, simulated_spans
 
 if TYPE_CHECKING:
     from memo.estimate.budget import Stage
@@ -70,13 +71,23 @@ def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
     return seconds
 
 
+def schedules_of(stages: Sequence["Stage"]) -> list[list[Step]]:
+    placements = [stage.placement for stage in stages]
+    return [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
+
+
 def pipeline_times(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds | LayerOfUnits) -> list[Times]:
     """The Times of each stage in a micro batch, all on one clock."""
-    placements = [stage.placement for stage in stages]
-    schedules = [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
     seconds = [seconds_of(stage, machine, world, itemsize, layer) for stage in stages]
-    return times_of_stages(schedules, lambda k, step: seconds[k](step))
+    return times_of_stages(schedules_of(stages), lambda k, step: seconds[k](step))
+
+
+def pipeline_spans(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
+                   layer: LayerSeconds | LayerOfUnits) -> list[list[Span]]:
+    """The same as spans of each stage."""
+    times = pipeline_times(stages, machine, world, itemsize, layer)
+    return [*map(simulated_spans, schedules_of(stages), times)]
 
 
 def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOfUnits) -> float:

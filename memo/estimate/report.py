@@ -1,16 +1,19 @@
 """An Estimate for people, for programs, as a picture."""
 
 from itertools import groupby
+from pathlib import Path
 
 from memo.backends import kernel_of
 from memo.command import progress
 from memo.errors import ConfigError
-from memo.estimate.arena import fast_arena
+from memo.estimate.arena import fast_arena, itemsize_of
 from memo.estimate.budget import Estimate, Line, Stage
 from memo.estimate.hardware import GIB, Machine
+from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
 from memo.layer import head_groups
+from memo.pipeline_plot import pipeline
 from memo.plots import dry_run
 from memo.subsequences import subsequences_line
 from memo.swap.alpha import what_set_it
@@ -141,15 +144,24 @@ def stage_dict(one: Stage) -> dict:
                 alpha=one.alpha)
 
 
-def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> None:
-    """dry_run()'s picture. Errors: ConfigError where it cannot be written."""
+def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> list[str]:
+    """dry_run()'s picture, and beside it that of a pipeline, where there are stages and seconds -> their
+    files. Errors: ConfigError where they cannot be written."""
+    drawn = [path]
     def estimate_at(S: int) -> Estimate | None:
         return estimate_or_none(config_with(got.asked, block_size=S), machine, world, fast_arena)
     try:
         with progress(lambda: f"drawing {path}"):
             dry_run(got, estimate_at, most, path)
+            if len(got.stages) > 1 and got.layer:
+                itemsize = itemsize_of(got.cfg, machine)
+                spans = pipeline_spans(got.stages, machine, world, itemsize, got.layer)
+                drawn.append(str(Path(path).with_stem(f"{Path(path).stem}_pipeline")))
+                pipeline(spans, drawn[-1], f"{got.world} x {machine.name}, {layout_of(got)}, "
+                                           f"{got.cfg.activation}, S = {got.cfg.block_size:,}: a micro batch")
     except (OSError, ValueError) as e:
         raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
+    return drawn
 
 
 def limit_of(most: Estimate) -> tuple[str, str]:
