@@ -94,7 +94,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--pp=0"], "pp=0 must be at least 1"),
     (["--pp=-2"], "pp=-2 must be at least 1"),
     (["--pp=5"], "pp=5 must be at most n_layer=4 (each stage has whole layers); try pp=4"),
-    (["--pp=2", "--subsequences=4"],
+    (["--pp=2", "--subsequences=4", "--unit_order=layer"],
      "pp=2 goes with unit_order=subsequence only, not layer (a stage hands on what all its layers are done "
      "with); try --unit_order=subsequence"),
     (["--mlp=swiglu", "--bias=true"],

@@ -40,7 +40,7 @@ def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
     whole = sum(problem.nbytes.values())
     p = replace(problem, forward_s=tuple(hidden * whole * part for part in problem.parts),
                 offload_bytes_per_s=1.0, host_bytes=int(host * max(0, problem.needed_bytes(1))))
-    assert cfg.subsequences > 1 or set(costs_of(p.tensors)) == set(groups_of(p.tensors))
+    assert cfg.n_subsequences > 1 or set(costs_of(p.tensors)) == set(groups_of(p.tensors))
     return place_rows(cfg, p, costs_of(p.tensors))[0]
 
 

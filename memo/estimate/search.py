@@ -56,7 +56,7 @@ def never_fits(cfg: Config, machine: Machine, world: int) -> bool:
         return False
     degrees(cfg, world)
     itemsize = itemsize_of(cfg, machine)
-    tensors, row = tensors_of(cfg, itemsize), 1 + 4 // itemsize
+    tensors, row = tensors_of(replace(cfg, subsequences=2), itemsize), 1 + 4 // itemsize  # of several
     keys = len(cfg.layers) * keys_dealt(cfg) * row * sum(tensors[name].nbytes for name in KEYS_VALUES)
     return keys + sum(line.device_bytes for line in states(cfg, machine, world, itemsize)[2]) > (
         machine.memory_bytes)
