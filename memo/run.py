@@ -16,7 +16,7 @@ from memo.batch import Data, open_dataset
 from memo.config import LAYOUT_KEYS, SUBSEQUENCE_KEYS, Config, as_keys, degrees, stage_of
 from memo.console import Attempts
 from memo.convert import check_folder
-from memo.decide import Decision
+from memo.decide import Decision, numbers_of
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
@@ -201,11 +201,13 @@ def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
     def of(one: Config) -> Estimate:
         return estimate(one, machine, launch.world, fast_arena)
     before = of_before(cfg, found.ckpt)
-    if before and of(before).fits:
+    if before and numbers_of(cfg) != [1] and of(before).fits:
         return before, "as before"
     one, why = chosen(cfg, machine, launch.world)
-    copies = of(one).alpha is not None
-    return None if copies and of(one).fits and not cfg.deterministic else (one, why)
+    if why == "" or cfg.deterministic:  # nothing to choose from; or no speeds count
+        return one, why
+    got = of(one)
+    return None if got.fits and got.alpha is not None else (one, why)
 
 
 def measured(found: Checked, launch: Launch, host: Axis) -> Machine:

@@ -389,7 +389,8 @@ def untimed(machine: Machine) -> Machine:
 
 def chosen(cfg: Config, machine: Machine, world: int) -> tuple[Config, str]:
     """choose() of a config, with the Estimates of a machine as the judge, and the bound of the temporary
-    tensors."""
+    tensors; with deterministic=True by room alone, for speeds differ from run to run."""
+    machine = untimed(machine) if cfg.deterministic else machine
     return choose(cfg, lambda one: judged(estimate(one, machine, world, fast_arena)))
 
 
