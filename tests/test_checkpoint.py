@@ -265,6 +265,7 @@ def fails(save, saver, message):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_ranks_write_in_parallel_and_fail_together(tmp_path):
     ranks = [PROCESSES.Process(target=a_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
     for process in ranks:
@@ -439,6 +440,7 @@ def kill_twelve_times(out_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_kills_at_any_moment_leave_a_whole_checkpoint_and_the_same_run(tmp_path):
     run_in_a_process_of_its_own(kill_twelve_times, tmp_path)
 
@@ -471,6 +473,7 @@ def fill_the_disk(out_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path):
     run_in_a_process_of_its_own(fill_the_disk, tmp_path)
 

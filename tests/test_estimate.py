@@ -765,6 +765,7 @@ def train_in_little(argv, said):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     cfg = load(["config/7b_1m.py"])
     got = budget.estimate(cfg, A800, 8, fast_arena)

@@ -465,6 +465,11 @@ def train_main(argv):
     return train.main(argv)
 
 
+def errors_of(folder, rank):
+    """The lines of a rank of start_ranks() that tell an error."""
+    return [line for line in (folder / f"{rank}.err").read_text().splitlines() if line.startswith("error: ")]
+
+
 @pytest.fixture
 def torchrun(no_matplotlib):
     """torchrun(argv, *options, ranks=) starts train.py, with a thread for each rank, as in the pools: sums
@@ -493,7 +498,7 @@ def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path, layout):
     second.kill()
     first.join(60)
     assert first.exitcode == 1
-    [line] = (tmp_path / "0.err").read_text().splitlines()
+    [line] = errors_of(tmp_path, 0)
     assert LOST.fullmatch(line), line
     assert checkpoint.load(tmp_path / "out").iter >= 3
     assert train.main(["--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--tp=1", "--pp=1",
@@ -548,6 +553,6 @@ def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
     for process in (first, second):
         process.join(60)
         assert process.exitcode == 1
-    [line], [named] = ((tmp_path / f"{rank}.err").read_text().splitlines() for rank in (0, 1))
+    [line], [named] = (errors_of(tmp_path, rank) for rank in (0, 1))
     assert named.startswith(f"error: rank 1 ({socket.gethostname()}), step 0: ")
     assert "token 9999 at position" in named and LOST.fullmatch(line), (line, named)

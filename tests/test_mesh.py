@@ -190,9 +190,9 @@ def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, 
 
 def suspended(host, path):
     sys.stderr = io.TextIOWrapper(io.FileIO(f"{path}/{host.rank}", "w"))
-    launch.LOST_S, launch.BEAT_S = 2, 0.2
+    launch.LOST_S, launch.BEAT_S = 3, 0.2
     Pulse(host.rank, host.size)
-    time.sleep(2.5)  # it is well: nothing happens
+    time.sleep(3.5)  # it is well: nothing happens
     print(f"{host.rank} lives", file=sys.stderr, flush=True)
     if host.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

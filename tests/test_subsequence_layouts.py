@@ -18,7 +18,8 @@ FAMILIES = {"gpt": dict(position="learned", bias=True),
             "llama": LLAMA | dict(qkv_bias=True, batch_size=2), "one": LLAMA | dict(n_kv_head=1),
             "qwen": LLAMA | dict(n_kv_head=4, qk_norm=True)}
 MODES = {"keep": {}, "recompute": {}, "swap": {}, "memo": dict(alpha=0.5)}
-# {layout: [(kind, family, N, order, cut, mode)]}; N = 8 has subsequences of 48 tokens
+# {layout: [(kind, family, N, order, cut, mode)]}; N = 8 has subsequences of 48 tokens. METP sends a message
+# for each group of heads and earlier subsequence
 CASES = {
     "tp2": [("ring", "rope", 3, "layer", "equal", "recompute"),
             ("ring", "llama", 8, "subsequence", "flops", "keep"),
@@ -34,10 +35,8 @@ CASES = {
                 ("ulysses", "gpt", 3, "subsequence", "flops", "recompute"),
                 ("ulysses", "llama", 2, "layer", "equal", "recompute")],
     "metp2": [("metp", "gpt", 3, "layer", "equal", "swap"),
-              ("metp", "llama", 8, "subsequence", "flops", "recompute"),
-              ("metp", "qwen", 2, "layer", "flops", "recompute")],
-    "metp2 cp2": [("metp", "gpt", 3, "layer", "flops", "recompute"),
-                  ("metp", "qwen", 2, "subsequence", "equal", "keep")],
+              ("metp", "llama", 5, "subsequence", "flops", "recompute")],
+    "metp2 cp2": [("metp", "qwen", 2, "layer", "flops", "recompute")],
     "metp4": [("metp", "one", 3, "layer", "flops", "recompute"),
               ("metp", "llama", 2, "subsequence", "equal", "swap")],
     "dp2": [("ring", "rope", 3, "subsequence", "flops", "recompute"),
