@@ -22,7 +22,7 @@ HALVINGS = 6  # of the rate that alpha is found with, where copies do not hide
 SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its buffers is kept free
 LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
 MOST_SUBSEQUENCES = 256  # that are chosen; more save hardly any memory, and their simulation takes seconds
-LEAST_BUBBLE, MOST_BUBBLE = 1 / 64, 1 / 8  # of a pipeline's computing; less is not worth more subsequences
+LEAST_BUBBLE, MOST_BUBBLE = 1 / 64, 1 / 16  # of a pipeline's computing; less is not worth more subsequences
 # Times the seconds of the fastest: measured rates vary by as much, and the number of subsequences changes the
 # last bits of the losses, so that no toss of a coin shall pick it.
 EQUALLY_FAST = 1.03

@@ -56,14 +56,15 @@ def never_fits(cfg: Config, machine: Machine, world: int) -> bool:
         return False
     degrees(cfg, world)
     itemsize = itemsize_of(cfg, machine)
-    tensors, row = tensors_of(replace(cfg, subsequences=2), itemsize), 1 + 4 // itemsize  # of several
-    keys = len(cfg.layers) * keys_dealt(cfg) * row * sum(tensors[name].nbytes for name in KEYS_VALUES)
-    return keys + sum(line.device_bytes for line in states(cfg, machine, world, itemsize)[2]) > (
-        machine.memory_bytes)
+    tensors = tensors_of(replace(cfg, subsequences=2), itemsize)  # of several
+    lines = states(cfg, machine, world, itemsize)[2]
+    keys = len(cfg.layers) * keys_dealt(cfg) * sum(tensors[name].nbytes for name in KEYS_VALUES)
+    least = keys * (1 + 4 // itemsize) + sum(line.device_bytes for line in lines)
+    return least > machine.memory_bytes
 
 
-def fast_enough(cfg: Config, machine: Machine, world: int, known: Sequence[Estimate], best: int) -> (
-        Estimate | None):
+def fast_enough(cfg: Config, machine: Machine, world: int, known: Sequence[Estimate],
+                best: int) -> Estimate | None:
     """The Estimate by the fast bound; of several stages None where these cannot be among the `best` of those
     that are `known`, for which their schedules, which take long, need not run."""
     if cfg.pp == 1 or machine.speeds is None:
