@@ -11,7 +11,9 @@ measured at their lengths. Of the grid the schedule's simulator times, with the 
 fit; those that picked() names are run, as is the decision, in turns, the fastest more often. Seconds are of
 forward and backward, the least of all turns.
 
-One thread computes, so that copies have a core of their own. Writes bench/results/decision.json.
+Every step is computed. Its seconds are those of the streams' clocks: of compute what the one thread that
+computes had of its core, which leaves out what else runs on the machine; of copies their bytes over the rate.
+Kernels and units are measured by the same clock. Writes bench/results/decision.json.
 """
 
 import argparse
@@ -20,12 +22,13 @@ import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 
 from bench.machine import machine as machine_at_hand
-from bench.swap_overlap import GRID, slow_streams
+from bench.swap_overlap import GRID
 from memo import memory, profiler
 from memo.config import Config
 from memo.decide import GAPS, Room, choose, decide, problem_of, ways_of
@@ -38,6 +41,7 @@ from memo.layer import keys_dealt, n_rows, tensors_of
 from memo.parallel.mesh import ALONE
 from memo.profiler import MeasuredUnit
 from memo.swap.placing import place_rows, placed
+from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
@@ -110,6 +114,35 @@ def simulated_s(cfg, placement, rates):
 
 # --- what is run ---
 
+class Clocked(CpuStream):
+    """A stream whose work is done when it is launched, with a clock of its own, `now`. `bytes_per_s`: of
+    copies; None: it computes."""
+
+    def __init__(self, name, timeline, bytes_per_s=None):
+        super().__init__(name, timeline, threaded=False)
+        self.bytes_per_s, self.now = bytes_per_s, 0.0
+
+    def launch(self, label, work, *args):
+        start = time.thread_time()
+        work(*args)
+        seconds = time.thread_time() - start
+        if self.bytes_per_s:
+            seconds = sum(there.nbytes for there, _ in args[0]) / self.bytes_per_s
+        self.now += seconds
+
+    def record(self, event):
+        event.mark = self.now
+
+    def wait(self, event):
+        self.now = max(self.now, event.mark or 0.0)
+
+
+def clocked_streams(bytes_per_s):
+    timeline = Timeline()
+    return Streams(Clocked("compute", timeline), Clocked("offload", timeline, bytes_per_s),
+                   Clocked("prefetch", timeline, bytes_per_s), timeline)
+
+
 class Point:
     """Of the grid, or the decision."""
 
@@ -117,21 +150,21 @@ class Point:
         self.cfg, self.placement, self.named, self.steps_s = cfg, placement, named, []
         self.simulated_s = simulated_s(cfg, placement, rates)
 
-    def open(self, streams):
-        self.streams, self.model = streams, GPT(self.cfg, CPU, torch.float32)
+    def open(self, rate):
+        self.streams, self.model = clocked_streams(rate), GPT(self.cfg, CPU, torch.float32)
         self.model.load(initial_weights(self.cfg, 0, CPU))
-        self.model.reserve(1, self.cfg.block_size, self.placement, streams=streams)
+        self.model.reserve(1, self.cfg.block_size, self.placement, streams=self.streams)
 
     def step(self, batch):
         """Adds the seconds of a forward and backward."""
-        start = time.perf_counter()
+        streams = self.streams[:3]
+        begin = max(stream.now for stream in streams)
+        for stream in streams:
+            stream.now = begin
         self.model.forward(*batch, scale=1.0)
         self.model.backward()
-        for stream in self.streams[:3]:
-            stream.synchronize()
-        self.steps_s.append(time.perf_counter() - start)
+        self.steps_s.append(max(stream.now for stream in streams) - begin)
         self.model.grads.zero_()
-        self.streams.timeline.clear()
 
     def as_dict(self):
         p, cfg = self.placement, self.cfg
@@ -192,11 +225,9 @@ def judge(S, device, measured, over, rounds):
     whole = sum(t.nbytes for t in tensors_of(config_of(S, 1), 4).values())
     rate = whole / (over * measured[1, "equal"].forward_s)
     points, mine = grid(S, device, measured, rate), decision(S, device, measured, rate)
-    streams = slow_streams()
-    streams.offload.bytes_per_s = streams.prefetch.bytes_per_s = rate
     run, batch = [mine, *picked(points)], torch.randint(0, SHAPE["vocab_size"], (2, 1, S))
     for point in run:
-        point.open(streams)
+        point.open(rate)
     for _ in range(rounds + 1):  # the first warms up
         for point in run:
             point.step(batch)
@@ -229,7 +260,8 @@ def main():
     torch.set_num_threads(1)
     results = []
     for S in LENGTHS:
-        with patch("memo.decide.LEAST_TOKENS", S // max(NUMBERS)):  # a CPU's kernels are fast at fewer, too
+        with (patch("memo.decide.LEAST_TOKENS", S // max(NUMBERS)),  # a CPU's kernels are fast at fewer, too
+              patch("memo.profiler.time", SimpleNamespace(perf_counter=time.thread_time))):
             device = measured_device(S)
             measured = {(N, cut): measured_rates(config_of(S, N, cut))
                         for N in NUMBERS for cut in (("equal", "flops") if N > 1 else ("equal",))}
