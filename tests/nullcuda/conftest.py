@@ -19,7 +19,7 @@ SMALL = ("--n_layer=4", "--n_embd=256", "--n_head=8", "--block_size=16384", "--m
 @pytest.fixture(scope="session")
 def small(dataset_of):
     """Command line of a small run."""
-    return (*SMALL, f"--dataset={dataset_of(50, 2**18)}")
+    return (*SMALL, f"--dataset={dataset_of(50, 2**19)}")
 
 
 @pytest.fixture(scope="session")
