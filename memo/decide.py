@@ -209,7 +209,8 @@ def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_by
 
 class Judged(NamedTuple):
     """Of a config with numbers: seconds of a step, 0 where no speeds are known; where it does not fit, the
-    bytes that lack, and of what, in words; whether activations are copied."""
+    bytes that lack, and of what, in words; whether activations are copied, or stages wait for each other, so
+    that more subsequences may be faster."""
 
     seconds: float
     lacking: float = 0

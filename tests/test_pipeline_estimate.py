@@ -27,7 +27,7 @@ from tests.helpers import LLAMA, ROOT, argv
 from trace_step import trace_step
 
 H100 = hardware.machine("h100-80gb")
-STAGES = dict(unit_order="subsequence", subsequences=4)
+STAGES = dict(unit_order="subsequence", subsequences=4, subsequence_cut="equal")
 SHAPE = dict(n_layer=7, n_head=4, n_embd=64, block_size=1024, vocab_size=300)
 NODE = replace(hardware.NODES["workstation"], host_memory_bytes=2**40)
 
@@ -92,8 +92,8 @@ def test_a_run_finds_what_was_estimated_of_each_stage(dataset, tmp_path, ranks, 
 def test_a_nodes_host_memory_is_that_of_the_ranks_on_it(gpus_per_node):
     machine = replace(H100, node=replace(H100.node, gpus_per_node=gpus_per_node))
     cfg = load_config(["config/7b_1m.py", "--tp=1", "--cp=2", "--pp=4", "--unit_order=subsequence",
-                       "--subsequences=8", "--gradient_accumulation_steps=2", "--block_size=262144",
-                       "--optimizer_device=cpu"])
+                       "--subsequences=8", "--subsequence_cut=equal", "--gradient_accumulation_steps=2",
+                       "--block_size=262144", "--optimizer_device=cpu"])
     got = budget.estimate(cfg, machine, 16, fast_arena)
     nodes = [0] * -(-16 // gpus_per_node)
     for rank in range(16):
@@ -104,7 +104,7 @@ def test_a_nodes_host_memory_is_that_of_the_ranks_on_it(gpus_per_node):
 def test_a_stage_has_the_arena_of_its_own_ends(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is known yet
     cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--pp=4", "--unit_order=subsequence",
-                       "--subsequences=4", "--block_size=262144"])
+                       "--subsequences=4", "--subsequence_cut=equal", "--block_size=262144"])
     labels, arenas = {}, []
     for one in (replace(cfg, stage=stage) for stage in range(4)):
         def trace(keys, one=one):
@@ -152,10 +152,10 @@ def test_the_bubble_of_equal_stages(pp, N):
     assert more["bubble"] == pytest.approx(3 * parts["bubble"])
 
 
-def pipeline(pp, *keys, gpus=None, machine=H100):
-    cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", f"--pp={pp}", "--unit_order=subsequence",
-                       "--subsequences=16", "--block_size=262144", *keys])
-    return budget.estimate(cfg, machine, gpus or 8 * pp, fast_arena)
+def pipeline(pp, *keys, tp=8, cut="equal", machine=H100):
+    cfg = load_config(["config/7b_1m.py", f"--tp={tp}", "--cp=1", f"--pp={pp}", "--unit_order=subsequence",
+                       "--subsequences=16", f"--subsequence_cut={cut}", "--block_size=262144", *keys])
+    return budget.estimate(cfg, machine, tp * pp, fast_arena)
 
 
 def test_seconds_of_all_stages_are_those_of_one():
@@ -165,14 +165,14 @@ def test_seconds_of_all_stages_are_those_of_one():
             assert pp * got[part] == pytest.approx(one[part]), part
         assert got["bubble"] > 0 and "bubble" not in one
         assert sum(got.values()) == pytest.approx(2 * got["step"])
-    even = pipeline(2, "--activation=keep", "--subsequence_cut=flops").seconds
+    even = pipeline(2, "--activation=keep", cut="flops").seconds
     assert even["bubble"] < two["bubble"]  # the last subsequence of equal length takes longest
 
 
 def test_a_slow_network_delays_stages_that_no_node_holds():
     machines = [replace(H100, node=replace(H100.node, network_bytes_per_s=rate)) for rate in (50e9, 1e9)]
     apart = [pipeline(2, machine=machine).seconds["bubble"] for machine in machines]
-    inside = [pipeline(2, "--tp=4", gpus=8, machine=machine).seconds["bubble"] for machine in machines]
+    inside = [pipeline(2, tp=4, machine=machine).seconds["bubble"] for machine in machines]
     assert apart[1] > apart[0] and inside[1] == inside[0]
     # of six stages of three ranks on nodes of eight, the first two are on one node
     node = replace(H100, node=replace(H100.node, nvlink_bytes_per_s=1e12, network_bytes_per_s=1e9))
@@ -184,7 +184,8 @@ def test_a_slow_network_delays_stages_that_no_node_holds():
 
 def test_table_and_json_of_stages(capsys):
     command = ["config/7b_1m.py", "--gpu=h100-80gb", "--tp=4", "--cp=1", "--pp=4", "--fast",
-               "--unit_order=subsequence", "--subsequences=16", "--block_size=524288"]
+               "--unit_order=subsequence", "--subsequences=16", "--subsequence_cut=equal",
+               "--block_size=524288"]
     assert commands.run(estimate_main.main, [*command, "--json", "--max_context"]) == 0
     out = json.loads(capsys.readouterr().out)
     got = budget.estimate(load_config(command[:1] + command[2:5] + command[6:]), H100, 16, fast_arena)

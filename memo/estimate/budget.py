@@ -398,7 +398,7 @@ def judged(got: Estimate) -> Judged:
     """An Estimate as choose() takes it."""
     seconds = got.seconds.get("step", 0.0)
     if got.fits:
-        return Judged(seconds, copies=got.alpha is not None)
+        return Judged(seconds, copies=got.alpha is not None or got.cfg.pp > 1)  # a bubble shrinks too
     host = max(0, got.host_bytes - got.host_capacity)
     if got.capacity is None:
         there = int(got.machine.node.host_memory_bytes * alpha.HOST_SHARE)

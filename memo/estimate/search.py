@@ -8,7 +8,7 @@ from typing import Any
 
 from memo.command import progress
 from memo.config import Config, degrees
-from memo.decide import LEAST_TOKENS
+from memo.decide import LEAST_TOKENS, numbers_of
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import Estimate, chosen, estimate, states, untimed
@@ -52,7 +52,7 @@ def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: Ar
 def never_fits(cfg: Config, machine: Machine, world: int) -> bool:
     """Whether a stage of several has no room, whatever its mode and its subsequences, for its states and the
     keys and values of its layers, with their gradients."""
-    if cfg.pp == 1 or machine.memory_bytes is None:
+    if cfg.pp == 1 or machine.memory_bytes is None or numbers_of(cfg)[-1] == 1:
         return False
     degrees(cfg, world)
     itemsize = itemsize_of(cfg, machine)
