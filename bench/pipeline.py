@@ -26,7 +26,8 @@ TIMED = dict(n_layer=4, n_head=4, n_embd=256, block_size=4096, gradient_accumula
              dataset="stdlib", activation="keep", device="cpu", warmup_iters=2, eval_interval=0,
              save_interval=0, max_iters=6)
 LAYOUTS = {"pp2, 4 subsequences": dict(pp=2, subsequences=4, **ORDER),
-           "pp2, 8 subsequences": dict(pp=2, subsequences=8, **ORDER), "dp2": WHOLE, "tp2": WHOLE | dict(tp=2)}
+           "pp2, 8 subsequences": dict(pp=2, subsequences=8, **ORDER), "dp2": WHOLE,
+           "tp2": WHOLE | dict(tp=2)}
 TIMES = 2
 
 
