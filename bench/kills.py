@@ -26,8 +26,9 @@ ROOT = Path(__file__).parents[1]
 RANKS = 4
 MODEL = dict(n_layer=4, n_head=4, n_embd=64, block_size=1024, dataset="stdlib", device="cpu",
              alpha=0.5, learning_rate=1e-3, warmup_iters=20, eval_interval=0, save_interval=5)
-LAYOUTS = {"tp2 cp2": dict(tp=2, cp=2),
-           "pp2 dp2": dict(pp=2, subsequences=4, unit_order="subsequence", gradient_accumulation_steps=2)}
+LAYOUTS = {"tp2 cp2": dict(tp=2, cp=2, subsequences=1),
+           "pp2 dp2": dict(pp=2, subsequences=4, subsequence_cut="equal", unit_order="subsequence",
+                           gradient_accumulation_steps=2)}
 
 
 def start(keys, out, iters, kills):

@@ -18,14 +18,16 @@ from bench.parallel_convergence import MODEL, train
 from bench.swap_convergence import curve, plot
 from memo.loggers import read_metrics
 
-ORDER = dict(unit_order="subsequence")
-CURVES = {"one process": (1, {}), "pp2, 4 subsequences": (2, dict(pp=2, subsequences=4, **ORDER)),
+ORDER = dict(subsequence_cut="flops", unit_order="subsequence")
+WHOLE = dict(subsequences=1)
+CURVES = {"one process": (1, WHOLE), "pp2, 4 subsequences": (2, dict(pp=2, subsequences=4, **ORDER)),
           "pp4, 8 subsequences": (4, dict(pp=4, subsequences=8, **ORDER))}
 TIMED = dict(n_layer=4, n_head=4, n_embd=256, block_size=4096, gradient_accumulation_steps=2,
              dataset="stdlib", activation="keep", device="cpu", warmup_iters=2, eval_interval=0,
              save_interval=0, max_iters=6)
 LAYOUTS = {"pp2, 4 subsequences": dict(pp=2, subsequences=4, **ORDER),
-           "pp2, 8 subsequences": dict(pp=2, subsequences=8, **ORDER), "dp2": {}, "tp2": dict(tp=2)}
+           "pp2, 8 subsequences": dict(pp=2, subsequences=8, **ORDER), "dp2": WHOLE,
+           "tp2": WHOLE | dict(tp=2)}
 TIMES = 2
 
 

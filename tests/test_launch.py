@@ -41,7 +41,7 @@ MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", 
              eval_interval=5, eval_iters=2, save_interval=0, device="cpu")
 UNTIED = LLAMA | dict(n_kv_head=4, position="rope", bias=False)
 FOUR = dict(tp=2, cp=2)
-IN_ORDER = dict(subsequences=2, unit_order="subsequence")  # as several stages want it
+IN_ORDER = dict(subsequences=2, subsequence_cut="equal", unit_order="subsequence")  # as stages want it
 SAME = 1e-5
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -446,7 +446,7 @@ def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path, size, k
     assert [process.exitcode for process in ranks.processes] == [1] * size
     others = [Path(f"{said}{rank}").read_text() for rank in range(size)]
     [line] = [line for line in others.pop(rank).splitlines() if line.startswith("error: ")]
-    where = f"{socket.gethostname()})" + f", step {steps}" * (steps > 0)
+    where = f"{socket.gethostname()})" + f", stage {rank}, step {steps}" * (steps > 0)
     assert line.startswith(f"error: rank {rank} ({where}: ") and "CUDA out of memory" in line, line
     assert all("error: rank" in other and "lost" in other for other in others)
 
