@@ -253,6 +253,7 @@ class GPT:
             _, subsequence = step.unit
             if step.kind in ("backward", "embedding backward") and subsequence == 0:  # the backward's last
                 complete.append(bucket)
+        self.swap.end()
         while complete:
             done(complete.pop())
 

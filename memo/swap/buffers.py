@@ -185,13 +185,19 @@ class Swap:
         return self.sweep_inputs[self.swept[unit] % SWEEP_PLACES][:len(x)]
 
     def begin(self) -> None:
-        """Between two passes: protects what the last one still computes with, or sends, from what arrives
-        from other stages in its places."""
+        """Before a pass: protects what the last one still computes with from what arrives from other stages
+        in its places."""
         if self.streams.receive is not None:
-            for stream in (self.streams.compute, self.streams.send):
-                before = Event(f"{stream.name} of the pass before")
-                stream.record(before)
-                self.streams.receive.wait(before)
+            before = Event("compute of the pass before")
+            self.streams.compute.record(before)
+            self.streams.receive.wait(before)
+
+    def end(self) -> None:
+        """Behind a pass: protects what is still sent from the next one."""
+        if self.streams.send is not None:
+            sent = Event("all sent", "bubble")
+            self.streams.send.record(sent)
+            self.streams.compute.wait(sent)
 
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""

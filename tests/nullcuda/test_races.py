@@ -45,7 +45,7 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
               "stage": {"computed": ("send", "forward"), "received": ("receive", "forward"),
                         "gradient received": ("receive gradient", "backward"),
                         "done": ("send gradient", "backward"), "sent": ("receive", "send"),
-                        "send of the pass before": ("receive", "send gradient")},
+                        "all sent": ("receive", "send gradient")},
               "last stage": {"compute of the pass before": ("receive", "head")},
               "four in order, stream copied": {"head computed": ("offload stream", "head"),
                                                "gradient prefetched": ("prefetch gradient", "backward")}}
