@@ -5,22 +5,14 @@ import json
 
 import pytest
 
-from memo.config import Config
-from memo.decide import GAPS, Room, problem_of
-from memo.estimate.budget import estimate
-from memo.load_config import read_keys
-from tests.nullcuda.driver import modelled
 from tests.nullcuda.runs import in_process, trained
 
 FOUR, IN_ORDER = ("--subsequences=4",), ("--subsequences=4", "--unit_order=subsequence")
-# on a device that is too small for the stream of so many tokens; alpha is found there
-LONG = ("--block_size=131072", "--subsequences=16", "--alpha=auto")
 MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"],
          "swap": ["--activation=swap"], "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"],
          "host": ["--alpha=0.5", "--optimizer_device=cpu"],
          "subsequences": ["--alpha=0.5", *FOUR], "in order": ["--alpha=0.5", *IN_ORDER],
-         "swept": ["--activation=recompute", *FOUR], "measured": ["--activation=memo", *FOUR],
-         "copied stream": LONG}
+         "swept": ["--activation=recompute", *FOUR], "measured": ["--activation=memo", *FOUR]}
 LLAMA = ("--position=rope", "--norm=rmsnorm", "--mlp=swiglu", "--n_kv_head=2", "--head_groups=4",
          "--bias=false")
 LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", "--context_parallel=ulysses"),
@@ -29,22 +21,9 @@ LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", 
            "metp2 cp2 llama": (4, "--tensor_parallel=metp", "--tp=2", "--cp=2", *LLAMA),
            "ring subsequences": (2, "--cp=2", *FOUR), "ring in order": (2, "--cp=2", *IN_ORDER),
            "ulysses subsequences": (2, "--cp=2", "--context_parallel=ulysses", *FOUR),
-           "ring copied stream": (2, "--cp=2", *LONG, "--block_size=262144", "--subsequences=32"),
            "metp2 subsequences": (2, "--tensor_parallel=metp", "--tp=2", *FOUR),
            "pp2": (2, "--pp=2", *IN_ORDER),
            "pp2 tp2 host": (4, "--pp=2", "--tp=2", "--optimizer_device=cpu", *IN_ORDER)}
-
-
-def too_small_for_the_stream(*argv, ranks):
-    """Figures of a device that lacks an eighth of what the stream takes more where it is whole than where it
-    is copied, all else at its least. The other seven are for what no estimate counts: cuBLAS's workspace,
-    gaps in segments of 20 MiB."""
-    _, keys = read_keys([*argv, "--alpha=0", "--vocab_size=50", "--attention=flash"])
-    cfg, machine = Config(**keys), modelled()
-    whole, copied = (problem_of(cfg, 2, None, Room(0), stream=stream).least_device_bytes
-                     for stream in ("whole", "copied"))
-    needs = estimate(cfg, machine, ranks).device_bytes - machine.memory_bytes // GAPS
-    return dict(device_memory_bytes=(needs - (whole - copied) // 8) * GAPS // (GAPS - 1))
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +35,7 @@ def run_of(small, tmp_path_factory):
         if name not in runs:
             ranks, *argv = LAYOUTS.get(name) or (1, *MODES[name])
             argv = [*small, *["--alpha=0.5"] * (ranks > 1), *argv]
-            job = dict(figures=too_small_for_the_stream(*argv, ranks=ranks)) if "copied" in name else {}
-            runs[name] = trained(tmp_path_factory.mktemp("run"), *argv, ranks=ranks, job=job)
+            runs[name] = trained(tmp_path_factory.mktemp("run"), *argv, ranks=ranks)
         return runs[name]
     return run
 
@@ -120,12 +98,6 @@ def test_the_recorded_arena_is_the_estimates_to_the_byte(run_of, name):
     assert sum(regions.get(region, 0) for region in held) == plan["device_bytes"]
     for region in ("params", "grads", "optimizer", "positions", *held[1:]):
         assert regions.get(region, 0) == estimated.get(region, 0), region
-
-
-@pytest.mark.parametrize("name", [name for name in EVERY if "copied stream" in name])
-def test_the_stream_is_copied_where_it_does_not_fit_whole(run_of, name):
-    placement = run_of(name).plan["placement"]
-    assert (placement["stream"], placement["n_buffers"]) == ("copied", 2)
 
 
 def test_a_run_that_is_resumed_goes_on(small, tmp_path):
