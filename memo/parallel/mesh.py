@@ -281,8 +281,8 @@ class Mesh:
                 axis.group = group
 
     def take_sent_bytes(self) -> dict[str, int]:
-        """{axis: bytes sent since the last call} of the axes with several ranks, those to both neighbours of a
-        stage as "pp"; not of `world`, which carries scalars."""
+        """{axis: bytes sent since the last call} of the axes with several ranks, those to the stages before
+        and behind as "pp"; not of `world`, which carries scalars."""
         sent: dict[str, int] = {}
         for axis in self.over_network():
             if axis.size > 1 and axis is not self.world:
