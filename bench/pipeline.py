@@ -4,19 +4,29 @@
 
 Trains the same small model on the stdlib data (python data/stdlib/prepare.py makes it) as one process and,
 under torchrun, in two and in four stages. Then it times a larger one on two ranks, as two stages, dp2 and
-tp2, in turns; gloo's messages take the cores' time. Writes bench/results/pipeline.json and .png.
+tp2, in turns; gloo's messages take the cores' time. At last it measures the bubble where units sleep equally
+long in the place of computing. Writes bench/results/pipeline.json and .png.
 """
 
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from unittest.mock import patch
+
+import torch
 
 from bench.machine import machine
 from bench.parallel_convergence import MODEL, train
 from bench.swap_convergence import curve, plot
+from memo.config import Config, stage_of
 from memo.loggers import read_metrics
+from memo.parallel.mesh import open_mesh
+from memo.swap.spans import busy_s, length_s
+from model import GPT
+from testing.ranks import pool
 
 ORDER = dict(subsequence_cut="flops", unit_order="subsequence")
 WHOLE = dict(subsequences=1)
@@ -29,6 +39,8 @@ LAYOUTS = {"pp2, 4 subsequences": dict(pp=2, subsequences=4, **ORDER),
            "pp2, 8 subsequences": dict(pp=2, subsequences=8, **ORDER), "dp2": WHOLE,
            "tp2": WHOLE | dict(tp=2)}
 TIMES = 2
+PIPELINES = (2, 4), (3, 4), (4, 8), (4, 16)  # stages, subsequences
+FORWARD_S = 0.1  # that a unit sleeps; twice as long in the backward
 
 
 def curves(folder, iters):
@@ -51,18 +63,52 @@ def seconds(folder):
     return made
 
 
+def slept(host, cfg):
+    """(seconds of a stage's step, those in which it computes) where its units sleep."""
+    cfg = stage_of(cfg, host.rank, host.size)
+    mesh = open_mesh(host, 1, 1, torch.device("cpu"), pp=cfg.pp, tied=cfg.ties_stages)
+    model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)
+    tokens = torch.zeros(1, cfg.block_size, dtype=torch.int64)
+    model.reserve(*tokens.shape)
+    sleeps = dict(unit_forward=FORWARD_S, unit_backward=2 * FORWARD_S, embed=0, head=0, embed_backward=0)
+    with patch.multiple(GPT, **{name: lambda *args, s=s: time.sleep(s) for name, s in sleeps.items()}):
+        for _ in range(2):  # the second one counts: connections are made in the first
+            model.swap.streams.timeline.take()
+            host.max(0)  # all begin together
+            model.forward(tokens, tokens, scale=1.0)
+            model.backward()
+    spans = model.swap.streams.timeline.take()
+    model.close()
+    mesh.close()
+    return length_s(spans), busy_s(spans)
+
+
+def bubbles():
+    """Of PIPELINES the bubble over the seconds of computing, and what SPPO's formula says."""
+    rows = []
+    for p, N in PIPELINES:
+        cfg = Config(n_layer=p, n_head=4, n_embd=64, vocab_size=150, block_size=128 * N, pp=p, subsequences=N,
+                     unit_order="subsequence", subsequence_cut="equal", activation="keep")
+        found = pool(p).run(slept, cfg)
+        computing = mean(busy for _, busy in found)
+        bubble = max(length for length, _ in found) - computing
+        rows.append(dict(pp=p, subsequences=N, bubble=bubble / computing, formula=(p - 1) / N))
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max_iters", type=int, default=200)
     iters, path = parser.parse_args().max_iters, Path(__file__).parent / "results/pipeline.json"
     with tempfile.TemporaryDirectory() as folder:
-        trained, timed = curves(Path(folder), iters), seconds(Path(folder))
+        trained, timed, slow = curves(Path(folder), iters), seconds(Path(folder)), bubbles()
     alone, tokens = trained["one process"]["loss"], TIMED["block_size"] * TIMED["gradient_accumulation_steps"]
     rows = [dict(layout=name, ranks=CURVES[name][0], losses_compared=len(alone), largest_difference=max(
         abs(a - b) for a, b in zip(c["loss"], alone, strict=True)), **c) for name, c in trained.items()]
     times = [dict(layout=name, ranks=2, step_s=s, tokens_per_s=tokens / min(s)) for name, s in timed.items()]
-    result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows, timed_model=TIMED, times=times)
+    result = dict(machine=machine(), model=MODEL, iterations=iters, rows=rows, timed_model=TIMED, times=times,
+                  forward_s=FORWARD_S, bubbles=slow)
     path.write_text(json.dumps(result, indent=1) + "\n")
     labels = {name: f"validation {c['val_loss'][-1]:.5f}" for name, c in trained.items()}
     title = f"memo on the stdlib data, 4 layers, context 2,048: {len(trained)} runs, one curve"
@@ -73,6 +119,9 @@ def main():
     for row in times:
         print(f"{row['layout']:20} {row['tokens_per_s']:,.0f} tokens/s on two cores, steps of "
               f"{', '.join(f'{s:.2f}' for s in row['step_s'])} s")
+    for row in slow:
+        print("pp{pp}, {subsequences} subsequences: bubble {bubble:.1%} of the computing, (pp-1)/N is "
+              "{formula:.1%}".format(**row))
 
 
 if __name__ == "__main__":
