@@ -367,8 +367,8 @@ class Config:
 
     @property
     def by_layer(self) -> bool:
-        """Whether units run layer by layer, as they do where nobody has decided."""
-        return self.n_subsequences == 1 or self.unit_order != "subsequence"
+        """Whether units run layer by layer, as they do in one stage where nobody has decided."""
+        return self.n_subsequences == 1 or (self.unit_order != "subsequence" and self.pp == 1)
 
     @property
     def undecided(self) -> bool:

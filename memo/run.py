@@ -20,7 +20,7 @@ from memo.decide import Decision, numbers_of
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import Estimate, Line, chosen, estimate, untimed
+from memo.estimate.budget import Estimate, Line, chosen, estimate, judged, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text
@@ -187,7 +187,9 @@ def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None) -> Config | None:
     """The config with the numbers that the checkpoint's run has chosen. None where that was asked something
     else, or in another layout."""
     stored = ckpt.config if ckpt else {}
-    asked = stored | stored.get("asked", {})
+    if "asked" not in stored:  # of a run with numbers by hand, or of none, from memo.convert
+        return None
+    asked = stored | stored["asked"]
     same = all(asked.get(name) == getattr(cfg, name) for name in SUBSEQUENCE_KEYS + LAYOUT_KEYS)
     return replace(cfg, **{name: stored[name] for name in SUBSEQUENCE_KEYS}) if same else None
 
@@ -207,7 +209,7 @@ def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
     if why == "" or cfg.deterministic:  # nothing to choose from; or no speeds count
         return one, why
     got = of(one)
-    return None if got.fits and got.alpha is not None else (one, why)
+    return None if got.fits and judged(got).copies else (one, why)
 
 
 def measured(found: Checked, launch: Launch, host: Axis) -> Machine:
@@ -271,13 +273,14 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     if is_restart(argv, host, launches, read_argv):
         argv = [*argv, "--init_from=resume"]
     found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
-    if found.cfg.undecided:
-        found = with_numbers(found, launch, host, trace_step, partial(by_room, found, launch))
     cfg, device = found.cfg, found.device
     here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(found.dtype),
             "checkpoint": found.ckpt and found.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here,
                     "start all ranks with the same command, on hosts that are alike")
+    if cfg.undecided:
+        found = with_numbers(found, launch, host, trace_step, partial(by_room, found, launch))
+        cfg = found.cfg
     if host.size > 1:  # it reads much of the data
         same_everywhere(host, {f"hash of dataset {cfg.dataset}": found.data.fingerprint()},
                         "give all hosts the same data")

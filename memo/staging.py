@@ -68,7 +68,7 @@ class Staging:
         offload.wait(self.complete)
         offload.launch(f"gradients {self.names[k]}", self.leave, k, piece, shard, reduced)
         offload.record(self.left[k])
-        if k > 0 and (above := self.sharer(k - 1)) is not None:
+        if k > 1 and (above := self.sharer(k - 1)) is not None:
             # protects the gradients of a layer above, which leave the place that the next layer adds to
             compute.wait(self.left[above])
 

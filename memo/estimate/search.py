@@ -310,7 +310,7 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
     grew = {name: n for name, n in nbytes.items() if n} or {region: max(expected.bytes_of(region))}
     largest = max(grew, key=grew.__getitem__)
     knob = KNOBS[largest]
-    if not cfg.by_layer and largest in ("keys", "key_gradients"):
+    if not cfg.by_layer and cfg.pp == 1 and largest in ("keys", "key_gradients"):
         knob += ", or --unit_order=layer"
     if capacity is not None:
         assert machine.memory_bytes is not None  # `capacity` is of a device with its own
