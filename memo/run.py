@@ -20,7 +20,7 @@ from memo.decide import Decision, numbers_of
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import Estimate, Line, chosen, estimate, judged, untimed
+from memo.estimate.budget import Estimate, Line, chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text
@@ -209,7 +209,8 @@ def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
     if why == "" or cfg.deterministic:  # nothing to choose from; or no speeds count
         return one, why
     got = of(one)
-    return None if got.fits and judged(got).copies else (one, why)
+    copies = got.alpha is not None or one.pp > 1  # with more subsequences a bubble shrinks too
+    return None if got.fits and copies else (one, why)
 
 
 def measured(found: Checked, launch: Launch, host: Axis) -> Machine:
