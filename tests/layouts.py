@@ -113,3 +113,13 @@ def on_ranks(text, cfgs, *how, work=gradients):
 def relative_error(mine, reference, name):
     like = name.replace("k_b", "q_b")  # no loss depends on k's bias: its gradient is small noise beside q's
     return ((mine[name] - reference[name]).norm() / reference[like].norm()).item()
+
+
+def agree(found, reference, what):
+    """Loss, norm and every gradient that a layout has `found` are those of a `reference`, one process."""
+    loss, norm, expected = reference
+    assert abs(found[0] - loss) <= 1e-5 * loss, what
+    assert abs(found[1] - norm) <= 1e-4 * norm, what
+    assert set(found[2]) == set(expected), what
+    worst = max((relative_error(found[2], expected, name), name) for name in expected)
+    assert worst[0] <= 1e-5, (what, worst)

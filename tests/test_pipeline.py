@@ -18,7 +18,7 @@ from memo.swap.schedule import Fates, evaluation, schedule
 from memo.swap.validator import validate_schedule
 from tests.helpers import LLAMA, degrees_of
 from tests.helpers import step as step_of
-from tests.layouts import build, layout_keys, on_ranks, relative_error
+from tests.layouts import agree, build, layout_keys, on_ranks
 
 MESSAGES = "send", "receive", "send gradient", "receive gradient"
 
@@ -176,15 +176,6 @@ def alone(family):
     model, optimizer = build(cfg := config("", family, 1), ALONE)
     loss = step_of(model, optimizer, cfg)
     return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
-
-
-def agree(found, reference, what):
-    loss, norm, expected = reference
-    assert abs(found[0] - loss) <= 1e-5 * loss, what
-    assert abs(found[1] - norm) <= 1e-4 * norm, what
-    assert set(found[2]) == set(expected)
-    worst = max((relative_error(found[2], expected, name), name) for name in expected)
-    assert worst[0] <= 1e-5, (what, worst)
 
 
 CASES = [("pp2", "gpt", 2, "keep"), ("pp2", "rope", 1, "memo"), ("pp2", "llama", 8, "swap"),

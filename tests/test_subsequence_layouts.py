@@ -10,7 +10,7 @@ from memo.config import Config
 from memo.flat import views
 from memo.parallel.mesh import ALONE
 from tests.helpers import LLAMA, step
-from tests.layouts import build, layout_keys, on_ranks, relative_error
+from tests.layouts import agree, build, layout_keys, on_ranks
 
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150)
 FAMILIES = {"gpt": dict(position="learned", bias=True),
@@ -57,14 +57,6 @@ def alone(family, S, **others):
     model, optimizer = build(cfg := config("", "ring", family, S, 1, **others), ALONE)
     loss = step(model, optimizer, cfg)
     return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
-
-
-def agree(found, reference, what):
-    loss, norm, expected = reference
-    assert abs(found[0] - loss) <= 1e-5 * loss, what
-    assert abs(found[1] - norm) <= 1e-4 * norm, what
-    worst = max((relative_error(found[2], expected, name), name) for name in expected)
-    assert worst[0] <= 1e-5, (what, worst)
 
 
 @pytest.mark.slow
