@@ -126,7 +126,7 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
 
 def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
-    measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
+    of a stage measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
     """
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
     rates, host, itemsize = None, model.mesh.peers, model.dtype.itemsize

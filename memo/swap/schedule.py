@@ -202,7 +202,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
     """The steps up to the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     # of those that keep only their input, which the layer below has sent already, nothing is left to send
-    sends = {k for k in fates.copied if not (k in fates.input_only and stream.arrives(units[k]))}
+    to_host = {k for k in fates.copied if not (k in fates.input_only and stream.arrives(units[k]))}
     inputs = [unit for unit in units if unit[0] == 0] if fates.receives else []
     following = dict(zip(inputs, inputs[1:], strict=False))
     for unit in inputs[:1]:
@@ -215,7 +215,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
                 left = "offload stream", (layer - 1, i)
                 yield Step("prefetch stream", (layer, i), (left, *stream.before((layer, i))))
         # protects unit k - n: its copy still reads the buffer, and the input, that unit k is about to write
-        waits: tuple[Key, ...] = (("offload", units[k - n]),) if k - n in sends else ()
+        waits: tuple[Key, ...] = (("offload", units[k - n]),) if k - n in to_host else ()
         below = keys_below(unit)
         if fates.keys == "copied" and below in number:
             waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
@@ -231,7 +231,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
             yield Step("offload keys", unit, (("forward", unit),))
         if stream.leaves(unit) and unit[0] < layers - 1:
             yield Step("offload stream", unit, (("forward", unit),))
-        if k in sends:
+        if k in to_host:
             yield Step("offload", unit, (("forward", unit),))
         if unit[0] == layers - 1 and fates.sends:
             yield Step("send", unit, (("forward", unit),))
