@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo import profiler
+from memo.bubbles import StageFacts, measured_ends, with_bubbles
 from memo.config import Config
 from memo.decide import (
     GAPS,
@@ -144,7 +145,12 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
         model.close()
         if not cpu:
             room = gpu_room(cfg, model, rates, limit)
-    placement, swap_plan = decide(cfg, itemsize, rates, room)
+    placed = decide(cfg, itemsize, rates, room)
+    if cfg.pp > 1:  # copies also hide where a stage waits for others
+        facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
+        stages, alone = zip(*model.mesh.of_stages((facts, placed)), strict=True)
+        placed = with_bubbles(stages, alone)[cfg.stage]
+    placement, swap_plan = placed
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
 

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 def stage_layers(cfg: "Config", stage: int) -> range:
     """The layers of a stage, as numbers in the whole model: the stages have as equal FLOPs as whole layers
     allow, the head counted with the last one. Looking up the embedding takes none."""
-    layer, head = layer_forward_flops(cfg, cfg.block_size), 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd
-    counts = layers_of_stages(cfg.n_layer, cfg.pp, head / layer)
+    counts = layers_of_stages(cfg.n_layer, cfg.pp, head_share(cfg))
     return range(sum(counts[:stage]), sum(counts[:stage + 1]))
+
+
+def head_share(cfg: "Config") -> float:
+    """FLOPs of the head over those of a layer."""
+    return 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd / layer_forward_flops(cfg, cfg.block_size)
 
 
 def pipeline_line(cfg: "Config") -> str:

@@ -9,9 +9,11 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
+from memo.bubbles import StageFacts, with_bubbles
 from memo.config import Config, communicators, degrees, stage_communicators
 from memo.decide import (
     Judged,
+    Placed,
     Rates,
     Room,
     choose,
@@ -23,7 +25,7 @@ from memo.decide import (
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
-from memo.estimate.pipeline_seconds import pipeline_s
+from memo.estimate.pipeline_seconds import ends_of, pipeline_s
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import micro_batches, step_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -264,27 +266,40 @@ def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> i
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
 
 
-def decided(cfg: Config, machine: Machine, itemsize: int, layer: LayerSeconds | LayerOfUnits | None,
-            room: Room) -> tuple[Placement, alpha.SwapPlan | None, str | None]:
-    """(Placement, SwapPlan, message of OutOfHostMemory or None), from modelled rates."""
-    rate = machine.node.pcie_bytes_per_s
-    rates = None
-    if layer:
-        units = tuple(layer.units) if len(layer.units) > 1 else ()
-        rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units)
+def modelled_rates(machine: Machine, layer: LayerSeconds | LayerOfUnits | None) -> Rates | None:
+    """The Rates of a layer, if its seconds are known."""
+    if layer is None:
+        return None
+    rate, units = machine.node.pcie_bytes_per_s, tuple(layer.units) if len(layer.units) > 1 else ()
+    return Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units)
+
+
+def decided(facts: StageFacts) -> tuple[Placed, str | None]:
+    """(what a stage decides for itself, message of OutOfHostMemory or None)."""
+    what = facts.cfg, facts.itemsize, facts.rates
     try:
-        return *decide(cfg, itemsize, rates, room), None
+        return decide(*what, facts.room), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
-        problem = min(problems_of(cfg, itemsize, rates, room), key=lambda problem: problem.least_bytes)
-        least = problem.least_bytes if cfg.finds_alpha else alpha.ANY_HOST
-        placement, plan = decide(cfg, itemsize, rates, replace(room, host_bytes=least))
+        problem = min(problems_of(*what, facts.room), key=lambda problem: problem.least_bytes)
+        least = problem.least_bytes if facts.cfg.finds_alpha else alpha.ANY_HOST
+        placement, plan = decide(*what, replace(facts.room, host_bytes=least))
         assert plan is not None  # of a mode that copies
-        return placement, replace(plan, limits=problem.limits), str(e)
+        return (placement, replace(plan, limits=problem.limits)), str(e)
 
 
-def stage_bytes(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
-                arena: ArenaOf) -> Stage:
-    """The Stage of a config that says which one. `layer`: its seconds, where they are known."""
+class Beside(NamedTuple):
+    """Of a stage: its parameters, with padding; the Lines of what lies beside its activations, but for
+    temporary tensors; bytes of these, and what the head takes more; the room for activations."""
+
+    numel: int
+    lines: list[Line]
+    transient: int
+    head: int
+    room: Room
+
+
+def beside_activations(cfg: Config, machine: Machine, world: int, arena: ArenaOf) -> Beside:
+    """The Beside of a config that says which stage."""
     itemsize, capacity = itemsize_of(cfg, machine), machine.memory_bytes
     numel, _, lines = states(cfg, machine, world, itemsize)
     layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
@@ -301,27 +316,37 @@ def stage_bytes(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
         free = capacity - sum(line.device_bytes for line in lines)
         spare = spare_bytes(free, capacity, transient, head)
         lines.append(Line("margin", "margin for gaps", margin_bytes(capacity, transient, head)))
-    placement, plan, lacks = decided(cfg, machine, itemsize, layer, Room(limit, spare, machine.cpu))
-    lines += activation_lines(cfg, placement, itemsize)
-    travelling = min(transient, message_bytes(cfg, itemsize))
-    lines += [Line("transient", "arena of temporary tensors", transient - travelling)]
+    return Beside(numel, lines, transient, head, Room(limit, spare, machine.cpu))
+
+
+def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lacks: str | None) -> Stage:
+    """The Stage of a config that says which one."""
+    travelling = min(beside.transient, message_bytes(cfg, itemsize))
+    lines = [*beside.lines, *activation_lines(cfg, placed[0], itemsize),
+             Line("transient", "arena of temporary tensors", beside.transient - travelling)]
     lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
-    lines += [Line("head", "more of it for the head", head)] * bool(head)
-    return Stage(cfg, numel, tuple(lines), placement, plan, lacks)
+    lines += [Line("head", "more of it for the head", beside.head)] * bool(beside.head)
+    return Stage(cfg, beside.numel, tuple(lines), *placed, lacks)
 
 
 def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
                 arena: ArenaOf) -> tuple[Stage, ...]:
-    """The Stages of a config; those that are alike are looked at once. Arguments as for stage_bytes."""
-    known: dict[tuple, Stage] = {}
-    found = []
-    for k in range(cfg.pp):
-        one = replace(cfg, stage=k)
-        kind = one.embeds, one.heads, len(one.layers)
-        if kind not in known:
-            known[kind] = stage_bytes(one, machine, world, layer, arena)
-        found.append(replace(known[kind], cfg=one))
-    return tuple(found)
+    """The Stages of a config. `layer`: its seconds, where they are known. What those that are alike have in
+    common is looked at once."""
+    known: dict[tuple, tuple[Beside, Placed, str | None]] = {}
+    itemsize, rates = itemsize_of(cfg, machine), modelled_rates(machine, layer)
+    kinds, facts = [], []
+    for one in (replace(cfg, stage=k) for k in range(cfg.pp)):
+        kinds.append((one.embeds, one.heads, len(one.layers)))
+        beside = known[kinds[-1]][0] if kinds[-1] in known else beside_activations(one, machine, world, arena)
+        ends = ends_of(one, machine, world, itemsize, layer.speeds) if layer and cfg.pp > 1 else None
+        facts.append(StageFacts(one, itemsize, rates, beside.room, ends))
+        if kinds[-1] not in known:
+            known[kinds[-1]] = beside, *decided(facts[-1])
+    besides, alone, lacks = zip(*(known[kind] for kind in kinds), strict=True)
+    together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
+    return tuple(stage_bytes(one.cfg, itemsize, *of) for one, *of in
+                 zip(facts, besides, together, lacks, strict=True))
 
 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:

@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 from math import fsum
 from typing import TYPE_CHECKING
 
-from memo.estimate.hardware import Machine
+from memo.config import Config
+from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import (
-    compute_seconds,
+    Ends,
     data_s,
     embedding_s,
     head_s,
     micro_batches,
     optimizer_s,
-    with_copies,
+    stage_seconds,
 )
-from memo.layer import INPUT, tensors_of
+from memo.layer import INPUT, n_rows, tensors_of
 from memo.parallel.pp import times_of_stages
+from memo.subsequences import unit_rows
 from memo.swap.periods import steps_of
 from memo.swap.schedule import Step, Times
 from memo.swap.spans import Span, simulated_spans
@@ -46,29 +48,22 @@ def tied_s(stage: "Stage", machine: Machine, world: int) -> float:
     return machine.message_s("shift", 4 * cfg.padded_vocab_size // cfg.tp * cfg.n_embd, world)
 
 
+def ends_of(cfg: Config, machine: Machine, world: int, itemsize: int, speeds: Speeds) -> Ends:
+    """The Ends of a config that says which stage."""
+    row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
+    cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)["cuts"] or (n_rows(cfg),)
+    embedding = embedding_s(cfg, machine, speeds, itemsize)
+    send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
+                           for first in (cfg.stage, cfg.stage - 1))
+    return Ends(embedding, head_s(cfg, machine, speeds, itemsize) - embedding, send, send_gradient)
+
+
 def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
                layer: LayerSeconds | LayerOfUnits) -> Callable[[Step], float]:
-    """-> what gives the seconds of a step of a stage's schedule. Those of head and embedding are shared out
-    by tokens; a message takes those that its sender gives."""
-    cfg, p, tensors = stage.cfg, stage.placement, tensors_of(stage.cfg, itemsize)
-    row = p.row_bytes(tensors[INPUT])
-    embedding = embedding_s(cfg, machine, layer.speeds, itemsize)
-    head = head_s(cfg, machine, layer.speeds, itemsize) - embedding
-    others = with_copies(p, tensors, compute_seconds(p, layer.units), machine.node.pcie_bytes_per_s)
-
-    def seconds(step: Step) -> float:
-        rows = p.rows(p.number[step.unit])
-        match step.kind:
-            case "head":
-                return head * rows / p.n_rows
-            case "embedding" | "embedding backward":
-                return embedding / 2 * rows / p.n_rows
-            case "send":
-                return hop_s(machine, world, cfg.pp, cfg.stage, row * rows)
-            case "send gradient":
-                return hop_s(machine, world, cfg.pp, cfg.stage - 1, row * rows)
-        return others(step)
-    return seconds
+    """-> what gives the seconds of a step of a stage's schedule."""
+    return stage_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
+                         machine.node.pcie_bytes_per_s,
+                         ends_of(stage.cfg, machine, world, itemsize, layer.speeds))
 
 
 def schedules_of(stages: Sequence["Stage"]) -> list[list[Step]]:

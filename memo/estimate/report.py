@@ -77,7 +77,8 @@ def stage_lines(got: Estimate) -> list[str]:
     if len(got.stages) == 1:
         return []
     lines = [f"{'stages':44}{'device':>10}{'host':>10}{'alpha':>10}"]
-    for _, run in groupby(got.stages, key=lambda one: (one.cfg.embeds, one.cfg.heads, len(one.cfg.layers))):
+    for _, run in groupby(got.stages, key=lambda one: (one.cfg.embeds, one.cfg.heads, len(one.cfg.layers),
+                                                         one.alpha)):
         first, *others = run
         n, k = len(first.cfg.layers), first.cfg.stage
         numbers = f"{k} to {k + len(others)}, each" if others else f"{k}"

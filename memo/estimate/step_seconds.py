@@ -4,7 +4,7 @@ hide behind which operations."""
 
 from collections.abc import Callable, Sequence
 from math import sqrt
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
@@ -85,6 +85,36 @@ def compute_seconds(placement: Placement, units: Sequence[UnitRates]) -> Callabl
             case "sweep":
                 return unit.sweep_s
         return 0.0
+    return seconds
+
+
+class Ends(NamedTuple):
+    """Seconds of a stage beside its layers and copies: of all rows of a micro batch, with their gradients; of
+    the messages of each subsequence to the next stage, and to the one before."""
+
+    embedding_s: float
+    head_s: float
+    send_s: tuple[float, ...]
+    send_gradient_s: tuple[float, ...]
+
+
+def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequence[UnitRates],
+                  bytes_per_s: float, ends: Ends) -> Callable[[Step], float]:
+    """-> what gives the seconds of a step of a stage's schedule. Those of head and embedding are shared out
+    by tokens."""
+    p, others = placement, with_copies(placement, tensors, compute_seconds(placement, units), bytes_per_s)
+
+    def seconds(step: Step) -> float:
+        match step.kind:
+            case "head":
+                return ends.head_s * p.rows(p.number[step.unit]) / p.n_rows
+            case "embedding" | "embedding backward":
+                return ends.embedding_s / 2 * p.rows(p.number[step.unit]) / p.n_rows
+            case "send":
+                return ends.send_s[step.unit[1]]
+            case "send gradient":
+                return ends.send_gradient_s[step.unit[1]]
+        return others(step)
     return seconds
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from memo.swap.schedule import Fates, Step, Times, schedule, times_of, units_in_order
 
 STEADY = 1e-12  # distances whose difference is no larger a part of all seconds are equal
-steps_of = lru_cache(8)(schedule)  # most of the layouts that a search tries have the same
+steps_of = lru_cache(16)(schedule)  # most of the layouts that a search tries have the same
 
 
 class Totals(NamedTuple):

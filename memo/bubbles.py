@@ -1,0 +1,151 @@
+"""Where the activations of all stages of a pipeline live, found together: a copy that hides in a bubble is
+hidden. The run hands in what its stages measured, the estimate what it models. No torch. Source: SPPO 5.2.
+
+A stage alone has for a subsequence's copies the seconds in which its layers compute. In the pipeline it also
+has those between this subsequence and the next one: of the head, and where stages that take longer leave it
+time. Whether the copies then hide, the pipeline says: the schedules of all stages, run together.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+
+from memo.config import Config
+from memo.decide import STALL, Placed, Rates, Room, problems_of
+from memo.estimate.step_seconds import Ends, stage_seconds
+from memo.layer import tensors_of
+from memo.parallel.pp import times_of_stages
+from memo.stages import head_share
+from memo.subsequences import subsequence_lengths, unit_rows
+from memo.swap.alpha import AlphaProblem
+from memo.swap.periods import steps_of
+from memo.swap.placement import Placement
+from memo.swap.placing import place_rows, rests
+from memo.swap.schedule import Step
+
+HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What decides where a stage's activations live. `rates`: None where they do not matter to the stage."""
+
+    cfg: Config  # says which stage
+    itemsize: int
+    rates: Rates | None
+    room: Room
+    ends: Ends | None
+
+    def seconds(self, placement: Placement) -> Callable[[Step], float]:
+        """-> what gives the seconds of a step of the stage's schedule."""
+        assert self.rates is not None and self.ends is not None
+        rate = min(self.rates.offload_bytes_per_s, self.rates.prefetch_bytes_per_s)
+        return stage_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
+                             self.ends)
+
+    @property
+    def forward_s(self) -> tuple[list[float], list[float], tuple[float, ...]]:
+        """Of each subsequence: seconds of the forwards of all layers, the same with embedding and head, and
+        of the message to the next stage."""
+        assert self.rates is not None and self.ends is not None
+        cfg, ends = self.cfg, self.ends
+        beside = cfg.embeds * ends.embedding_s / 2 + cfg.heads * ends.head_s
+        layers = [len(cfg.layers) * unit.forward_s for unit in self.rates.units]
+        lengths = subsequence_lengths(cfg)
+        whole = [s + beside * n / sum(lengths) for s, n in zip(layers, lengths, strict=True)]
+        return layers, whole, ends.send_s
+
+    def problem(self, placement: Placement) -> AlphaProblem:
+        """That which `placement` is an answer to."""
+        return next(problem for problem in problems_of(self.cfg, self.itemsize, self.rates, self.room)
+                    if problem.placement.stream == placement.stream)
+
+
+def measured_ends(cfg: Config, rates: Rates | None) -> Ends | None:
+    """The Ends of a stage that has measured its layers: the head goes at the speed of a layer's forward, as
+    memo/stages.py counts it; its gradients take twice as long. Messages take no time."""
+    if rates is None:
+        return None
+    free = (0.0,) * len(unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)["cuts"])
+    return Ends(0.0, 3 * head_share(cfg) * rates.forward_s, free, free)
+
+
+def step_s(stages: Sequence[StageFacts], placements: Sequence[Placement]) -> float:
+    """Seconds of a micro batch."""
+    seconds = [stage.seconds(p) for stage, p in zip(stages, placements, strict=True)]
+    schedules = [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
+    every = times_of_stages(schedules, lambda k, step: seconds[k](step))
+    return max(end for one in every for _, end in one.spans.values())
+
+
+def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
+    """Of each stage, for each subsequence, the most seconds from the end of its last layer's forward to the
+    first layer's of the next subsequence that do not delay the last forward of all, where no copy is made: if
+    each subsequence comes as early as it can, or as late; 0 for the last one."""
+    last, numbers = len(stages) - 1, range(stages[0].cfg.n_subsequences)
+    layers, whole, sends = zip(*(stage.forward_s for stage in stages), strict=True)
+    early: dict[tuple[int, int], float] = defaultdict(float)  # begins
+    late: dict[tuple[int, int], float] = {}
+    for i, k in product(numbers, range(last + 1)):
+        if i > 0:
+            early[k, i] = early[k, i - 1] + whole[k][i - 1]
+        if k > 0:
+            early[k, i] = max(early[k, i], early[k - 1, i] + whole[k - 1][i] + sends[k - 1][i])
+    end = early[last, numbers[-1]] + whole[last][-1]
+    for i, k in product(reversed(numbers), range(last, -1, -1)):
+        until = late[k + 1, i] - sends[k][i] if k < last else end
+        late[k, i] = min(until, late.get((k, i + 1), inf)) - whole[k][i]
+    return [[max(begin[k, i + 1] - begin[k, i] for begin in (early, late)) - layers[k][i]
+             for i in numbers[:-1]] + [0.0] for k in range(last + 1)]
+
+
+def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed]:
+    """The Placed of each stage; `alone`: what it decides for itself. Copies take what part of the seconds
+    between subsequences does not make the step slower: all of it, if that is so for all stages at once; else
+    as much as that goes for one stage after the other, those that are alike together. Where seconds are not
+    known, or nothing is copied, they are as alone."""
+    found = list(alone)
+    if any(stage.rates is None or not stage.rates.units for stage in stages):
+        return found
+    problems = {k: stage.problem(p) for k, (stage, (p, _)) in enumerate(zip(stages, alone, strict=True))
+                if (stage.cfg.finds_alpha or rests(stage.cfg)) and p.n_swapped > 0}
+    if not problems:
+        return found
+    between = seconds_between(stages)
+
+    def of(k: int, part: float) -> Placed:
+        """The stage's with this part of the seconds between its subsequences."""
+        problem, rates = problems[k], stages[k].rates
+        assert rates is not None
+        longer = tuple(s + part * more / problem.placement.n_layer
+                       for s, more in zip(problem.forward_s, between[k], strict=True))
+        return place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s)
+    adaptive = [k for k in problems if of(k, 1.0) != alone[k]]  # others have no use for more seconds
+    if not adaptive:
+        return found
+    best = step_s(stages, [p for p, _ in found])
+
+    def take(those: Sequence[int], part: float) -> bool:
+        """Whether these stages go on with that part, for the step is no slower then."""
+        nonlocal best, found
+        tried = [of(k, part) if k in those else one for k, one in enumerate(found)]
+        seconds = step_s(stages, [p for p, _ in tried])
+        if seconds > best * (1 + STALL):
+            return False
+        best, found = min(best, seconds), tried
+        return True
+    if take(adaptive, 1.0):
+        return found
+    alike: dict[tuple, list[int]] = {}
+    for k in adaptive:
+        cfg = stages[k].cfg
+        alike.setdefault((len(cfg.layers), cfg.embeds, cfg.heads), []).append(k)
+    for those in alike.values():
+        low, high = 0.0, 1.0
+        if not take(those, high):
+            for _ in range(HALVINGS):
+                part = (low + high) / 2
+                low, high = (part, high) if take(those, part) else (low, part)
+    return found
