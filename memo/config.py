@@ -75,7 +75,8 @@ class Config:
     context_parallel: str = key("ring", "what travels between the ranks of cp: keys and values in a ring, "
                                 "or all-to-all, tokens for heads", choices=("ring", "ulysses"))
     pp: int = key(1, "stages, each of which has some of the layers: pipeline parallelism, fed with "
-                  "subsequences", least=1, most=2000, why="no model has as many layers")
+                  "subsequences; auto takes as many as are fastest", least=1, most=2000,
+                  why="no model has as many layers", auto=True)
 
     activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the "
                           "device, recomputed from its input, swapped to the host, or swapped as far as "
@@ -249,6 +250,8 @@ class Config:
 
     def check_stages(self) -> None:
         """Each stage has a layer, and goes over its layers subsequence by subsequence."""
+        if self.pp == "auto":
+            return
         if self.pp > self.n_layer:
             raise ConfigError(f"pp={self.pp} must be at most n_layer={self.n_layer} (each stage has whole "
                               f"layers); try pp={self.n_layer}")
@@ -372,9 +375,9 @@ class Config:
 
     @property
     def undecided(self) -> bool:
-        """Whether the subsequences are left to decide.choose(), for a training step. All else takes an
-        undecided config as it is: with one subsequence, or equal ones layer by layer."""
-        return self.subsequences == "auto" or (
+        """Whether stages or subsequences are left to decide.choose(), for a training step. All else takes
+        undecided subsequences as they are: there is one, or equal ones go layer by layer."""
+        return "auto" in (self.pp, self.subsequences) or (
             self.subsequences > 1 and "auto" in (self.subsequence_cut, self.unit_order))
 
     @property
@@ -388,6 +391,7 @@ MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_h
               "rope_theta", "rope_scaling")
 # that decide.choose() replaces by numbers, and on what of a run's layout these depend
 SUBSEQUENCE_KEYS = ("subsequences", "subsequence_cut", "unit_order")
+CHOSEN_KEYS = (*SUBSEQUENCE_KEYS, "pp")
 LAYOUT_KEYS = ("block_size", "batch_size", "tp", "tensor_parallel", "cp", "context_parallel", "pp")
 POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where positions are rotary
 KEYS: dict[str, Any] = {f.name: f for f in fields(Config) if f.metadata}
@@ -417,7 +421,10 @@ def degrees(cfg: Config, world: int) -> int:
 
 
 def stage_of(cfg: Config, rank: int, world: int) -> Config:
-    """The config of one of `world` ranks, of which those of a stage follow each other."""
+    """The config of one of `world` ranks, of which those of a stage follow each other; unchanged where nobody
+    has decided on stages."""
+    if cfg.pp == "auto":
+        return cfg
     return replace(cfg, stage=rank // (world // cfg.pp))
 
 

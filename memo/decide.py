@@ -4,11 +4,14 @@ estimate what it models. No torch. Source: MEMO 4.1.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import inf
+from functools import cache
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from memo.config import Config
+from memo.config import Config, degrees
+from memo.errors import ConfigError
 from memo.estimate.step_seconds import UnitRates, compute_seconds, swap_s
 from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
 from memo.subsequences import ALIGNED, subsequence_lengths
@@ -205,7 +208,7 @@ def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_by
     return free_bytes - margin_bytes(total_bytes, transient_bytes, head_bytes) - transient_bytes - head_bytes
 
 
-# --- how many subsequences ---
+# --- how many stages ---
 
 class Judged(NamedTuple):
     """Of a config with numbers: seconds of a step, 0 where no speeds are known; where it does not fit, the
@@ -218,6 +221,81 @@ class Judged(NamedTuple):
     copies: bool = True
 
 
+def degrees_of(n: int) -> list[int]:
+    """The divisors of n."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def stage_numbers(cfg: Config, world: int) -> list[int]:
+    """The numbers of stages to choose from: powers of two."""
+    return [pp for pp in degrees_of(world) if pp.bit_count() == 1 and pp <= cfg.n_layer]
+
+
+def stage_keys(cfg: Config, pp: int) -> dict[str, Any]:
+    """Keys with which a config has so many stages. Several are fed with subsequences, of equal FLOPs if that
+    is free: all take the same time then."""
+    if pp == 1:
+        return dict(pp=1)
+    keys: dict[str, Any] = dict(pp=pp, unit_order="subsequence")
+    if cfg.subsequences == 1:
+        keys["subsequences"] = "auto"
+    if cfg.subsequences == 1 or cfg.subsequence_cut == "auto":
+        keys["subsequence_cut"] = "flops"
+    return keys
+
+
+def with_stages(cfg: Config, world: int) -> list[Config]:
+    """The config, or with each number of stages that pp=auto may become; tp, cp and what else is given stay.
+    Errors: ConfigError: a layout that does not fill the world, or none that does."""
+    if cfg.pp != "auto":
+        degrees(cfg, world)
+        return [cfg]
+    found = []
+    for pp in stage_numbers(cfg, world):
+        keys = {name: value for name, value in stage_keys(cfg, pp).items() if getattr(cfg, name) == "auto"}
+        with suppress(ConfigError):
+            one = replace(cfg, **keys)
+            degrees(one, world)
+            found.append(one)
+    if not found:
+        each, more = divmod(world, cfg.cp * cfg.tp)
+        most = max(pp for pp in stage_numbers(cfg, world) if each % pp == 0)
+        remedy = (f"{max(1, each) * cfg.cp * cfg.tp} ranks" if more else
+                  f"--gradient_accumulation_steps={each // most}, or another tp or cp")
+        rule = (f"pp*dp*cp({cfg.cp})*tp({cfg.tp}) must "
+                f"be WORLD_SIZE({world}), pp a power of two up to n_layer={cfg.n_layer}, and dp must "
+                f"divide gradient_accumulation_steps={cfg.gradient_accumulation_steps}")
+        raise ConfigError(f"pp=auto has no room for any number of stages: {rule}; try {remedy}")
+    return found
+
+
+def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
+    """(the config with numbers in place of auto, why these, in words), as `judge` sees it: of each number of
+    stages the subsequences that choose_subsequences() takes; of these the fastest that fits, the fewest
+    stages among those EQUALLY_FAST. Where none fits, the one that lacks least. Errors: as with_stages()."""
+    if cfg.pp != "auto":
+        return choose_subsequences(cfg, judge)
+    every, judge = with_stages(cfg, world), cache(judge)
+    found = [choose_subsequences(one, judge) for one in every]
+    fits = [one for one, _ in found if not judge(one).lacking]
+    if not fits:
+        best, why = min(found, key=lambda one: judge(one[0]).lacking)
+        return best, f"pp={best.pp} chosen, no number of stages fits {judge(best).where}"
+    most = EQUALLY_FAST * min(judge(one).seconds for one in fits)
+    best, why = next((one, why) for one, why in found if one in fits and judge(one).seconds <= most)
+    others = [one for one in fits if one != best]
+    said = "no other fits"
+    if others:
+        other = min(others, key=lambda one: judge(one).seconds)
+        said = f"pp={other.pp} fits too"
+        if seconds := judge(best).seconds:
+            said = f"with pp={other.pp} a step takes {judge(other).seconds / seconds:.2f} times as long"
+    return best, f"pp={best.pp} chosen, {said}" + f"; {best.n_subsequences} subsequences {why}" * bool(why)
+
+
+# --- how many subsequences ---
+
 def numbers_of(cfg: Config) -> list[int]:
     """The numbers of subsequences to choose from: powers of two, each subsequence with LEAST_TOKENS or more,
     and aligned in the layout; for several stages those with a bubble between the bounds, or the most."""
@@ -225,12 +303,12 @@ def numbers_of(cfg: Config) -> list[int]:
         return [cfg.subsequences]
     most = cfg.block_size // max(LEAST_TOKENS, ALIGNED * cfg.block_multiple)
     numbers = [2**k for k in range(max(1, min(most, MOST_SUBSEQUENCES)).bit_length())]
-    if cfg.pp == 1:
+    if cfg.pp in (1, "auto"):
         return numbers
     return [n for n in numbers if LEAST_BUBBLE <= (cfg.pp - 1) / n <= MOST_BUBBLE] or numbers[-1:]
 
 
-def choose(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]:
+def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]:
     """(the config with numbers in place of auto, why these, in words): the fastest that fits as `judge` sees
     it, among those EQUALLY_FAST the fewest subsequences, layer by layer, of equal length. Where none fits,
     the one that lacks least.
@@ -286,7 +364,7 @@ def is_enough(got: Judged) -> bool:
 
 
 def why_chosen(best: Config, found: dict[Config, Judged]) -> str:
-    """Why choose() took `best` of those that it has found."""
+    """Why choose_subsequences() took `best` of those that it has found."""
     if found[best].lacking:
         return f"chosen, none fits {found[best].where}"
     fewer = [one for one in found if one.subsequences < best.subsequences]

@@ -18,12 +18,12 @@ MOST_COLUMNS = 110
 
 def key(default: Any, help: str, *, section: str = "", choices: Sequence[str] = (),
         least: float | None = None, below: float | None = None, most: float | None = None,
-        why: str = "") -> Any:
+        why: str = "", auto: bool = False) -> Any:
     """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
-    `most`. For a text `least` counts characters. A number with the default "auto" may be that.
+    `most`. For a text `least` counts characters. A number with the default "auto", or `auto`, may be that.
     `section`: the heading of this key and of those that follow."""
     return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
-                                                below=below, most=most, why=why))
+                                                below=below, most=most, why=why, auto=auto))
 
 
 def option(name: str, kind: type, default: Any = None, help: str = "", **bounds: Any) -> Field:
@@ -34,7 +34,7 @@ def option(name: str, kind: type, default: Any = None, help: str = "", **bounds:
 
 
 def may_be_auto(f: Field) -> bool:
-    return f.type in (int, float) and f.default == "auto"
+    return f.type in (int, float) and (f.default == "auto" or f.metadata["auto"])
 
 
 def type_name(f: Field) -> str:

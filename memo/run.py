@@ -13,10 +13,10 @@ import torch
 from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.batch import Data, open_dataset
-from memo.config import LAYOUT_KEYS, SUBSEQUENCE_KEYS, Config, as_keys, degrees, stage_of
+from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys, stage_of
 from memo.console import Attempts
 from memo.convert import check_folder
-from memo.decide import Decision, numbers_of
+from memo.decide import Decision, numbers_of, with_stages
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
@@ -122,7 +122,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     """All that can be wrong before the device is touched, and that needs no other rank. Errors: ConfigError;
     Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
-    degrees(cfg, launch.world)
+    with_stages(cfg, launch.world)
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
@@ -152,7 +152,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
 
 
 def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = "") -> Checked:
-    """Whether there is memory, and on rank 0 the Estimate. `why`: why so many subsequences were chosen.
+    """Whether there is memory, and on rank 0 the Estimate. `why`: why its numbers were chosen.
     Errors: ConfigError."""
     cfg, device = found.cfg, found.device
     limit, expected = memory.host_limit(cfg, launch), None
@@ -168,30 +168,33 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
 
 def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable,
                  choose: Callable[[], tuple[Config, str] | None]) -> Checked:
-    """The run with numbers of subsequences in place of auto. choose(): what rank 0 chooses for all, and why;
-    None: the run stays as it is. Errors: ConfigError."""
+    """The run with numbers of stages and subsequences in place of auto. choose(): what rank 0 chooses for
+    all, and why; None: the run stays as it is. Errors: ConfigError."""
     choice = host.objects(together(host, lambda: choose() if found.speaks else None))[0]
     if choice is None:
         return found
     one, why = choice
-    numbers = {name: getattr(one, name) for name in SUBSEQUENCE_KEYS}
-    asked = {name: "auto" for name in SUBSEQUENCE_KEYS if getattr(found.cfg, name) == "auto"}
+    numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
+    asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
     before = found.ckpt.config if found.ckpt else {}
     if why and "asked" in before and any(before[name] != numbers[name] for name in numbers):
         why += f"; before it was {before['subsequences']}"
-    found = replace(found, cfg=replace(found.cfg, **numbers), asked=asked)
+    mine = stage_of(replace(found.cfg, **numbers), launch.rank, launch.world)
+    found = replace(found, cfg=mine, asked=asked)
     return together(host, check_room, found, launch, trace_step, why)
 
 
-def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None) -> Config | None:
+def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Config | None:
     """The config with the numbers that the checkpoint's run has chosen. None where that was asked something
-    else, or in another layout."""
+    else, or in another layout, or its stages do not fill the world."""
     stored = ckpt.config if ckpt else {}
     if "asked" not in stored:  # of a run with numbers by hand, or of none, from memo.convert
         return None
     asked = stored | stored["asked"]
-    same = all(asked.get(name) == getattr(cfg, name) for name in SUBSEQUENCE_KEYS + LAYOUT_KEYS)
-    return replace(cfg, **{name: stored[name] for name in SUBSEQUENCE_KEYS}) if same else None
+    same = all(asked.get(name) == getattr(cfg, name) for name in {*CHOSEN_KEYS, *LAYOUT_KEYS})
+    if not same or stored["pp"] not in [one.pp for one in with_stages(cfg, world)]:
+        return None
+    return replace(cfg, **{name: stored[name] for name in CHOSEN_KEYS})
 
 
 def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
@@ -202,15 +205,16 @@ def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
 
     def of(one: Config) -> Estimate:
         return estimate(one, machine, launch.world, fast_arena)
-    before = of_before(cfg, found.ckpt)
-    if before and numbers_of(cfg) != [1] and of(before).fits:
+    before, stages = of_before(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
+    if before and (len(stages) > 1 or numbers_of(cfg) != [1]) and of(before).fits:
         return before, "as before"
     one, why = chosen(cfg, machine, launch.world)
     if why == "" or cfg.deterministic:  # nothing to choose from; or no speeds count
         return one, why
     got = of(one)
-    copies = got.alpha is not None or one.pp > 1  # with more subsequences a bubble shrinks too
-    return None if got.fits and copies else (one, why)
+    # with more subsequences a bubble shrinks too
+    matters = got.alpha is not None or one.pp > 1 or len(stages) > 1
+    return None if got.fits and matters else (one, why)
 
 
 def measured(found: Checked, launch: Launch, host: Axis) -> Machine:
@@ -297,7 +301,8 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
             replace(cfg, **found.kernels), machine, launch.world))
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
-    return replace(found, owner=owner, lock=held_lock, expected=expected and expected.of_stage(cfg.stage))
+    expected = expected and expected.of_stage(found.cfg.stage)
+    return replace(found, owner=owner, lock=held_lock, expected=expected)
 
 
 def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, decision: Decision) -> Run:

@@ -10,8 +10,19 @@ import pytest
 import torch
 
 import train
-from memo.config import Config
-from memo.decide import Judged, Rates, Room, choose, decide, numbers_of, place_whole, problem_of
+from memo.config import Config, as_keys
+from memo.decide import (
+    Judged,
+    Rates,
+    Room,
+    choose,
+    choose_subsequences,
+    decide,
+    numbers_of,
+    place_whole,
+    problem_of,
+    with_stages,
+)
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.__main__ import main
@@ -23,6 +34,7 @@ from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import keys_dealt, layer_of, tensors_of
 from memo.parallel.mesh import ALONE
 from memo.profiler import measured_machine
+from memo.run import of_before
 from memo.subsequences import unit_rows
 from memo.swap.alpha import OutOfHostMemory
 from tests.helpers import argv, losses
@@ -61,7 +73,7 @@ def test_the_fewest_of_the_fastest_that_fit(seconds, lacks, taken, why):
         n = one.subsequences
         lacking = lacks.get(n, 7.79 if len(lacks) == 4 else 0)
         return Judged(seconds.get(n, 2.0 * n if seconds else 0.0), lacking, "the device")
-    cfg, said = choose(made(subsequence_cut="equal", unit_order="layer"), judge)
+    cfg, said = choose_subsequences(made(subsequence_cut="equal", unit_order="layer"), judge)
     assert cfg.subsequences == taken and why in said
 
 
@@ -71,11 +83,53 @@ def test_it_stops_where_more_only_cost_time_and_orders_come_last():
     def judge(one):
         tried.append(numbers(one))
         return Judged({1: 2.0, 2: 1.0, 4: 3.0, 8: 4.0}[one.subsequences] - 0.1 * (one.unit_order != "layer"))
-    assert numbers(choose(made(), judge)[0]) == (2, "equal", "subsequence")  # faster by more than equally
+    found = choose_subsequences(made(), judge)[0]
+    assert numbers(found) == (2, "equal", "subsequence")  # faster by more than equally
     assert tried == [(1, "equal", "layer"), *product((2, 4, 8), ("equal", "flops"), ("layer",)),
                      (2, "equal", "subsequence"), (2, "flops", "subsequence")]
-    alone = choose(made(), lambda one: Judged(1.0, one.unit_order == "layer", "the host"))[0]
+    alone = choose_subsequences(made(), lambda one: Judged(1.0, one.unit_order == "layer", "the host"))[0]
     assert numbers(alone) == (2, "equal", "subsequence")  # it alone fits
+
+
+@pytest.mark.parametrize(("seconds", "lacks", "taken", "why"), [
+    ({1: 9.0, 2: 6.0, 4: 5.0, 8: 7.0}, (), 4, "with pp=2 a step takes 1.20 times as long; 64 subsequences"),
+    ({1: 9.0, 2: 5.1, 4: 5.0, 8: 7.0}, (), 2, "with pp=4 a step takes 0.98 times"),  # equals: the fewest
+    ({1: 1.0, 2: 6.0, 4: 5.0, 8: 7.0}, (1, 4), 2, "with pp=8 a step takes 1.17 times"),
+    ({}, (1,), 2, "pp=4 fits too"), ({}, (1, 2, 4), 8, "no other fits"),
+    ({}, (1, 2, 4, 8), 8, "no number of stages fits the device")])
+def test_the_fewest_stages_of_the_fastest_that_fit(seconds, lacks, taken, why):
+    cfg = made(2**20, n_layer=12, pp="auto", gradient_accumulation_steps=8)
+    assert [one.pp for one in with_stages(cfg, 8)] == [1, 2, 4, 8]
+    one, said = choose(cfg, lambda one: Judged(seconds.get(one.pp, 0.0), (9 - one.pp) * (one.pp in lacks),
+                                               "the device"), 8)
+    assert one.pp == taken and said.startswith(f"pp={taken} chosen, ") and why in said
+    assert cfg.undecided and not one.undecided and (one.unit_order == "subsequence") == (taken > 1)
+
+
+def test_stages_leave_alone_what_is_given():
+    given = dict(subsequences=24, subsequence_cut="equal", pp="auto", gradient_accumulation_steps=4)
+    for one in with_stages(made(2**20, **given), 4):
+        assert (one.subsequences, one.subsequence_cut) == (24, "equal")
+    layer = made(2**20, pp="auto", unit_order="layer", gradient_accumulation_steps=4)
+    assert [one.pp for one in with_stages(layer, 4)] == [1]
+    with pytest.raises(ConfigError, match=r"^pp=auto has no room .* WORLD_SIZE\(24\), .*; try "
+                                          r"--gradient_accumulation_steps=3, or another tp or cp$"):
+        with_stages(made(tp=8, pp="auto"), 24)
+    more = made(tp=8, pp="auto", n_layer=8, gradient_accumulation_steps=3)
+    assert [one.pp for one in with_stages(more, 24)] == [1]
+    with pytest.raises(ConfigError, match=r"^pp=auto has no room .*; try 8 ranks$"):
+        with_stages(made(tp=8, pp="auto"), 12)
+    with pytest.raises(ConfigError, match="pp=auto needs the number of ranks .*; give --gpus="):
+        main(["config/7b_1m.py", "--gpu=h100-80gb", "--pp=auto", "--fast"])
+
+
+def test_a_resumed_run_keeps_its_stages_while_they_fill_the_world():
+    cfg = made(pp="auto")
+    asked = {name: value for name, value in as_keys(cfg).items() if value == "auto"}
+    four = replace(cfg, pp=4, subsequences=16, subsequence_cut="flops", unit_order="subsequence")
+    ckpt = SimpleNamespace(config=as_keys(four) | dict(asked=asked))
+    assert of_before(cfg, ckpt, 4) == four
+    assert of_before(cfg, ckpt, 2) is None and of_before(made(pp=4), ckpt, 4) is None
 
 
 def test_nothing_is_tried_without_need():
@@ -84,8 +138,8 @@ def test_nothing_is_tried_without_need():
     def judge(one):
         tried.append(numbers(one))
         return Judged(1.0, lacking=one.subsequences < 2, copies=False)
-    assert choose(made(4095), judge) == (replace(made(4095), **ONE), "") and not tried
-    assert choose(made(), judge)[0].subsequences == 2  # it fits and copies nothing
+    assert choose_subsequences(made(4095), judge) == (replace(made(4095), **ONE), "") and not tried
+    assert choose_subsequences(made(), judge)[0].subsequences == 2  # it fits and copies nothing
     assert tried == [(1, "equal", "layer"), (2, "equal", "layer")]
 
 
@@ -124,7 +178,7 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
     layer = sum(t.nbytes for t in tensors_of(cfg, 2).values())
     room = Room(2**40, 1.6 * layer)
     judge = simulated(room, rate)
-    got = judge(choose(cfg, judge)[0])
+    got = judge(choose_subsequences(cfg, judge)[0])
     assert not got.lacking
     best = inf
     for n in (1, 4, 16):

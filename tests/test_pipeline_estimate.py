@@ -12,7 +12,7 @@ import train
 from memo import command as commands
 from memo import memory
 from memo.config import Config
-from memo.decide import Decision, numbers_of
+from memo.decide import Decision, numbers_of, with_stages
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, hardware, pipeline_seconds, report, search
 from memo.estimate.arena import fast_arena, head_bytes, traced_arena
@@ -73,7 +73,7 @@ def held(host, args):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks,keys", [
-    (2, dict(STAGES, pp=2, alpha=0.5)),
+    (2, dict(STAGES, pp=2, alpha=0.5)), (2, dict(STAGES, pp="auto", alpha=0.5)),
     (6, dict(STAGES, **LLAMA, pp=3, tp=2, subsequences=3, activation="swap", subsequence_cut="flops"))])
 def test_a_run_finds_what_was_estimated_of_each_stage(dataset, tmp_path, ranks, keys):
     shape = dict(n_layer=5, block_size=768, n_head=4, n_embd=64, batch_size=1)
@@ -148,6 +148,8 @@ def test_the_bubble_of_equal_stages(pp, N):
     assert compute == pytest.approx(2 * N * 3.0) and parts["stall"] == 0
     assert parts["bubble"] == pytest.approx((pp - 1) / N * compute)
     assert sum(s for name, s in parts.items() if name != "step") == pytest.approx(parts["step"])
+    # SPPO's T = (p - 1 + N) / N F(N), with the seconds F(N) of a stage's layers
+    assert compute + parts["bubble"] == pytest.approx((pp - 1 + N) / N * 2 * N * 3.0)
     more = fed(pp, N, gradient_accumulation_steps=3)
     assert more["bubble"] == pytest.approx(3 * parts["bubble"])
 
@@ -178,6 +180,18 @@ def test_a_slow_network_delays_stages_that_no_node_holds():
     node = replace(H100, node=replace(H100.node, nvlink_bytes_per_s=1e12, network_bytes_per_s=1e9))
     hops = [pipeline_seconds.hop_s(node, 18, 6, stage, 1e9) for stage in range(5)]
     assert [hop > 0.5 for hop in hops] == [False, True, True, False, True]
+
+
+def test_stages_that_are_auto_are_the_fastest():
+    cfg = load_config(["config/7b_1m.py", "--n_layer=6", "--block_size=131072", "--n_embd=2048",
+                       "--n_head=16", "--pp=auto", "--tp=1", "--cp=1", "--gradient_accumulation_steps=4",
+                       "--subsequences=16"])
+    machine = hardware.machine("h100-80gb", gpus_per_node=4)
+    got = budget.estimate(cfg, machine, 4, fast_arena)
+    given = {one.pp: budget.estimate(one, machine, 4, fast_arena) for one in with_stages(cfg, 4)}
+    assert set(given) == {1, 2, 4} and got.seconds == given[got.cfg.pp].seconds and got.asked == cfg
+    assert got.tgs * 1.03 >= max(other.tgs for other in given.values() if other.fits)
+    assert got.chosen.startswith(f"pp={got.cfg.pp} chosen, ")
 
 
 # --- what is told ---

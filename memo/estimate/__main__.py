@@ -9,7 +9,7 @@ how long the context could be. Without a GPU; with --fast without torch too.
 import sys
 from contextlib import suppress
 from dataclasses import Field, replace
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,9 @@ def local_vocab_size(dataset: str) -> int:
 def prepare(argv: list[str]) -> tuple[Config, Machine, int, dict[str, Any]]:
     """(cfg, machine, world, options). Errors: ConfigError."""
     options, keys = read_argv(argv)
-    world = options.get("gpus", keys.get("pp", 1) * keys.get("tp", 1) * keys.get("cp", 1))
+    if keys.get("pp") == "auto" and "gpus" not in options:
+        raise ConfigError("pp=auto needs the number of ranks that stages are to be found for; give --gpus=")
+    world = int(options.get("gpus") or prod(keys.get(name, 1) for name in ("pp", "tp", "cp")))
     if "search" in options:  # among all layouts: the config's own need not be one
         keys |= dict(pp=1, tp=1, cp=1)
     cfg = Config(**keys)

@@ -81,7 +81,7 @@ class Estimate:
     """Of all `stages`, and of one of these, `shown`: that which lacks most memory, or is fullest. Bytes:
     `lines` are a rank's of that stage; `host_bytes` and capacity a node's. `seconds` and `layer` are empty
     where no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence.
-    `chosen`: why there are so many subsequences where they were auto, as in `asked`."""
+    `chosen`: why there are so many stages and subsequences where they were auto, as in `asked`."""
 
     shown: Stage
     stages: tuple[Stage, ...]
@@ -416,7 +416,7 @@ def chosen(cfg: Config, machine: Machine, world: int) -> tuple[Config, str]:
     """choose() of a config, with the Estimates of a machine as the judge, and the bound of the temporary
     tensors; with deterministic=True by room alone, for speeds differ from run to run."""
     machine = untimed(machine) if cfg.deterministic else machine
-    return choose(cfg, lambda one: judged(estimate(one, machine, world, fast_arena)))
+    return choose(cfg, lambda one: judged(estimate(one, machine, world, fast_arena)), world)
 
 
 def judged(got: Estimate) -> Judged:

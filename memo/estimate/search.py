@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from math import isqrt
 from typing import Any
 
 from memo.command import progress
 from memo.config import Config, degrees
-from memo.decide import LEAST_TOKENS, numbers_of
+from memo.decide import LEAST_TOKENS, degrees_of, numbers_of, stage_keys, stage_numbers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import Estimate, chosen, estimate, states, untimed
@@ -52,7 +51,7 @@ def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: Ar
 def never_fits(cfg: Config, machine: Machine, world: int) -> bool:
     """Whether a stage of several has no room, whatever its mode and its subsequences, for its states and the
     keys and values of its layers, with their gradients."""
-    if cfg.pp == 1 or machine.memory_bytes is None or numbers_of(cfg)[-1] == 1:
+    if cfg.pp in (1, "auto") or machine.memory_bytes is None or numbers_of(cfg)[-1] == 1:
         return False
     degrees(cfg, world)
     itemsize = itemsize_of(cfg, machine)
@@ -85,35 +84,16 @@ def with_the_fastest(got: Estimate, arena: ArenaOf) -> Estimate:
     return estimate(got.asked, got.machine, got.world, arena) if got.asked.undecided else got
 
 
-def degrees_of(n: int) -> list[int]:
-    """The divisors of n."""
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
 def speed(got: Estimate) -> float:
     """The key by which Estimates are compared: tokens per second, or less memory where the speed is not
     known."""
     return got.tgs * got.world if got.tgs else -got.device_bytes
 
 
-def stage_keys(cfg: Config, pp: int) -> dict[str, Any]:
-    """Keys with which a config has so many stages. Several are fed with subsequences, of equal FLOPs if that
-    is free: all take the same time then."""
-    if pp == 1:
-        return dict(pp=1)
-    keys: dict[str, Any] = dict(pp=pp, unit_order="subsequence")
-    if cfg.subsequences == 1:
-        keys["subsequences"] = "auto"
-    if cfg.subsequences == 1 or cfg.subsequence_cut == "auto":
-        keys["subsequence_cut"] = "flops"
-    return keys
-
-
 def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = MODES) -> Iterator[Config]:
     """Every config that differs in layout, activation mode or the optimizer's place only, and can be; with
-    several stages in the subsequences too. Stages are powers of two."""
-    depths = [pp for pp in degrees_of(world) if pp.bit_count() == 1 and pp <= cfg.n_layer]
+    several stages in the subsequences too."""
+    depths = stage_numbers(cfg, world)
     widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
     for pp, tp, mode, where in product(depths, widths, modes, ("auto", "cpu")):
         if world % (pp * tp) or (pp > 1 and mode != modes[-1]):
@@ -257,7 +237,7 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
         dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
         dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
         dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]
-    deeper = stage_keys(cfg, 2 * cfg.pp)
+    deeper = stage_keys(cfg, 2 * cfg.pp) if cfg.pp != "auto" else {}  # else they have been tried
     changes += [deeper, deeper | dict(cp=cfg.cp // 2), deeper | dict(tp=cfg.tp // 2)]
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
@@ -270,13 +250,13 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
     options += [(n * world, {name: n * getattr(cfg, name)})
                 for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
-    options += [(2 * world, metp | dict(tp=2 * cfg.tp)), (2 * world, stage_keys(cfg, 2 * cfg.pp))]
+    options += [(2 * world, metp | dict(tp=2 * cfg.tp)), (2 * world, deeper)]
     fits = {}
     for gpus, keys in options:
         if {"tp", "tensor_parallel"} & set(keys):  # a number of groups is a multiple of tp
             keys = keys | dict(head_groups="auto")
         keys = {name: value for name, value in keys.items() if getattr(cfg, name) != value}
-        if not keys or keys.get("tp", 1) > machine.node.gpus_per_node:
+        if (not keys and gpus == world) or keys.get("tp", 1) > machine.node.gpus_per_node:
             continue
         other = estimate_or_none(config_with(cfg, **keys), machine, gpus, fast_arena)
         if other and other.fits:
