@@ -13,7 +13,7 @@ from itertools import product
 from math import inf
 
 from memo.config import Config
-from memo.decide import STALL, Placed, Rates, Room, problems_of
+from memo.decide import STALL, Placed, Rates, Room, decide, problems_of
 from memo.estimate.step_seconds import Ends, stage_seconds
 from memo.layer import tensors_of
 from memo.parallel.pp import times_of_stages
@@ -44,6 +44,10 @@ class StageFacts:
         rate = min(self.rates.offload_bytes_per_s, self.rates.prefetch_bytes_per_s)
         return stage_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
                              self.ends)
+
+    def alone(self) -> Placed:
+        """What the stage decides for itself. Errors: OutOfHostMemory."""
+        return decide(self.cfg, self.itemsize, self.rates, self.room)
 
     @property
     def forward_s(self) -> tuple[list[float], list[float], tuple[float, ...]]:
@@ -119,7 +123,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         """The stage's with this part of the seconds between its subsequences."""
         problem, rates = problems[k], stages[k].rates
         assert rates is not None
-        longer = tuple(s + part * more / problem.placement.n_layer
+        longer = tuple(s and s + part * more / problem.placement.n_layer  # 0: copies hide behind nothing
                        for s, more in zip(problem.forward_s, between[k], strict=True))
         return place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s)
     adaptive = [k for k in problems if of(k, 1.0) != alone[k]]  # others have no use for more seconds

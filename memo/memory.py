@@ -17,7 +17,6 @@ from memo.decide import (
     Decision,
     Rates,
     Room,
-    decide,
     place_whole,
     problem_of,
     spare_bytes,
@@ -145,12 +144,12 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
         model.close()
         if not cpu:
             room = gpu_room(cfg, model, rates, limit)
-    placed = decide(cfg, itemsize, rates, room)
-    if cfg.pp > 1:  # copies also hide where a stage waits for others
-        facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
-        stages, alone = zip(*model.mesh.of_stages((facts, placed)), strict=True)
-        placed = with_bubbles(stages, alone)[cfg.stage]
-    placement, swap_plan = placed
+    facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
+    if cfg.pp == 1:
+        placement, swap_plan = facts.alone()
+    else:  # copies also hide where a stage waits for others
+        stages = model.mesh.of_stages(facts)
+        placement, swap_plan = with_bubbles(stages, [one.alone() for one in stages])[cfg.stage]
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
 

@@ -3,17 +3,22 @@
 from dataclasses import replace
 from itertools import product
 from math import inf
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+import train
 from memo.bubbles import StageFacts, step_s, with_bubbles
 from memo.config import Config
-from memo.decide import Rates, Room, decide
+from memo.decide import Rates, Room
 from memo.estimate.step_seconds import Ends, compute_seconds, swap_s
+from memo.launch import Launch
 from memo.layer import groups_of, tensors_of
 from memo.profiler import MeasuredUnit
 from memo.swap.placing import placed
+from testing.ranks import pool
+from tests.helpers import argv
 
 ROWS = 2048  # of a unit, where alphas in eighths are whole rows
 
@@ -42,7 +47,7 @@ def pipeline(n_layer=4, N=4, forward_s=(1.0,) * 4, alpha=0.5, head_s=0.0, recomp
 
 def apart(stages):
     """What each stage decides for itself."""
-    return [decide(one.cfg, one.itemsize, one.rates, one.room) for one in stages]
+    return [one.alone() for one in stages]
 
 
 def seconds(stages, answers):
@@ -134,3 +139,29 @@ def test_stages_whose_seconds_are_not_known_stay_as_they_are():
     stages = pipeline(head_s=1.0)
     unknown = [stages[0], replace(stages[1], rates=None)]
     assert with_bubbles(unknown, apart(stages)) == apart(stages)
+
+
+def decided(host, args):
+    """Of a run that is ready to train: what its stages told each other, what all of them get, its own."""
+    seen = []
+
+    def spied(stages, alone):
+        seen.append((stages, alone, with_bubbles(stages, alone)))
+        return seen[0][-1]
+    with patch("memo.memory.with_bubbles", spied):
+        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
+    found = *seen[0], run.decision.placement, run.decision.rates
+    run.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_the_stages_of_a_run_decide_together(dataset, tmp_path):
+    shape = dict(n_layer=5, n_head=4, n_embd=64, block_size=1024, batch_size=4, pp=2, subsequences=4,
+                 subsequence_cut="equal", unit_order="subsequence", host_memory_gb=0.06)
+    found = pool(2).run(decided, argv(dataset, tmp_path, **shape))
+    for k, (stages, alone, together, placement, rates) in enumerate(found):
+        assert [one.cfg.stage for one in stages] == [0, 1] and stages[k].rates == rates
+        assert together == found[0][2] == with_bubbles(found[0][0], alone) and placement == together[k][0]
+        assert placement.n_swapped > 0 and alone == [one.alone() for one in stages]
+    assert found[0][4] != found[1][4]  # each measured its own

@@ -17,7 +17,6 @@ from memo.decide import (
     Rates,
     Room,
     choose,
-    decide,
     margin_bytes,
     problems_of,
     spare_bytes,
@@ -276,13 +275,13 @@ def modelled_rates(machine: Machine, layer: LayerSeconds | LayerOfUnits | None) 
 
 def decided(facts: StageFacts) -> tuple[Placed, str | None]:
     """(what a stage decides for itself, message of OutOfHostMemory or None)."""
-    what = facts.cfg, facts.itemsize, facts.rates
     try:
-        return decide(*what, facts.room), None
+        return facts.alone(), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
-        problem = min(problems_of(*what, facts.room), key=lambda problem: problem.least_bytes)
+        problems = problems_of(facts.cfg, facts.itemsize, facts.rates, facts.room)
+        problem = min(problems, key=lambda problem: problem.least_bytes)
         least = problem.least_bytes if facts.cfg.finds_alpha else alpha.ANY_HOST
-        placement, plan = decide(*what, replace(facts.room, host_bytes=least))
+        placement, plan = replace(facts, room=replace(facts.room, host_bytes=least)).alone()
         assert plan is not None  # of a mode that copies
         return (placement, replace(plan, limits=problem.limits)), str(e)
 
