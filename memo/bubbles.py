@@ -25,6 +25,7 @@ from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, rests
 from memo.swap.schedule import Step
 
+WORTH = 1.01  # times what a stage copies alone; less more is not worth the simulations
 HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
 
 
@@ -74,6 +75,12 @@ def measured_ends(cfg: Config, rates: Rates | None) -> Ends | None:
         return None
     free = (0.0,) * len(unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)["cuts"])
     return Ends(0.0, 3 * head_share(cfg) * rates.forward_s, free, free)
+
+
+def copied(placed: Placed) -> int:
+    """Bytes that a stage sends to the host."""
+    plan = placed[1]
+    return plan.host_bytes if plan else 0
 
 
 def step_s(stages: Sequence[StageFacts], placements: Sequence[Placement]) -> float:
@@ -126,7 +133,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         longer = tuple(s and s + part * more / problem.placement.n_layer  # 0: copies hide behind nothing
                        for s, more in zip(problem.forward_s, between[k], strict=True))
         return place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s)
-    adaptive = [k for k in problems if of(k, 1.0) != alone[k]]  # others have no use for more seconds
+    adaptive = [k for k in problems if copied(of(k, 1.0)) > WORTH * copied(alone[k])]
     if not adaptive:
         return found
     best = step_s(stages, [p for p, _ in found])

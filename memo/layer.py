@@ -10,7 +10,7 @@ of rows. Source: MEMO 3.1 and 4.1.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -123,7 +123,7 @@ class Layer:
         """Whether q and k are normed head by head, each time that attention takes them."""
         return "q_norm_w" in self.parameters
 
-    @property
+    @cached_property
     def matrix_elements(self) -> int:
         """Elements of all matrices."""
         return sum(prod(p.shape) for p in self.parameters.values() if len(p.shape) == 2)

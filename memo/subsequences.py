@@ -6,6 +6,7 @@ of what the layout needs alone.
 """
 
 from bisect import bisect_left
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
 ALIGNED = 128  # multiples of what the layout needs
 
 
-@lru_cache(16)  # an estimate asks again and again
 def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
     block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
     layout needs."""
+    return known_lengths(replace(cfg, stage=0) if cfg.stage else cfg, S)
+
+
+@lru_cache(16)  # an estimate asks again and again
+def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
+    """The same, of the first stage; those of all stages are alike."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.block_multiple
     N = max(1, min(cfg.n_subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple

@@ -63,17 +63,17 @@ class Stages:
         """What is done, of the lane's next step and, if that is a message, its other end; nothing if the step
         has to wait."""
         stage, stream = lane
-        step = self.lanes[lane][0]
-        if key := self.lacks(stage, step):
-            self.waiting[stage, key].append(lane)
-            return []
-        before = self.free[lane]
-        ends = {key: self.spans[stage][key][1] for key in step.waits}
-        start = max(before, *ends.values()) if ends else before
+        step, spans = self.lanes[lane][0], self.spans[stage]
+        start = before = self.free[lane]
+        for key in step.waits:
+            if key not in spans:
+                self.waiting[stage, key].append(lane)
+                return []
+            start = max(start, spans[key][1])
         if step.kind in ENDS:
             return self.meet(stage, step, start)
-        if stream == "compute":
-            bubble = max([before, *(end for key, end in ends.items() if wait_kind(key) == "bubble")])
+        if stream == "compute" and start > before:
+            bubble = max([before, *(spans[key][1] for key in step.waits if wait_kind(key) == "bubble")])
             self.stall_s[stage] += start - bubble
         self.finish(stage, step, start, start + self.seconds(stage, step))
         return [(stage, step)]

@@ -34,6 +34,7 @@ Source: MEMO 4.1 and 4.3.2; SPPO 3.3 for stages, 4 for subsequences.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 # kinds of steps of a forward; all others are of a backward
@@ -45,9 +46,14 @@ Unit = tuple[int, int]  # layer, subsequence
 Key = tuple[str, Unit]
 
 
-def stream_of(key: Key) -> str:
-    first, *_ = key[0].split(" ", 1)
+@cache
+def stream_of_kind(kind: str) -> str:
+    first, *_ = kind.split(" ", 1)
     return first if first in ("offload", "prefetch", "send", "receive") else "compute"
+
+
+def stream_of(key: Key) -> str:
+    return stream_of_kind(key[0])
 
 
 class Step(NamedTuple):
