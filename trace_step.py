@@ -34,6 +34,8 @@ def read_argv(argv: list[str]) -> tuple[Config, int]:
         else:
             rest.append(arg)
     cfg = load_config(rest)
+    if cfg.pp == "auto":
+        raise ConfigError("pp=auto must be a number for a trace, which is of one rank; try --pp=1")
     if own["stage"] >= cfg.pp:
         raise ConfigError(f"stage={own['stage']} must be below pp={cfg.pp} (stages are counted from 0); try "
                           f"--stage={cfg.pp - 1}")
