@@ -344,8 +344,13 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
             known[kinds[-1]] = beside, *decided(facts[-1])
     besides, alone, lacks = zip(*(known[kind] for kind in kinds), strict=True)
     together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
-    return tuple(stage_bytes(one.cfg, itemsize, *of) for one, *of in
-                 zip(facts, besides, together, lacks, strict=True))
+    found, made = [], dict[tuple, Stage]()
+    for one, kind, beside, placed, lack in zip(facts, kinds, besides, together, lacks, strict=True):
+        like = kind, id(placed)  # what a stage decides for itself all of its kind have
+        if like not in made:
+            made[like] = stage_bytes(one.cfg, itemsize, beside, placed, lack)
+        found.append(replace(made[like], cfg=one.cfg))
+    return tuple(found)
 
 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:

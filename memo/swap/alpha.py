@@ -21,6 +21,7 @@ from memo.swap.placement import Placement
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
 
+BESIDE = "beside"  # of Placement.sizes_known
 ANY_HOST = 2**62  # bytes of a host that holds whatever there is
 
 
@@ -109,7 +110,7 @@ class AlphaProblem:
         counted = [c * n for c, n in zip(self.swapped, self.cuts, strict=True)]
         return [n / self.swapped_rows for n in counted] if any(counted) else self.parts
 
-    @property
+    @cached_property
     def swapped_rows(self) -> int:
         """Rows of all swapped units."""
         return sum(c * n for c, n in zip(self.swapped, self.cuts, strict=True))
@@ -123,8 +124,11 @@ class AlphaProblem:
     @cached_property
     def beside_bytes(self) -> int:
         """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
-        rows = self.all_bytes * self.swapped_rows // self.placement.n_rows
-        return replace(self.placement, kept={}).host_bytes(self.tensors) - rows
+        known = self.placement.sizes_known  # whatever the rate and the host's room are
+        if BESIDE not in known:
+            rows = self.all_bytes * self.swapped_rows // self.placement.n_rows
+            known[BESIDE] = replace(self.placement, kept={}).host_bytes(self.tensors) - rows
+        return known[BESIDE]
 
     @property
     def layer_keys_bytes(self) -> int:

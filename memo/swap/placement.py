@@ -155,8 +155,8 @@ class Placement:
         return {}
 
     @cached_property
-    def sizes_known(self) -> dict[int, int]:
-        """What AlphaProblem.device_bytes_at has found, by rows that survive."""
+    def sizes_known(self) -> dict[int | str, int]:
+        """What AlphaProblem.device_bytes_at has found, by rows that survive; and beside_bytes."""
         return {}
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
