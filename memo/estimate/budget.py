@@ -345,11 +345,11 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
     besides, alone, lacks = zip(*(known[kind] for kind in kinds), strict=True)
     together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
     found, made = [], dict[tuple, Stage]()
-    for one, kind, beside, placed, lack in zip(facts, kinds, besides, together, lacks, strict=True):
+    for stage, kind, beside, placed, lack in zip(facts, kinds, besides, together, lacks, strict=True):
         like = kind, id(placed)  # what a stage decides for itself all of its kind have
         if like not in made:
-            made[like] = stage_bytes(one.cfg, itemsize, beside, placed, lack)
-        found.append(replace(made[like], cfg=one.cfg))
+            made[like] = stage_bytes(stage.cfg, itemsize, beside, placed, lack)
+        found.append(replace(made[like], cfg=stage.cfg))
     return tuple(found)
 
 
