@@ -116,7 +116,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
     """The Placed of each stage; `alone`: what it decides for itself. Copies take what part of the seconds
     between subsequences does not make the step slower: all of it, if that is so for all stages at once; else
     as much as that goes for one stage after the other, those that are alike together. Where seconds are not
-    known, or nothing is copied, they are as alone."""
+    known, or hardly more would be copied, they are as alone."""
     found = list(alone)
     if any(stage.rates is None or not stage.rates.units for stage in stages):
         return found
