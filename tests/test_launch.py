@@ -212,6 +212,7 @@ def here_choosing(host, argv):
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(cp=2), {}])
 def test_all_ranks_take_what_rank_0_chooses(dataset, tmp_path, layout):
     four = dict(subsequences=4, subsequence_cut="equal", unit_order="layer")
+    layout = layout | dict(n_layer=2, max_iters=3, eval_interval=0, solver="greedy")
     assert pool(2).run(here_choosing, argv(dataset, tmp_path / "auto", **layout)) == [0, 0]
     assert pool(2).run(here, argv(dataset, tmp_path / "four", **layout, **four)) == [0, 0]
     assert losses(tmp_path / "auto") == losses(tmp_path / "four")
@@ -234,7 +235,7 @@ def resumed(halfway, out, ranks, **keys):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("keys,model,others", [
-    (FOUR, {}, ("tp4", "cp2 dp2", "one", "pp2 tp2")), (STAGES, {}, ("tp4", "cp2 dp2", "one", "pp4")),
+    (FOUR, {}, ("one", "pp2 tp2")), (STAGES, {}, ("tp4", "cp2 dp2", "one", "pp4")),
     (STAGES, UNTIED, ("one", "pp4"))], ids=["tp2 cp2", "pp2 tp2", "pp2 tp2 untied"])
 def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, ended, keys, model, others):
     halfway, alone = ended(4, **keys, **HALF, **model), ended(**model)
