@@ -175,8 +175,8 @@ def trained(host, argv, console):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_tells_of_its_stages(dataset, tmp_path):
-    keys = dict(pp=2, n_layer=5, subsequences=4, unit_order="subsequence", max_iters=4, alpha=0.5,
-                gradient_accumulation_steps=2)
+    keys = dict(pp=2, n_layer=5, subsequences=4, unit_order="subsequence", max_iters=2, alpha=0.5,
+                gradient_accumulation_steps=2, solver="greedy")
     out = tmp_path / "out"
     assert pool(2).run(trained, argv(dataset, out, **keys), str(tmp_path / "console")) == [0, 0]
     for row in read_metrics(out / "metrics.jsonl"):
