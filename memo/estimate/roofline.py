@@ -263,7 +263,7 @@ class LayerSeconds:
             return kernels + self.exchanges_s()
         # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a
         # later rank's
-        merge = self.copy_s((6 + 0.75 * (self.ring - 1) * self.passes["merge"]) * self.Q)
+        merge = self.copy_s(6 * self.Q) + 0.75 * (self.ring - 1) * self.pass_s("merge", self.Q)
         return kernels + merge + self.exposed_hops_s(kernels / self.ring)
 
     def attention_backward_s(self) -> float:
