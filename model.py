@@ -86,7 +86,8 @@ class GPT:
         attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         over = mesh.tokens, cfg.context_parallel, self.ops.merge
-        self.attention = attention_over_ranks(attention, *over)
+        # METP's keys and values are those of one group of heads: a second hop takes little memory
+        self.attention = attention_over_ranks(attention, *over, ahead=1 + cfg.metp)
         self.prefix = over_prefix(attention, *over)  # with several subsequences
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size

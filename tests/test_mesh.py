@@ -238,6 +238,9 @@ def talk(host, dtype):
     assert torch.equal(axis.start_scatter_sum(here, here[r]).wait(), everybody[r] * n)
     assert axis.max(r, -r) == [n - 1, 0] and axis.objects({"r": r}) == [{"r": i} for i in range(n)]
     assert axis.gather(mine[:0]).shape == (n, 0)
+    first = axis.shift(mine)
+    assert torch.equal(axis.shift(*first.received).wait()[0], everybody[r - 2])  # before the first is there
+    assert torch.equal(first.wait()[0], everybody[r - 1])
 
 
 @pytest.mark.ranks

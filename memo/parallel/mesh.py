@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
 class Axis:
     """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received tensors
     are uninitialised: shapes, memory requests and bytes are as with a group. `notes`: where such an Axis
-    writes down what it is asked for. Tensors are contiguous."""
+    writes down what it is asked for; `sender`: over gloo the thread that shifts. Tensors are contiguous."""
 
     name: str
     size: int = 1
@@ -79,6 +80,8 @@ class Axis:
     group: Any = None
     sent_bytes: int = field(default=0, compare=False)
     notes: Notes | None = field(default=None, compare=False)
+    sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
+                                       compare=False, repr=False)
 
     def start(self, kind: str, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor,
               **ends: int) -> Works:
@@ -156,7 +159,8 @@ class Axis:
                           x, x, to=owner)
 
     def shift(self, *tensors: torch.Tensor) -> Works:
-        """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends."""
+        """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends. Shifts
+        are done one after the other: one may send what the one before it brings, without a wait for that."""
         nbytes = sum(t.nbytes for t in tensors)
         self.sent_bytes += nbytes
         here = [torch.empty_like(t) for t in tensors]
@@ -165,7 +169,10 @@ class Axis:
             return Works(self.noted("shift", nbytes, to=to, source=source), tensors, here)
         ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=peer) for call, ts, peer in
                ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
-        return Works(dist.batch_isend_irecv(ops), tensors, here)
+        if not here[0].is_cpu:  # NCCL has a stream for them
+            return Works(dist.batch_isend_irecv(ops), tensors, here)
+        done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
+        return Works([SimpleNamespace(wait=done.result)], tensors, here)
 
     def send(self, x: torch.Tensor) -> Works:
         """Starts to send x to the other rank of two -> Works of x."""
@@ -258,6 +265,7 @@ class Mesh:
             dist.destroy_process_group(group)
         for axis in self.over_network():
             axis.group = None
+            axis.sender.shutdown()
         if self.peers.group is not self.host.group:
             dist.destroy_process_group(self.peers.group)
 
