@@ -304,14 +304,19 @@ class Config:
         return stage_layers(self, self.stage)
 
     @property
-    def embeds(self) -> bool:
+    def has_embedding(self) -> bool:
         """Whether this rank's stage is the first, which has the embedding."""
         return self.stage == 0
 
     @property
-    def heads(self) -> bool:
+    def has_head(self) -> bool:
         """Whether this rank's stage is the last, which has the final norm and the head."""
         return self.stage == self.pp - 1
+
+    @property
+    def stage_kind(self) -> tuple[bool, bool, int]:
+        """(whether it has the embedding, whether the head, how many layers): stages of one kind are alike."""
+        return self.has_embedding, self.has_head, len(self.layers)
 
     @property
     def ties_stages(self) -> bool:
@@ -404,8 +409,8 @@ def degrees(cfg: Config, world: int) -> int:
     ranks = cfg.pp * cfg.cp * cfg.tp  # that share a model
     dp = max(1, world // ranks)
     if dp * ranks != world:
-        stages, also = (text * (cfg.pp > 1) for text in (f"pp({cfg.pp})*", "pp, "))
-        raise ConfigError(f"{stages}dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
+        pp, also = (text * (cfg.pp > 1) for text in (f"pp({cfg.pp})*", "pp, "))
+        raise ConfigError(f"{pp}dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
                           f"torchrun --nproc_per_node={ranks} (or a multiple) on one node, or "
                           f"change {also}tp or cp")
     if cfg.gradient_accumulation_steps % dp:
@@ -439,4 +444,5 @@ def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1) ->
 def stage_communicators(cfg: Config) -> int:
     """How many a rank has with other stages: with each neighbour one for each direction, and one for the
     gradients of a matrix that the first stage and the last one hold."""
-    return 2 * (not cfg.embeds) + 2 * (not cfg.heads) + (cfg.ties_stages and (cfg.embeds or cfg.heads))
+    neighbours = (not cfg.has_embedding) + (not cfg.has_head)
+    return 2 * neighbours + (cfg.ties_stages and (cfg.has_embedding or cfg.has_head))

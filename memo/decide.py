@@ -81,7 +81,7 @@ def ways_of(cfg: Config) -> list[dict[str, Any]]:
     if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
         return [{}]
     keys = ("copied", "made") if cfg.by_layer else ("stay",)
-    streams = ("whole", "copied") if cfg.heads else ("passed",)
+    streams = ("whole", "copied") if cfg.has_head else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 

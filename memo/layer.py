@@ -244,17 +244,17 @@ def model_parameters(cfg: "Config") -> dict[str, Parameter]:
     equal steps."""
     C, layer = cfg.n_embd, layer_of(cfg)
     made: dict[str, Parameter] = {}
-    if cfg.embeds or (cfg.heads and cfg.tie_embeddings):
+    if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
         made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
         if cfg.position == "learned":
             made["wpe"] = Parameter((cfg.block_size, C))
     for i in cfg.layers:
         made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
-    if cfg.heads and not cfg.tie_embeddings:
+    if cfg.has_head and not cfg.tie_embeddings:
         made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
-    if cfg.heads:
+    if cfg.has_head:
         made["lnf_w"] = Parameter((C,), None, "ones")
-    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.heads and cfg.bias else {})
+    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
 
 
 # --- the shape of a run ---

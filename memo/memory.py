@@ -279,10 +279,10 @@ def stage_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line
     return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
 
 
-def stages_table(stages: list[dict]) -> list[str]:
-    """The startup's table of what the first rank of each stage holds. `stages`: stage_record() of each."""
-    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(stages)
-    for one in stages:
+def stages_table(records: list[dict]) -> list[str]:
+    """The startup's table of what the first rank of each stage holds. `records`: stage_record() of each."""
+    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
+    for one in records:
         nbytes = [sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes")]
         what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
         alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"

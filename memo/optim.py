@@ -122,7 +122,7 @@ class Optimizer:
 
     def elsewhere(self, name: str) -> bool:
         """Whether a parameter is counted and saved by the first stage, which holds the same one."""
-        return self.cfg.ties_stages and name in ("wte", "wpe") and not self.cfg.embeds
+        return self.cfg.ties_stages and name in ("wte", "wpe") and not self.cfg.has_embedding
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights

@@ -76,7 +76,7 @@ class Run(Checked):
     optimizer: Optimizer
     decision: Decision
     lines: list[Line]  # what lives where on this rank
-    stages: list[dict]  # memory.stage_record() of each of several stages
+    stage_records: list[dict]  # memory.stage_record() of each of several stages
     saver: checkpoint.Saver
     peak: float | None  # FLOP/s of the GPU, where they are known
     first: int  # the step to begin with
@@ -307,9 +307,9 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None)
     lines = memory.where_it_lives(cfg, decision, model, optimizer)
-    stages = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
+    records = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              columns=token_columns(cfg, cfg.block_size, mesh), lines=lines, stages=stages,
+              columns=token_columns(cfg, cfg.block_size, mesh), lines=lines, stage_records=records,
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)
     run.loggers = together(mesh.host, lambda: open_loggers(run) if run.speaks else [])

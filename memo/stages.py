@@ -29,14 +29,14 @@ def pipeline_line(cfg: "Config") -> str:
 
 
 @lru_cache(64)
-def layers_of_stages(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """How many of the layers each stage has, at least one. `head`: its FLOPs over those of a layer."""
-    if stages == 1:
+def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
+    """How many of the layers each of `pp` stages has, at least one. `head`: its FLOPs over a layer's."""
+    if pp == 1:
         return layers,
 
     def longest(last: int) -> float:
-        return max(-(-(layers - last) // (stages - 1)), last + head)
+        return max(-(-(layers - last) // (pp - 1)), last + head)
     # of equally good ones that where the last stage has the most
-    last = min(range(layers - stages + 1, 0, -1), key=longest)
-    each, more = divmod(layers - last, stages - 1)
-    return *(each + (k < more) for k in range(stages - 1)), last
+    last = min(range(layers - pp + 1, 0, -1), key=longest)
+    each, more = divmod(layers - last, pp - 1)
+    return *(each + (k < more) for k in range(pp - 1)), last

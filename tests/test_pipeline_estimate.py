@@ -134,7 +134,8 @@ def fed(pp, N, layers=2, **keys):
     for one in (replace(cfg, stage=k) for k in range(pp)):
         assert len(one.layers) == layers
         p = Placement(layers, layers * N, 4096, cuts=(4096 // N,) * N, order="subsequence",
-                      stream="whole" if one.heads else "passed", receives=not one.embeds, sends=not one.heads)
+                      stream="whole" if one.has_head else "passed", receives=not one.has_embedding,
+                      sends=not one.has_head)
         stages.append(budget.Stage(one, 10**6, (), p, None, None))
     free = dict.fromkeys(("hop_s", "head_s", "embedding_s"), lambda *_: 0.0)
     with patch.multiple(pipeline_seconds, **free):

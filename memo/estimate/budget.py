@@ -317,10 +317,9 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
     found = []
     for k in range(cfg.pp):
         one = replace(cfg, stage=k)
-        kind = one.embeds, one.heads, len(one.layers)
-        if kind not in known:
-            known[kind] = stage_bytes(one, machine, world, layer, arena)
-        found.append(replace(known[kind], cfg=one))
+        if one.stage_kind not in known:
+            known[one.stage_kind] = stage_bytes(one, machine, world, layer, arena)
+        found.append(replace(known[one.stage_kind], cfg=one))
     return tuple(found)
 
 

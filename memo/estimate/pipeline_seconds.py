@@ -41,7 +41,7 @@ def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float) -> f
 def tied_s(stage: "Stage", machine: Machine, world: int) -> float:
     """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold."""
     cfg = stage.cfg
-    if not (cfg.ties_stages and (cfg.embeds or cfg.heads)):
+    if not (cfg.ties_stages and (cfg.has_embedding or cfg.has_head)):
         return 0.0
     return machine.message_s("shift", 4 * cfg.padded_vocab_size // cfg.tp * cfg.n_embd, world)
 

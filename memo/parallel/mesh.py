@@ -229,7 +229,7 @@ class Mesh:
                   with METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
-    `hops`: the ranks of `weights` once more, where METP's matrices go round. `stages`: the stages of a
+    `hops`: the ranks of `weights` once more, where METP's matrices go round. `pp`: the stages of a
     pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
     one, where both hold the embedding's matrix. `peers`: the ranks of this rank's stage, as `host`.
     """
@@ -242,7 +242,7 @@ class Mesh:
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
     host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, from host to host
     peers: Axis = field(default_factory=partial(Axis, "peers"))
-    stages: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
+    pp: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
     tied: Axis = field(default_factory=partial(Axis, "tied"))
     before: Link = field(default_factory=Link)
     behind: Link = field(default_factory=Link)
@@ -297,7 +297,7 @@ class Mesh:
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas of the last stage's `loss`, on all ranks."""
         loss = self.replicas.sum(loss)
-        if self.stages.size == 1:
+        if self.pp.size == 1:
             return loss
         return self.world.sum(loss * (self.replicas.rank == self.weights.rank == 0))
 
@@ -327,7 +327,7 @@ def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 
     dp = host.size // (pp * cp * tp)
     made: dict[str, Any] = {role: axes[name] for role, name in roles.items() if name in axes}
     return Mesh(**made | {"peers": host} | others, dp=Axis("dp", dp, host.rank // (cp * tp) % dp), host=host,
-                stages=Axis("pp", pp, host.rank // (dp * cp * tp)))
+                pp=Axis("pp", pp, host.rank // (dp * cp * tp)))
 
 
 def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
@@ -377,14 +377,14 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
     others: dict[str, Any] = {}
     if pp > 1:
         others = {"peers": open_axis("peers", lines["peers"], [], backend="gloo")}
-        stages = lines["peers"]
-        for a, b in pairwise(stages):
+        ranks = lines["peers"]  # of each stage
+        for a, b in pairwise(ranks):
             pairs = [list(pair) for pair in zip(a, b, strict=True)]
             x, dx = (open_axis("pp", pairs, ["shift"]) for _ in range(2))
             if x and dx:
                 others["behind" if host.rank in a else "before"] = Link(x, dx)
         if tied:
-            pairs = [list(pair) for pair in zip(stages[0], stages[-1], strict=True)]
+            pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
             if ends := open_axis("tied", pairs, ["sum"]):
                 others["tied"] = ends
     if device.type == "cuda":
