@@ -26,16 +26,9 @@ from memo.decide import (
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
-from memo.estimate.budget import (
-    HOST_STATES_BYTES,
-    STATES_BYTES,
-    Estimate,
-    Line,
-    activation_lines,
-    cpu_spare,
-    states,
-)
+from memo.estimate.budget import Estimate, Line, activation_lines, cpu_spare, states
 from memo.estimate.hardware import NODES, Machine
+from memo.estimate.host import HOST_STATES_BYTES, STATES_BYTES
 from memo.estimate.report import as_dict as estimate_dict
 from memo.formulas import parameters, percent
 from memo.launch import Launch

@@ -13,7 +13,7 @@ import torch
 from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.batch import Data, open_dataset
-from memo.config import LAYOUT_KEYS, SUBSEQUENCE_KEYS, Config, as_keys, degrees, stage_of
+from memo.config import LAYOUT_KEYS, SUBSEQUENCE_KEYS, Config, as_keys
 from memo.console import Attempts
 from memo.convert import check_folder
 from memo.decide import Decision, numbers_of
@@ -25,6 +25,7 @@ from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text
 from memo.launch import Launch, same_everywhere, together
+from memo.layout import degrees, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops

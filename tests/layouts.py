@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from memo import memory
-from memo.config import stage_of
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
+from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena
 from memo.swap.placing import place_rows

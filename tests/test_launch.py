@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 
 import train
 from memo import checkpoint, command, convert, evaluate, out_dir, report, sample
-from memo.config import Config, stage_of
+from memo.config import Config
 from memo.ending import complete
 from memo.errors import TrainingError
 from memo.launch import Launch, rank_errors
+from memo.layout import stage_of
 from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal

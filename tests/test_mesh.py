@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from memo import command, launch
-from memo.config import Config, communicators, degrees
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.launch import Agreed, Launch, Pulse, read_launch, same_everywhere, together
+from memo.layout import communicators, degrees
 from memo.parallel import mesh as mesh_module
 from memo.parallel.mesh import ALL_GATHER, ALONE, REDUCE_SCATTER, Axis, open_mesh
 from memo.planner.allocator import Arena

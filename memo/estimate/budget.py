@@ -9,7 +9,7 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from memo.config import Config, communicators, degrees, stage_communicators
+from memo.config import Config
 from memo.decide import (
     Judged,
     Rates,
@@ -23,18 +23,17 @@ from memo.decide import (
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
+from memo.estimate.host import STATES_BYTES, host_capacity, host_share
 from memo.estimate.pipeline_seconds import pipeline_s
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import micro_batches, step_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
-from memo.formulas import mfu, parameters, tgs
+from memo.formulas import mfu, tgs
 from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
+from memo.layout import communicators, degrees, stage_communicators
 from memo.swap import alpha
 from memo.swap.placement import Placement
-
-STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
-HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
 
 
 class Line(NamedTuple):
@@ -173,31 +172,6 @@ class Estimate:
         names = ("transient", "head") if region == "transient" else (region,)
         mine = [line for line in self.lines if line.region in names]
         return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
-
-
-def host_capacity(cfg: Config, machine: Machine, world: int) -> int:
-    """Bytes of a node's memory for swapped activations and, with optimizer_device=cpu, the optimizer: those
-    that host_memory_gb grants, or those left beside the copy that a checkpoint is written from. Errors:
-    ConfigError where the node has fewer."""
-    return alpha.granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
-                               snapshot_bytes(cfg, machine, world), "what a node has")
-
-
-def host_share(cfg: Config, machine: Machine, world: int) -> int:
-    """The same of a rank."""
-    return host_capacity(cfg, machine, world) // min(world, machine.node.gpus_per_node)
-
-
-def snapshot_bytes(cfg: Config, machine: Machine, world: int) -> int:
-    """Of a node: the copy of weights and moments that a checkpoint is written from."""
-    return STATES_BYTES * parameters(cfg) // world * min(world, machine.node.gpus_per_node)
-
-
-def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Config, Machine]:
-    """(cfg, machine) where a node grants so many bytes of host memory, whatever it has."""
-    has = int((nbytes + snapshot_bytes(cfg, machine, world)) / alpha.HOST_SHARE) + 2
-    node = replace(machine.node, host_memory_bytes=has)
-    return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=node)
 
 
 def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memo.config import communicators
 from memo.device import synchronize
 from memo.launch import FOREVER, Launch, connection_errors, process_group
+from memo.layout import communicators
 from memo.parallel.rendezvous import Communicator, Notes, Program
 
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
