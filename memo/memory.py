@@ -28,9 +28,9 @@ from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
 from memo.estimate.budget import Estimate, Line, activation_lines, cpu_spare, states
 from memo.estimate.hardware import NODES, Machine
-from memo.estimate.host import HOST_STATES_BYTES, STATES_BYTES
+from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
 from memo.estimate.report import as_dict as estimate_dict
-from memo.formulas import parameters, percent
+from memo.formulas import percent
 from memo.launch import Launch
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
@@ -54,15 +54,17 @@ def gpu_decides(cfg: Config, device: torch.device) -> bool:
 
 def host_limit(cfg: Config, launch: Launch) -> int:
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
-    gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
-    on top. Errors: OutOfHostMemory."""
+    gradients, where optimizer_device=cpu keeps them there; the copies that checkpoints of the ranks on this
+    host are written from come on top. Errors: OutOfHostMemory."""
     if not swaps_layers(cfg) and cfg.optimizer_device == "auto":
         return 0
-    states = STATES_BYTES * parameters(cfg) // launch.world
-    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=states * launch.local_world)
+    first = launch.rank - launch.local_rank
+    copies = node_bytes(stage_state_bytes(cfg, launch.world), launch.world,
+                        range(first, first + launch.local_world))
+    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
     if cfg.optimizer_device == "auto":
         return share
-    needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
+    needs = stage_state_bytes(cfg, launch.world, HOST_STATES_BYTES)[cfg.stage]
     if needs > share:
         raise OutOfHostMemory(
             f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, "

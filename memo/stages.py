@@ -1,9 +1,10 @@
-"""Which layers a stage of the pipeline has. No torch. Source: SPPO 3.3."""
+"""Which layers, and how many parameters, a stage of the pipeline has. No torch. Source: SPPO 3.3."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from memo.formulas import layer_forward_flops, percent
+from memo.layer import layer_of
 from memo.subsequences import subsequence_lengths
 
 if TYPE_CHECKING:
@@ -16,6 +17,15 @@ def stage_layers(cfg: "Config", stage: int) -> range:
     layer, head = layer_forward_flops(cfg, cfg.block_size), 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd
     counts = layers_of_stages(cfg.n_layer, cfg.pp, head / layer)
     return range(sum(counts[:stage]), sum(counts[:stage + 1]))
+
+
+def stage_parameters(cfg: "Config", stage: int) -> int:
+    """Those of formulas.parameters() that a stage holds. The first stage and the last one may hold the same
+    matrix."""
+    first, last = stage == 0, stage == cfg.pp - 1
+    tables = first or last if cfg.tie_embeddings else first + last
+    return (len(stage_layers(cfg, stage)) * layer_of(cfg).matrix_elements
+            + tables * cfg.vocab_size * cfg.n_embd)
 
 
 def pipeline_line(cfg: "Config") -> str:

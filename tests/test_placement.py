@@ -11,12 +11,15 @@ from memo import memory
 from memo.config import Config
 from memo.decide import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError
+from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, head_bytes
-from memo.estimate.budget import estimate
+from memo.estimate.budget import estimate, states
 from memo.estimate.expected import machine_of
+from memo.estimate.host import host_capacity
 from memo.formulas import parameters
 from memo.launch import Launch
 from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
+from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.swap import slab
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper
@@ -271,6 +274,28 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
                        match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
         memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
     assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("local_world", [6, 2])
+def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch, local_world, tied):
+    """Three stages: the first one and the last one have a large matrix of the vocabulary each."""
+    monkeypatch.setattr(slab, "available", lambda: 10**9)
+    cfg = replace(CFG, pp=3, optimizer_device="cpu", vocab_size=128000, tie_embeddings=tied,
+                  gradient_accumulation_steps=2)
+    here = replace(hardware.NODES["workstation"], gpus_per_node=local_world, host_memory_bytes=10**9)
+    machine, limits, held = hardware.Machine("CPU", here, None, None, None), [], []
+    for rank in range(6):
+        one = stage_of(cfg, rank, 6)
+        numel, data, _ = states(one, machine, 6, 4)
+        held.append(numel // data)
+        limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world, 0, "")))
+    nodes = [range(first, first + local_world) for first in range(0, 6, local_world)]
+    for node in nodes:  # weights, moments, gradients; a checkpoint's copy of weights and moments
+        used = sum(limits[rank] + (16 + 12) * held[rank] for rank in node)
+        assert used == pytest.approx(9e8, rel=1e-4)
+    copies = max(sum(12 * held[rank] for rank in node) for node in nodes)
+    assert host_capacity(cfg, machine, 6) == pytest.approx(9e8 - copies, rel=1e-4)
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():

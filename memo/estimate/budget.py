@@ -23,7 +23,7 @@ from memo.decide import (
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
-from memo.estimate.host import STATES_BYTES, host_capacity, host_share
+from memo.estimate.host import STATES_BYTES, fullest_node_bytes, host_capacity, host_share
 from memo.estimate.pipeline_seconds import pipeline_s
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import micro_batches, step_s
@@ -139,14 +139,8 @@ class Estimate:
         return self.node_bytes(lambda stage: stage.host_bytes)
 
     def node_bytes(self, of_rank: Callable[[Stage], int]) -> int:
-        """The sum over the ranks of a node, those of the fullest one. The ranks of a stage follow each
-        other."""
-        each, ranks, most = [of_rank(stage) for stage in self.stages], self.world // len(self.stages), 0
-        for first in range(0, self.world, self.local_ranks):
-            end = min(first + self.local_ranks, self.world)
-            most = max(most, sum(each[k] * (min(end, (k + 1) * ranks) - max(first, k * ranks))
-                                 for k in range(first // ranks, (end - 1) // ranks + 1)))
-        return most
+        """The sum over the ranks of a node, those of the fullest one."""
+        return fullest_node_bytes([*map(of_rank, self.stages)], self.world, self.local_ranks)
 
     @property
     def alpha(self) -> float | None:
