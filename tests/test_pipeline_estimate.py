@@ -203,6 +203,17 @@ def test_table_and_json_of_stages(capsys):
     assert "and embedding" in text and "and head" in text and "bubble" in text
 
 
+def test_it_is_only_tight_where_each_stage_would_fit_without_its_margin():
+    got = pipeline(2, "--activation=keep")
+    tight, full = (replace(stage, lacks=None, lines=(budget.Line("margin", "", margin),
+                                                     budget.Line("params", "", params)))
+                   for stage, margin, params in zip(got.stages, (10, 1), (95, 103), strict=True))
+    got = replace(got, shown=tight, stages=(tight, full), capacity=100, reason="oom")  # 5 and 4 bytes lack
+    assert not got.only_tight
+    got = replace(got, stages=(tight, tight))
+    assert got.only_tight and not replace(got, stages=(tight, replace(tight, lacks="host"))).only_tight
+
+
 # --- search ---
 
 def test_the_search_tries_stages_and_the_fastest_may_have_some():

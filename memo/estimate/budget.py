@@ -72,6 +72,12 @@ class Stage:
         """None where nothing is swapped."""
         return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
 
+    def bytes_of(self, region: str) -> tuple[int, int]:
+        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
+        names = ("transient", "head") if region == "transient" else (region,)
+        mine = [line for line in self.lines if line.region in names]
+        return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -122,9 +128,10 @@ class Estimate:
 
     @property
     def only_tight(self) -> bool:
-        """Whether it would fit without the margin of device memory."""
-        beside_margin = self.device_bytes - self.bytes_of("margin")[0]
-        return self.reason == "oom" and beside_margin <= (self.capacity or 0)
+        """Whether it would fit without the margin of device memory, all stages of it."""
+        beside_margins = max(one.device_bytes - one.bytes_of("margin")[0] for one in self.stages)
+        enough_host = self.host_bytes <= self.host_capacity and not any(one.lacks for one in self.stages)
+        return self.reason == "oom" and beside_margins <= (self.capacity or 0) and enough_host
 
     @property
     def local_ranks(self) -> int:
@@ -162,10 +169,7 @@ class Estimate:
         return self.plan.layer_bytes / self.machine.node.pcie_bytes_per_s
 
     def bytes_of(self, region: str) -> tuple[int, int]:
-        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
-        names = ("transient", "head") if region == "transient" else (region,)
-        mine = [line for line in self.lines if line.region in names]
-        return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
+        return self.shown.bytes_of(region)
 
 
 def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
