@@ -52,8 +52,8 @@ def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
     by tokens; a message takes those that its sender gives."""
     cfg, p, tensors = stage.cfg, stage.placement, tensors_of(stage.cfg, itemsize)
     row = p.row_bytes(tensors[INPUT])
+    head = head_s(cfg, machine, layer.speeds, itemsize)
     embedding = embedding_s(cfg, machine, layer.speeds, itemsize)
-    head = head_s(cfg, machine, layer.speeds, itemsize) - embedding
     others = with_copies(p, tensors, compute_seconds(p, layer.units), machine.node.pcie_bytes_per_s)
 
     def seconds(step: Step) -> float:
