@@ -240,8 +240,7 @@ def model_parameters(cfg: "Config") -> dict[str, Parameter]:
     """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
     norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
     one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
-    them, so that the ranks of both stages share them out alike, sum gradients in the same order, and make
-    equal steps."""
+    them, so that the ranks of both stages share them out alike, and make equal steps."""
     C, layer = cfg.n_embd, layer_of(cfg)
     made: dict[str, Parameter] = {}
     if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
