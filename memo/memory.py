@@ -121,11 +121,11 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
 
 def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
-    of a stage measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
-    """
+    must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
+    at once. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory."""
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
-    rates, host, itemsize = None, model.mesh.peers, model.dtype.itemsize
-    limit = -int(*host.max(-limit))
+    rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
+    limit = -int(*peers.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free
     room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
@@ -134,11 +134,14 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         model.reserve_forward(B, T, n_layer=1, **how)  # a unit's backward follows its forward
-        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, peers,
+                                 host)
         model.grads.zero_()
         model.close()
         if not cpu:
             room = gpu_room(cfg, model, rates, limit)
+    else:
+        host.max(0)  # other stages may measure, and wait for all ranks before they copy
     placement, swap_plan = decide(cfg, itemsize, rates, room)
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)

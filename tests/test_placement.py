@@ -1,6 +1,7 @@
 """From a config to a placement: what is measured, decided, said, and taken."""
 
 import json
+import time
 from dataclasses import replace
 from math import ceil, inf
 
@@ -23,9 +24,12 @@ from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.swap import slab
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper
+from memo.swap.buffers import copy_bytes
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from model import GPT
+from testing.ranks import pool
+from tests.helpers import mesh_of
 
 CPU = torch.device("cpu")
 CFG = Config(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
@@ -229,6 +233,41 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     d = memory.reserve_activations(CFG, model, PLENTY)
     assert d.alpha is None and d.placement.n_buffers == 5 and model.swap.host_bytes == 0
     model.close()
+
+
+def reserved(host, keys, limits):
+    """(when this rank was ready to copy, when its first copy began) as its rates were measured; None where
+    they were not."""
+    cfg, moments = stage_of(Config(**keys), host.rank, host.size), []
+
+    def slab_of(*args):
+        time.sleep(0.3 * host.rank)  # ranks are not ready at the same time
+        made = slab.HostSlab(*args)
+        moments.append(time.monotonic())
+        return made
+
+    def copied(pairs):
+        moments.append(time.monotonic())
+        copy_bytes(pairs)
+    model = GPT(cfg, CPU, torch.float32, mesh=mesh_of(host, cfg))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("memo.profiler.HostSlab", slab_of)
+        m.setattr("memo.profiler.copy_bytes", copied)
+        decision = memory.reserve_activations(cfg, model, limits[host.rank])
+    model.close()
+    return moments[:2] if decision.rates else None
+
+
+@pytest.mark.ranks
+def test_all_stages_measure_their_copies_at_once():
+    keys = dict(n_layer=8, n_head=2, n_embd=64, vocab_size=100, block_size=512, pp=2)
+    found = pool(2).run(reserved, keys | dict(activation="swap"), (PLENTY, PLENTY))
+    ready, began = zip(*found, strict=True)
+    assert max(ready) <= min(began)
+    # the layers of the last stage do not fit a CPU, those of the first one do: it need not measure
+    layer = whole(Config(**keys))
+    first, last = pool(2).run(reserved, keys, (PLENTY, 3 * layer))
+    assert first is None and last is not None
 
 
 # --- too little host memory ---
