@@ -108,6 +108,19 @@ def test_tp_is_innermost_and_data_are_the_ranks_with_the_same_parameters():
                                data=list(range(tp, 8, 2)), world=list(range(8)))
 
 
+def told_by_stages(host):
+    mesh = open_mesh(host, 1, 1, CPU, pp=2)
+    value = host.rank if mesh.peers.rank == 0 else lambda: "nobody can send this"
+    found = mesh.of_stages(value)
+    mesh.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_the_first_rank_of_a_stage_alone_sends_to_rank_0():
+    assert pool(4).run(told_by_stages) == [[0, 2], [], [], []]
+
+
 def test_axes_of_the_same_ranks_share_a_communicator_where_one_is_quiet():
     for tp, cp, dp in product((1, 2, 3), repeat=3):
         ranks = list(product(range(dp), range(cp), range(tp)))

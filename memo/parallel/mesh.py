@@ -291,8 +291,19 @@ class Mesh:
         return sent
 
     def of_stages(self, value: Any) -> list:
-        """[the value of each stage's first rank]; all ranks must call it."""
-        return self.host.objects(value)[::self.peers.size]
+        """[the value of each stage's first rank] on rank 0, on the others empty; all first ranks must call
+        it. Values may be large: nobody else sends or gets any."""
+        first = range(0, self.host.size, self.peers.size)
+        if self.host.rank in first[1:]:
+            dist.send_object_list([value], group=self.host.group, group_dst=0)
+        if self.host.rank > 0:
+            return []
+        values: list = [value]
+        for rank in first[1:]:
+            received: list = [None]
+            dist.recv_object_list(received, group=self.host.group, group_src=rank)
+            values += received
+        return values
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas of the last stage's `loss`, on all ranks."""
