@@ -16,7 +16,7 @@ from memo.batch import Data, open_dataset
 from memo.config import LAYOUT_KEYS, SUBSEQUENCE_KEYS, Config, as_keys
 from memo.console import Attempts
 from memo.convert import check_folder
-from memo.decide import Decision, numbers_of
+from memo.decide import Decision, fewest, numbers_of
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
@@ -38,6 +38,8 @@ from memo.tokens import load_tokenizer
 
 if TYPE_CHECKING:
     from model import GPT
+
+Choice = tuple[Config, str] | None  # numbers of subsequences in place of auto, and why these; None: none yet
 
 
 @dataclass(kw_only=True)
@@ -168,10 +170,10 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
 # --- all ranks ---
 
 def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable,
-                 choose: Callable[[], tuple[Config, str] | None]) -> Checked:
+                 choose: Callable[[], Choice]) -> Checked:
     """The run with numbers of subsequences in place of auto. choose(): what rank 0 chooses for all, and why;
     None: the run stays as it is. Errors: ConfigError."""
-    choice = host.objects(together(host, lambda: choose() if found.speaks else None))[0]
+    choice = host.objects(together(host, lambda: try_to_choose(found, choose) if found.speaks else None))[0]
     if choice is None:
         return found
     one, why = choice
@@ -195,7 +197,21 @@ def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None) -> Config | None:
     return replace(cfg, **{name: stored[name] for name in SUBSEQUENCE_KEYS}) if same else None
 
 
-def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
+def try_to_choose(found: Checked, choose: Callable[[], Choice]) -> Choice:
+    """choose(); where that fails for no fault of the user's, the numbers of the checkpoint, or the fewest: an
+    estimate is not worth a run. Errors: ConfigError."""
+    try:
+        return choose()
+    except (ConfigError, OSError):
+        raise
+    except Exception as e:
+        one = of_before(found.cfg, found.ckpt) or fewest(found.cfg)
+        numbers = " ".join(f"--{name}={getattr(one, name)}" for name in SUBSEQUENCE_KEYS)
+        warn(f"no estimate: {type(e).__name__}: {e}; the run goes on with {numbers}")
+        return one, "chosen without an estimate"
+
+
+def by_room(found: Checked, launch: Launch) -> Choice:
     """For with_numbers, what needs no measuring: the numbers of the checkpoint, while these fit, for they
     make the bits of the losses; the fewest that fit, where these copy nothing or runs are to be the same;
     and where none fits. None: the speed matters."""
