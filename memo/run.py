@@ -57,7 +57,7 @@ class Checked:
     one_host: bool  # whether all ranks are on this host
     force: bool  # whether to start although memory lacks
     kernels: dict[str, Any]  # keys that name those of the run
-    host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations
+    host_limit_bytes: int  # this rank's share of the host, for swapped activations
     expected: Any = None  # the Estimate, or None
     asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
@@ -150,21 +150,21 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     cfg = stage_of(cfg, launch.rank, launch.world)
     found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
-                    kernels=dict(attention=attention.name, ops=ops.name))
+                    kernels=dict(attention=attention.name, ops=ops.name),
+                    host_limit_bytes=memory.host_limit(cfg, launch))
     return found if cfg.undecided else check_room(found, launch, trace_step)
 
 
 def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = "") -> Checked:
-    """Whether there is memory, and on rank 0 the Estimate. `why`: why so many subsequences were chosen.
-    Errors: ConfigError."""
-    cfg, device = found.cfg, found.device
-    limit, expected = memory.host_limit(cfg, launch), None
-    memory.check_memory(cfg, device, found.dtype, limit)
+    """Whether there is memory for numbers of subsequences, and on rank 0 the Estimate. `why`: why so many
+    were chosen. Errors: ConfigError."""
+    cfg, device, expected = found.cfg, found.device, None
+    memory.check_memory(cfg, device, found.dtype, found.host_limit_bytes)
     if found.speaks:
         expected = expect(replace(cfg, **found.kernels), device, launch, partial(arena_here, trace_step),
                           found.force)
         expected = expected and replace(expected, chosen=why)
-    return replace(found, host_limit_bytes=limit, expected=expected)
+    return replace(found, expected=expected)
 
 
 # --- all ranks ---
@@ -306,12 +306,12 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     owner = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
     held_lock = together(host, lambda: lock(found.out, owner) if found.speaks else None)
     together(host, check_shared, found.out, owner)
-    together(host, lambda: set_aside(passed_over) if found.speaks else None)
     take_device(launch, device)
-    if cfg.undecided:
+    if cfg.undecided:  # by_room() has found numbers that fit: these may be others, which are checked as well
         machine = measured(found, launch, host)
         found = with_numbers(found, launch, host, trace_step, lambda: chosen(
             replace(cfg, **found.kernels), machine, launch.world))
+    together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
     return replace(found, owner=owner, lock=held_lock, expected=expected and expected.of_stage(cfg.stage))
