@@ -16,7 +16,7 @@ from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import estimate, states
 from memo.estimate.expected import machine_of
-from memo.estimate.host import host_capacity
+from memo.estimate.host import granting, host_capacity
 from memo.formulas import parameters
 from memo.launch import Launch
 from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
@@ -335,6 +335,9 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
         assert used == pytest.approx(9e8, rel=1e-4)
     copies = max(sum(12 * held[rank] for rank in node) for node in nodes)
     assert host_capacity(cfg, machine, 6) == pytest.approx(9e8 - copies, rel=1e-4)
+    # what a node of GPUs grants by hand is granted to whatever stages a search tries
+    one, gpus = granting(replace(cfg, pp=1), replace(hardware.machine("h100-80gb"), node=here), 6, 10**8)
+    assert host_capacity(replace(one, pp=3), gpus, 6) == 10**8
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():
