@@ -220,8 +220,8 @@ class GPT:
         layer's input."""
         done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
         self.follow([step for step in self.swap.steps if step.kind not in FORWARD], done)
-        if not self.cfg.embeds:
-            done(0)  # nothing, or the head's matrix, for which the first stage has gradients last of all
+        if not self.cfg.has_embedding:
+            done(0)  # nothing, or the head's matrix: as in the first stage, its bucket is the last
 
     def follow(self, steps: Iterable[Step], done: Callable[[int], None] = lambda bucket: None,
                head: Callable[[int, torch.Tensor], None] | None = None) -> None:

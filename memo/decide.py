@@ -81,7 +81,7 @@ def ways_of(cfg: Config) -> list[dict[str, Any]]:
     if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
         return [{}]
     keys = ("copied", "made") if cfg.by_layer else ("stay",)
-    streams = ("whole", "copied") if cfg.heads else ("passed",)
+    streams = ("whole", "copied") if cfg.has_head else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 
@@ -278,6 +278,11 @@ def choose(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]
         elif best().subsequences > 1 and not is_enough(found[best()]):
             look(order, [best().subsequences])
     return best(), why_chosen(best(), found)
+
+
+def fewest(cfg: Config) -> Config:
+    """The config with the fewest subsequences that choose() would look at, for want of a judge."""
+    return choose(cfg, lambda one: Judged(0.0))[0]
 
 
 def is_enough(got: Judged) -> bool:

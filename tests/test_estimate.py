@@ -24,6 +24,7 @@ from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
+from memo.estimate.host import granting
 from memo.estimate.roofline import LayerSeconds
 from memo.estimate.step_seconds import swap_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -137,7 +138,7 @@ def test_the_longest_context_on_the_papers_node():
     arena = partial(arena_here, trace_step)
     for S, host_bytes in ((2**20, 1.035e12), (2**21, 2e12)):
         cfg = load(["config/7b_1m.py", f"--block_size={S}"])
-        assert budget.estimate(*budget.granting(cfg, A800, 8, host_bytes), 8, arena).fits
+        assert budget.estimate(*granting(cfg, A800, 8, host_bytes), 8, arena).fits
 
 
 # --- memory, against the real thing ---

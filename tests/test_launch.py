@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 
 import train
 from memo import checkpoint, command, convert, evaluate, out_dir, report, sample
-from memo.config import Config, stage_of
+from memo.config import Config
 from memo.ending import complete
 from memo.errors import TrainingError
 from memo.launch import Launch, rank_errors
+from memo.layout import stage_of
 from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
@@ -169,24 +170,27 @@ def test_stages_change_no_bit(dataset, tmp_path, dtype):
 
 
 def embedding_after_steps(host, keys):
-    """The embedding's matrix of a rank that has it."""
+    """(the embedding's matrix of a rank that has it, bytes sent to the other stage that has it)."""
     cfg = stage_of(Config(**keys), host.rank, host.size)
-    model, optimizer = build(cfg, mesh_of(host, cfg))
+    mesh = mesh_of(host, cfg)
+    mesh.take_sent_bytes()
+    model, optimizer = build(cfg, mesh)
     for _ in range(3):
         step(model, optimizer, cfg)
         optimizer.clip(1.0)
         optimizer.step(1e-2)
     model.close()  # when the last weights have arrived
-    return model.w.wte
+    return model.w.wte, mesh.take_sent_bytes()["tied"]
 
 
 @pytest.mark.ranks
 def test_both_copies_of_a_tied_matrix_stay_the_same():
-    """Three ranks or more may sum up in another order elsewhere in a buffer."""
+    """Three ranks or more may sum up in another order elsewhere in a buffer; each has and sends a part."""
     keys = dict(n_layer=2, n_head=2, n_embd=64, block_size=256, vocab_size=150, position="learned")
     keys |= dict(pp=2, gradient_accumulation_steps=3, **IN_ORDER)
-    first, *others = pool(6).run(embedding_after_steps, keys)
+    (first, *others), sent_bytes = zip(*pool(6).run(embedding_after_steps, keys), strict=True)
     assert len(others) == 5 and all(torch.equal(other, first) for other in others)
+    assert sum(sent_bytes) == 2 * 3 * first.nbytes  # from both stages, in three steps
 
 
 @pytest.mark.ranks

@@ -13,7 +13,7 @@ import torch
 from matplotlib.image import imread
 
 import train
-from memo.config import Config, stage_of
+from memo.config import Config
 from memo.ending import complete
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
@@ -21,6 +21,7 @@ from memo.estimate.hardware import machine
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.report import draw_estimate
 from memo.launch import Launch
+from memo.layout import stage_of
 from memo.loggers import ConsoleLogger, StepStats, read_metrics
 from memo.parallel.pp import times_of_stages
 from memo.pipeline_plot import bars_of, pipeline

@@ -89,8 +89,8 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
 def shortest(cfg: Config, layers: int = 1) -> Config:
     """The config with so many layers in each stage, and the fewest stages of which one, its own, has an
     embedding and a head where cfg's has them."""
-    pp = 1 + (not cfg.embeds) + (not cfg.heads)
-    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.embeds))
+    pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
+    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding))
 
 
 def trace_elsewhere(keys: dict[str, Any]) -> Trace:
@@ -266,7 +266,7 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
 def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
     """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C); none
     in a stage without it."""
-    if not cfg.heads:
+    if not cfg.has_head:
         return 0
     V = cfg.padded_vocab_size / cfg.tp
     row = V * (LOGIT_BYTES + itemsize % 4) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize

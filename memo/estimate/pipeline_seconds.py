@@ -39,11 +39,13 @@ def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float) -> f
 
 
 def tied_s(stage: "Stage", machine: Machine, world: int) -> float:
-    """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold."""
+    """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold: each
+    rank those of its part of the optimizer."""
     cfg = stage.cfg
-    if not (cfg.ties_stages and (cfg.embeds or cfg.heads)):
+    if not (cfg.ties_stages and (cfg.has_embedding or cfg.has_head)):
         return 0.0
-    return machine.message_s("shift", 4 * cfg.padded_vocab_size // cfg.tp * cfg.n_embd, world)
+    nbytes = 4 * cfg.padded_vocab_size * cfg.n_embd * cfg.pp // world
+    return machine.message_s("shift", nbytes, world)
 
 
 def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
@@ -52,8 +54,8 @@ def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
     by tokens; a message takes those that its sender gives."""
     cfg, p, tensors = stage.cfg, stage.placement, tensors_of(stage.cfg, itemsize)
     row = p.row_bytes(tensors[INPUT])
+    head = head_s(cfg, machine, layer.speeds, itemsize)
     embedding = embedding_s(cfg, machine, layer.speeds, itemsize)
-    head = head_s(cfg, machine, layer.speeds, itemsize) - embedding
     others = with_copies(p, tensors, compute_seconds(p, layer.units), machine.node.pcie_bytes_per_s)
 
     def seconds(step: Step) -> float:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memo.config import communicators
 from memo.device import synchronize
 from memo.launch import FOREVER, Launch, connection_errors, process_group
+from memo.layout import communicators
 from memo.parallel.rendezvous import Communicator, Notes, Program
 
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
@@ -236,7 +236,7 @@ class Mesh:
                   with METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
-    `hops`: the ranks of `weights` once more, where METP's matrices go round. `stages`: the stages of a
+    `hops`: the ranks of `weights` once more, where METP's matrices go round. `pp`: the stages of a
     pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
     one, where both hold the embedding's matrix. `peers`: the ranks of this rank's stage, as `host`.
     """
@@ -249,7 +249,7 @@ class Mesh:
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
     host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, from host to host
     peers: Axis = field(default_factory=partial(Axis, "peers"))
-    stages: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
+    pp: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
     tied: Axis = field(default_factory=partial(Axis, "tied"))
     before: Link = field(default_factory=Link)
     behind: Link = field(default_factory=Link)
@@ -299,13 +299,24 @@ class Mesh:
         return sent
 
     def of_stages(self, value: Any) -> list:
-        """[the value of each stage's first rank]; all ranks must call it."""
-        return self.host.objects(value)[::self.peers.size]
+        """[the value of each stage's first rank] on rank 0, on the others empty; all first ranks must call
+        it. Values may be large: nobody else sends or gets any."""
+        first = range(0, self.host.size, self.peers.size)
+        if self.host.rank in first[1:]:
+            dist.send_object_list([value], group=self.host.group, group_dst=0)
+        if self.host.rank > 0:
+            return []
+        values: list = [value]
+        for rank in first[1:]:
+            received: list = [None]
+            dist.recv_object_list(received, group=self.host.group, group_src=rank)
+            values += received
+        return values
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas of the last stage's `loss`, on all ranks."""
         loss = self.replicas.sum(loss)
-        if self.stages.size == 1:
+        if self.pp.size == 1:
             return loss
         return self.world.sum(loss * (self.replicas.rank == self.weights.rank == 0))
 
@@ -335,7 +346,7 @@ def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 
     dp = host.size // (pp * cp * tp)
     made: dict[str, Any] = {role: axes[name] for role, name in roles.items() if name in axes}
     return Mesh(**made | {"peers": host} | others, dp=Axis("dp", dp, host.rank // (cp * tp) % dp), host=host,
-                stages=Axis("pp", pp, host.rank // (dp * cp * tp)))
+                pp=Axis("pp", pp, host.rank // (dp * cp * tp)))
 
 
 def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
@@ -385,14 +396,14 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
     others: dict[str, Any] = {}
     if pp > 1:
         others = {"peers": open_axis("peers", lines["peers"], [], backend="gloo")}
-        stages = lines["peers"]
-        for a, b in pairwise(stages):
+        ranks = lines["peers"]  # of each stage
+        for a, b in pairwise(ranks):
             pairs = [list(pair) for pair in zip(a, b, strict=True)]
             x, dx = (open_axis("pp", pairs, ["shift"]) for _ in range(2))
             if x and dx:
                 others["behind" if host.rank in a else "before"] = Link(x, dx)
         if tied:
-            pairs = [list(pair) for pair in zip(stages[0], stages[-1], strict=True)]
+            pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
             if ends := open_axis("tied", pairs, ["sum"]):
                 others["tied"] = ends
     if device.type == "cuda":
