@@ -86,7 +86,8 @@ class GPT:
         attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         over = mesh.tokens, cfg.context_parallel, self.ops.merge
-        self.attention = attention_over_ranks(attention, *over)
+        # METP's keys and values are those of one group of heads: a second hop takes little memory
+        self.attention = attention_over_ranks(attention, *over, ahead=1 + cfg.metp)
         self.prefix = over_prefix(attention, *over)  # with several subsequences
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
         micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
@@ -219,8 +220,8 @@ class GPT:
         layer's input."""
         done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
         self.follow([step for step in self.swap.steps if step.kind not in FORWARD], done)
-        if not self.cfg.embeds:
-            done(0)  # nothing, or the head's matrix, for which the first stage has gradients last of all
+        if not self.cfg.has_embedding:
+            done(0)  # nothing, or the head's matrix: as in the first stage, its bucket is the last
 
     def follow(self, steps: Iterable[Step], done: Callable[[int], None] = lambda bucket: None,
                head: Callable[[int, torch.Tensor], None] | None = None) -> None:

@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 RESULT = Path(__file__).parent / "results" / "decision.json"
 SHAPE = dict(n_layer=4, n_head=4, n_embd=256, vocab_size=512, activation="memo", dtype="float32")
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
-LENGTHS, COPY_OVER_FORWARD = (1024, 2048), (0.75, 1.5, 3.0)
+LENGTHS, COPY_OVER_FORWARD, LEAST = (2048, 4096), (0.75, 1.5, 3.0), 512
 NUMBERS, BUFFERS, ROOM, HOST_BYTES = (1, 2, 4, 8), (2, 3), 1.25, 2**36
 FASTEST, SPREAD, LAST, MORE = 5, 3, 3, 4  # points that are run; those that are run again, and how often
 
@@ -260,7 +260,7 @@ def main():
     torch.set_num_threads(1)
     results = []
     for S in LENGTHS:
-        with (patch("memo.decide.LEAST_TOKENS", S // max(NUMBERS)),  # a CPU's kernels are fast at fewer, too
+        with (patch("memo.decide.LEAST_TOKENS", LEAST),  # a CPU's kernels are fast at fewer, too
               patch("memo.profiler.time", SimpleNamespace(perf_counter=time.thread_time))):
             device = measured_device(S)
             measured = {(N, cut): measured_rates(config_of(S, N, cut))

@@ -24,7 +24,8 @@ from scipy.optimize import least_squares
 from bench.machine import machine as machine_at_hand
 from memo.estimate import hardware
 from memo.estimate.arena import ROOT, ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import estimate, granting
+from memo.estimate.budget import estimate
+from memo.estimate.host import granting
 from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json

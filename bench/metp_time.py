@@ -144,8 +144,9 @@ class Bench:
     def __init__(self, host, keys):
         cfg, p = Config(**keys, tp=host.size, tensor_parallel="metp"), host.size
         self.host = host
-        self.axes = {name: Slow(name, p, host.rank, host.group) for name in ("tp", "hops", "cp")}
-        mesh = Mesh(weights=self.axes["tp"], hops=self.axes["hops"], tokens=self.axes["cp"], host=host)
+        self.axes = {name: Slow(name, p, host.rank, host.another()) for name in ("tp", "hops", "cp")}
+        mesh = Mesh(weights=self.axes["tp"], hops=self.axes["hops"], tokens=self.axes["cp"], host=host,
+                    peers=host)
         self.prepare([dict.fromkeys(self.axes, 0.0)] * 2, False)
         self.model = GPT(cfg, CPU, torch.float32, mesh=mesh)
         self.model.load(initial_weights(cfg, 0, CPU))
@@ -233,6 +234,7 @@ def slow_layer(host, keys, rounds):
                                  order_s=order_s, over_longer=min(took) / longer,
                                  over_order=min(took) / order_s, exposed_s=dict(waited)))
     bench.model.close()
+    bench.model.mesh.close()
     return unpaced_s, rows
 
 

@@ -21,7 +21,8 @@ import torch
 from bench.machine import machine
 from bench.parallel_convergence import MODEL, train
 from bench.swap_convergence import curve, plot
-from memo.config import Config, stage_of
+from memo.config import Config
+from memo.layout import stage_of
 from memo.loggers import read_metrics
 from memo.parallel.mesh import open_mesh
 from memo.swap.spans import busy_s, length_s

@@ -24,7 +24,7 @@ from memo.layer import heads_at_once
 
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
 # forward has out=, where it writes; `label`: its name and version, and why it was chosen; `start`: a ring's
-# that sends k and v off before forward or backward, which get the message as hop=
+# that sends k and v off before forward or backward, which get those of the other ranks as coming=
 Attention = namedtuple("Attention", "name forward backward heads takes_out label start",
                        defaults=(1, False, "", None))
 
@@ -49,8 +49,8 @@ def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> l
 
 
 def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """The message of keys and values that attend() and attend_backward() of H heads of queries take first,
-    for their `hop`; None where they are sent nowhere."""
+    """The keys and values of other ranks that attend() and attend_backward() of H heads of queries take
+    first, for their `coming`; None where they are sent nowhere."""
     if attention.start is None:
         return None
     B, T, Hkv, D = k.shape
@@ -58,23 +58,25 @@ def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -
     return attention.start(k[:, :, kv], v[:, :, kv])
 
 
-def ends(groups: list[tuple[slice, slice]], h: slice, hop: Any, meanwhile: Callable | None) -> dict[str, Any]:
-    """`hop` for the first group of heads, `meanwhile` for the last one, where there are such."""
-    given = dict(hop=hop if h is groups[0][0] else None, meanwhile=meanwhile if h is groups[-1][0] else None)
+def ends(groups: list[tuple[slice, slice]], h: slice, coming: Any,
+         meanwhile: Callable | None) -> dict[str, Any]:
+    """`coming` for the first group of heads, `meanwhile` for the last one, where there are such."""
+    given = dict(coming=coming if h is groups[0][0] else None,
+                 meanwhile=meanwhile if h is groups[-1][0] else None)
     return {name: value for name, value in given.items() if value is not None}
 
 
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
-           scale: float, out: torch.Tensor, lse: torch.Tensor, hop: Any = None,
+           scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Any = None,
            meanwhile: Callable | None = None) -> None:
-    """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `hop`: see start_keys(); `meanwhile`
-    is called before the last block of a ring."""
+    """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `coming`: see start_keys();
+    `meanwhile` is called before the last block of a ring."""
     B, T, H, D = q.shape
     groups = slices_of_heads(B * T, D, H, k.shape[2], attention.heads)
     for h, kv in groups:
         where = dict(out=out[:, :, h]) if attention.takes_out else {}
         got, lse[:, h] = attention.forward(q[:, :, h], k[:, :, kv], v[:, :, kv], causal, scale, **where,
-                                           **ends(groups, h, hop, meanwhile))
+                                           **ends(groups, h, coming, meanwhile))
         if not where:
             out[:, :, h] = got
         del got  # before the next group's
@@ -82,9 +84,9 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-                    hop: Any = None, meanwhile: Callable | None = None) -> Gradients:
-    """-> dq, dk, dv; `hop`, `meanwhile`: as attend(). Several groups of heads write them over q, k, v: each
-    gradient exists once. Groups that share a head of keys and values come one after the other: their
+                    coming: Any = None, meanwhile: Callable | None = None) -> Gradients:
+    """-> dq, dk, dv; `coming`, `meanwhile`: as attend(). Several groups of heads write them over q, k, v:
+    each gradient exists once. Groups that share a head of keys and values come one after the other: their
     gradients of it are summed in fp32."""
     B, T, H, D = q.shape
     groups = slices_of_heads(B * T, D, H, k.shape[2], attention.heads)
@@ -92,7 +94,7 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k
     for (h, kv), following in zip(groups, last, strict=True):
         q_, k_, v_ = q[:, :, h], k[:, :, kv], v[:, :, kv]
         dq, *dkv = attention.backward(dout[:, :, h], q_, k_, v_, out[:, :, h], lse[:, h].contiguous(), causal,
-                                      scale, **ends(groups, h, hop, meanwhile))
+                                      scale, **ends(groups, h, coming, meanwhile))
         if len(groups) == 1:
             return dq, *dkv
         q_.copy_(dq)

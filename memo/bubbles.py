@@ -56,7 +56,7 @@ class StageFacts:
         of the message to the next stage."""
         assert self.rates is not None and self.ends is not None
         cfg, ends = self.cfg, self.ends
-        beside = cfg.embeds * ends.embedding_s / 2 + cfg.heads * ends.head_s
+        beside = cfg.has_embedding * ends.embedding_s / 2 + cfg.has_head * ends.head_s
         layers = [len(cfg.layers) * unit.forward_s for unit in self.rates.units]
         lengths = subsequence_lengths(cfg)
         whole = [s + beside * n / sum(lengths) for s, n in zip(layers, lengths, strict=True)]
@@ -151,8 +151,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         return found
     alike: dict[tuple, list[int]] = {}
     for k in adaptive:
-        cfg = stages[k].cfg
-        alike.setdefault((len(cfg.layers), cfg.embeds, cfg.heads), []).append(k)
+        alike.setdefault(stages[k].cfg.stage_kind, []).append(k)
     for those in alike.values():
         low, high = 0.0, 1.0
         if not take(those, high):

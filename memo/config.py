@@ -307,14 +307,19 @@ class Config:
         return stage_layers(self, self.stage)
 
     @property
-    def embeds(self) -> bool:
+    def has_embedding(self) -> bool:
         """Whether this rank's stage is the first, which has the embedding."""
         return self.stage == 0
 
     @property
-    def heads(self) -> bool:
+    def has_head(self) -> bool:
         """Whether this rank's stage is the last, which has the final norm and the head."""
         return self.stage == self.pp - 1
+
+    @property
+    def stage_kind(self) -> tuple[bool, bool, int]:
+        """(whether it has the embedding, whether the head, how many layers): stages of one kind are alike."""
+        return self.has_embedding, self.has_head, len(self.layers)
 
     @property
     def ties_stages(self) -> bool:
@@ -400,50 +405,3 @@ KEYS: dict[str, Any] = {f.name: f for f in fields(Config) if f.metadata}
 def as_keys(cfg: Config) -> dict[str, Any]:
     """{key: value}."""
     return {name: getattr(cfg, name) for name in KEYS}
-
-
-def degrees(cfg: Config, world: int) -> int:
-    """dp. Errors: ConfigError: the layout does not fill the world, or a step's micro batches cannot
-    be shared out."""
-    ranks = cfg.pp * cfg.cp * cfg.tp  # that share a model
-    dp = max(1, world // ranks)
-    if dp * ranks != world:
-        stages, also = (text * (cfg.pp > 1) for text in (f"pp({cfg.pp})*", "pp, "))
-        raise ConfigError(f"{stages}dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
-                          f"torchrun --nproc_per_node={ranks} (or a multiple) on one node, or "
-                          f"change {also}tp or cp")
-    if cfg.gradient_accumulation_steps % dp:
-        more = -(-cfg.gradient_accumulation_steps // dp) * dp
-        raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a "
-                          "step's micro batches are dealt to the dp ranks); try "
-                          f"--gradient_accumulation_steps={more}")
-    return dp
-
-
-def stage_of(cfg: Config, rank: int, world: int) -> Config:
-    """The config of one of `world` ranks, of which those of a stage follow each other; unchanged where nobody
-    has decided on stages."""
-    if cfg.pp == "auto":
-        return cfg
-    return replace(cfg, stage=rank // (world // cfg.pp))
-
-
-def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1) -> dict[str, str]:
-    """{axis: the axis whose communicator carries its messages} of the axes that have several ranks, but for
-    the neighbours of a pipeline (stage_communicators). Each axis has a communicator of its own, for one does
-    what it is given in order: METP's matrices go round on another one than is broadcast on, and its keys and
-    values on a third. Only `world` shares that of another axis with the same ranks: `world` sums scalars, at
-    times when the other axis has nothing under way."""
-    sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp,
-                 world=pp * dp * cp * tp)
-    carriers = {name: name for name, size in sizes.items() if size > 1}
-    for name in ("tp", "data"):
-        if 1 < sizes[name] == sizes["world"]:
-            carriers["world"] = name
-    return carriers
-
-
-def stage_communicators(cfg: Config) -> int:
-    """How many a rank has with other stages: with each neighbour one for each direction, and one for the
-    gradients of a matrix that the first stage and the last one hold."""
-    return 2 * (not cfg.embeds) + 2 * (not cfg.heads) + (cfg.ties_stages and (cfg.embeds or cfg.heads))

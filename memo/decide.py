@@ -10,10 +10,11 @@ from functools import cache
 from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from memo.config import Config, degrees
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate.step_seconds import UnitRates, compute_seconds, swap_s
 from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
+from memo.layout import degrees
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
 from memo.swap.placement import Placement
@@ -84,7 +85,7 @@ def ways_of(cfg: Config) -> list[dict[str, Any]]:
     if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
         return [{}]
     keys = ("copied", "made") if cfg.by_layer else ("stay",)
-    streams = ("whole", "copied") if cfg.heads else ("passed",)
+    streams = ("whole", "copied") if cfg.has_head else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 
@@ -356,6 +357,11 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
         elif best().subsequences > 1 and not is_enough(found[best()]):
             look(order, [best().subsequences])
     return best(), why_chosen(best(), found)
+
+
+def fewest(cfg: Config, world: int) -> Config:
+    """The config with the fewest stages and subsequences that choose() would look at, for want of a judge."""
+    return choose(cfg, lambda one: Judged(0.0), world)[0]
 
 
 def is_enough(got: Judged) -> bool:

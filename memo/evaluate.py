@@ -68,11 +68,12 @@ import torch
 from memo import checkpoint
 from memo.batch import Data, open_dataset
 from memo.command import progress
-from memo.config import MODEL_KEYS, Config, degrees
+from memo.config import MODEL_KEYS, Config
 from memo.device import pick_device
 from memo.errors import ConfigError, warn
 from memo.files import save_json
 from memo.launch import Launch, rank_errors, read_launch, same_everywhere, together
+from memo.layout import degrees
 from memo.load_config import stored_config
 from memo.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
 from memo.parallel.mesh import Axis, connected, open_mesh

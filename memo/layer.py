@@ -240,21 +240,20 @@ def model_parameters(cfg: "Config") -> dict[str, Parameter]:
     """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
     norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
     one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
-    them, so that the ranks of both stages share them out alike, sum gradients in the same order, and make
-    equal steps."""
+    them, so that the ranks of both stages share them out alike, and make equal steps."""
     C, layer = cfg.n_embd, layer_of(cfg)
     made: dict[str, Parameter] = {}
-    if cfg.embeds or (cfg.heads and cfg.tie_embeddings):
+    if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
         made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
         if cfg.position == "learned":
             made["wpe"] = Parameter((cfg.block_size, C))
     for i in cfg.layers:
         made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
-    if cfg.heads and not cfg.tie_embeddings:
+    if cfg.has_head and not cfg.tie_embeddings:
         made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
-    if cfg.heads:
+    if cfg.has_head:
         made["lnf_w"] = Parameter((C,), None, "ones")
-    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.heads and cfg.bias else {})
+    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
 
 
 # --- the shape of a run ---

@@ -26,18 +26,11 @@ from memo.decide import (
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
-from memo.estimate.budget import (
-    HOST_STATES_BYTES,
-    STATES_BYTES,
-    Estimate,
-    Line,
-    activation_lines,
-    cpu_spare,
-    states,
-)
+from memo.estimate.budget import Estimate, Line, activation_lines, cpu_spare, states
 from memo.estimate.hardware import NODES, Machine
+from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
 from memo.estimate.report import as_dict as estimate_dict
-from memo.formulas import parameters, percent
+from memo.formulas import percent
 from memo.launch import Launch
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
@@ -61,15 +54,17 @@ def gpu_decides(cfg: Config, device: torch.device) -> bool:
 
 def host_limit(cfg: Config, launch: Launch) -> int:
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
-    gradients, where optimizer_device=cpu keeps them there; the copy that a checkpoint is written from comes
-    on top. Errors: OutOfHostMemory."""
+    gradients, where optimizer_device=cpu keeps them there; the copies that checkpoints of the ranks on this
+    host are written from come on top. Errors: OutOfHostMemory."""
     if not swaps_layers(cfg) and cfg.optimizer_device == "auto":
         return 0
-    states = STATES_BYTES * parameters(cfg) // launch.world
-    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=states * launch.local_world)
+    first = launch.rank - launch.local_rank
+    copies = node_bytes(stage_state_bytes(cfg, launch.world), launch.world,
+                        range(first, first + launch.local_world))
+    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
     if cfg.optimizer_device == "auto":
         return share
-    needs = HOST_STATES_BYTES * parameters(cfg) // launch.world
+    needs = stage_state_bytes(cfg, launch.world, HOST_STATES_BYTES)[cfg.stage]
     if needs > share:
         raise OutOfHostMemory(
             f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, "
@@ -126,11 +121,11 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
 
 def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
-    of a stage measure at once, and decide alike. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory.
-    """
+    must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
+    at once. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory."""
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
-    rates, host, itemsize = None, model.mesh.peers, model.dtype.itemsize
-    limit = -int(*host.max(-limit))
+    rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
+    limit = -int(*peers.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free
     room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
@@ -139,16 +134,19 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     if swaps_layers(cfg) and not all_fit:
         settle(model.device)
         model.reserve_forward(B, T, n_layer=1, **how)  # a unit's backward follows its forward
-        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, host)
+        rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, peers,
+                                 host)
         model.grads.zero_()
         model.close()
         if not cpu:
             room = gpu_room(cfg, model, rates, limit)
+    else:
+        host.max(0)  # other stages may measure, and wait for all ranks before they copy
     facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
     if cfg.pp == 1:
         placement, swap_plan = facts.alone()
     else:  # copies also hide where a stage waits for others
-        stages = model.mesh.of_stages(facts)
+        stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
         placement, swap_plan = with_bubbles(stages, [one.alone() for one in stages])[cfg.stage]
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
@@ -284,10 +282,10 @@ def stage_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line
     return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
 
 
-def stages_table(stages: list[dict]) -> list[str]:
-    """The startup's table of what the first rank of each stage holds. `stages`: stage_record() of each."""
-    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(stages)
-    for one in stages:
+def stages_table(records: list[dict]) -> list[str]:
+    """The startup's table of what the first rank of each stage holds. `records`: stage_record() of each."""
+    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
+    for one in records:
         nbytes = [sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes")]
         what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
         alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"

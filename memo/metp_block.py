@@ -29,7 +29,6 @@ from memo.parallel.metp import (
     Broadcasts,
     Heads,
     Reductions,
-    Visits,
     add_all,
     add_or_write,
     groups_of_heads,
@@ -40,6 +39,7 @@ from memo.parallel.metp import (
 )
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, of_heads
 from memo.parallel.tp import accumulate_product, bias_backward
+from memo.parallel.visits import Visits
 
 
 class MetpBlock(Block):
@@ -48,7 +48,7 @@ class MetpBlock(Block):
     def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
         super().__init__(cfg, w, dw, attention, prefix, ops, mesh)
-        layer, self.hops = layer_of(cfg), mesh.hops
+        layer, self.hops, self.two = layer_of(cfg), mesh.hops, mesh.tokens.size == 2
         self.kind, self.has_mean = cfg.mlp, cfg.norm == "layernorm"
         self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
         self.projections = [name for name in ("q_w", "q_b", "k_w", "k_b", "v_w", "v_b")
@@ -85,7 +85,7 @@ class MetpBlock(Block):
         coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
         ahead = self.groups_ahead(coming, s, normed, turn)
-        for heads, matrices, kv, hop in ahead:
+        for heads, matrices, kv, others in ahead:
             if heads is self.groups[-2:][0]:  # the last broadcast is posted: none waits for this message
                 whole = self.tp.start_gather(self.w.proj_w)  # comes while the last two groups compute
             [q] = self.made("q", normed, matrices, turn, s.lse)
@@ -96,16 +96,16 @@ class MetpBlock(Block):
             if s.pieces:
                 attend_prefix(self.prefix_at(turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
             else:  # over all ranks' tokens
-                attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, hop,
-                       hop and ahead.prepare)
-            del q, kv, hop
+                attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, others,
+                       others and ahead.prepare)
+            del q, kv, others
         self.project(s, whole, r)
 
     def groups_ahead(self, coming: Broadcasts, s: SimpleNamespace, normed: torch.Tensor,
                      turn: torch.Tensor | None) -> Ahead:
-        """Of each group of heads (Heads, its matrices, [k, v], their first hop); without the last two where
-        keys lie in pieces, without the last for one rank. A group that is prepared before its turn has
-        its keys on their way beside the group before."""
+        """Of each group of heads (Heads, its matrices, [k, v], those of the other ranks); without the last
+        two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
+        has its keys on their way beside the group before."""
         def send_keys(item: tuple[Heads, dict[str, torch.Tensor]]) -> tuple:
             heads, matrices = item
             if s.pieces:
@@ -158,7 +158,7 @@ class MetpBlock(Block):
     def mlp_half(self, s: SimpleNamespace, out: torch.Tensor, visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
-        metp_mlp_forward(visits, normed, self.activation(), s.mid, out)
+        metp_mlp_forward(self.mlp_parts(self.w), visits, normed, self.activation(), s.mid, out)
         return out if self.w.fc2_b is None else out.add_(self.w.fc2_b)
 
     # --- backward ---
@@ -178,8 +178,9 @@ class MetpBlock(Block):
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, dw.fc2_b)
-        home = metp_mlp_backward(visits, partial(self.normed, "ln2", s.mid, mean, rstd), self.activation(),
-                                 dy, self.mlp_parts(dw), dx)
+        normed = partial(self.normed, "ln2", s.mid, mean, rstd)
+        home = metp_mlp_backward(self.mlp_parts(w), visits, normed, self.activation(), dy,
+                                 self.mlp_parts(dw), dx)
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
 
@@ -195,7 +196,7 @@ class MetpBlock(Block):
         bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.head_dim)
         ahead = self.groups_ahead(coming, s, normed, turn)
-        for heads, matrices, kv, hop in ahead:
+        for heads, matrices, kv, others in ahead:
             places = home.places(heads, matrices)
             [q] = self.made("q", normed, matrices, turn, s.lse)
             dout = torch.empty_like(q)
@@ -204,9 +205,11 @@ class MetpBlock(Block):
                 accumulate_product(places["proj_w"], dy[r].t(), columns[r])
                 torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
             home.start(heads, places, "proj_w")
-            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, hop,
-                                                   hop and ahead.prepare)
-            del dout, q, kv, hop
+            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, others,
+                                                   others and ahead.prepare)
+            del dout, q, kv, others
+            if self.two and not s.pieces:  # in place of this group's keys, so that a ring of two does not
+                ahead.prepare(2)           # rest until the next group's first block has gradients
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
             for name, g in zip(names, parts, strict=True):
@@ -232,13 +235,13 @@ class MetpBlock(Block):
     def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
                               matrices: dict[str, torch.Tensor], turn: torch.Tensor | None,
                               dout: torch.Tensor, q: torch.Tensor, kv: Sequence[torch.Tensor],
-                              hop: Works | None, meanwhile: Callable | None) -> Gradients:
+                              others: Visits | None, meanwhile: Callable | None) -> Gradients:
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
         if not s.pieces:
             k, v = kv
-            return attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale, hop,
+            return attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale, others,
                                    meanwhile)
         prefix, sums = self.prefix_at(turn), of_heads(s.sums, heads.kv)
         dq = attend_prefix_backward(prefix, dout, q, of_heads(s.pieces, heads.kv), sums, out, lse, self.scale)
@@ -252,7 +255,7 @@ class MetpBlock(Block):
     # --- what both need ---
 
     def visits(self) -> Visits:
-        return Visits(self.hops, self.mlp_parts(self.w))
+        return Visits(self.hops, *self.mlp_parts(self.w))
 
     def mlp_parts(self, of: SimpleNamespace) -> list[torch.Tensor]:
         """The rank's part of the MLP, of parameters or gradients."""

@@ -4,7 +4,8 @@ decay on matrices only, one global norm.
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
 piece of each bucket:
 
-    backward    as soon as a bucket's gradients are complete they are summed over the ranks, a piece to each
+    backward    as soon as a bucket's gradients are complete they are summed over the ranks, a piece to each;
+                pieces of a matrix that two stages of a pipeline hold are then summed over both
     clip        gradients of parameters that all tp ranks hold cover local tokens only: they are summed over
                 tp; then one global norm
     step        AdamW on the pieces, bucket by bucket; each goes to all ranks while the next is worked on
@@ -105,6 +106,8 @@ class Optimizer:
                 n = r.end - r.start
                 g, free = (free[:n], free[n:]) if on_host else (self.gradient(k, r), free)
                 self.shared[k].append((r, g))
+        # of the matrix that the first stage and the last one hold: both share it out alike
+        self.tied = self.shard_of(model.layout["wte"]) if cfg.ties_stages and "wte" in model.layout else []
         self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
         self.reducing: dict[int, Works] = {}
         self.scale: torch.Tensor | None = None
@@ -122,7 +125,7 @@ class Optimizer:
 
     def elsewhere(self, name: str) -> bool:
         """Whether a parameter is counted and saved by the first stage, which holds the same one."""
-        return self.cfg.ties_stages and name in ("wte", "wpe") and not self.cfg.embeds
+        return self.cfg.ties_stages and name in ("wte", "wpe") and not self.cfg.has_embedding
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights
@@ -166,17 +169,18 @@ class Optimizer:
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
         to bring them to an optimizer on the host, which needs the buckets in descending order."""
         model = self.model
-        if k == 0 and model.cfg.ties_stages and model.dw.wte is not None:
-            model.mesh.tied.sum(model.dw.wte)  # the first stage's and the last one's: both step alike
         works = model.mesh.replicas.start_scatter_sum(model.bucket_grads[k], self.grads[k])
         self.reducing[k] = works
         if self.staging is not None:
             self.staging.bring(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
 
     def reduced(self, k: int) -> None:
-        """Waits for the sum over the data ranks, and notes what clip() needs of it."""
+        """Waits for the sum over the data ranks, adds that of another stage which holds the same matrix, and
+        notes what clip() needs of it."""
         if works := self.reducing.get(k):
             works.wait()
+            for r in self.tied if k == 0 else ():
+                self.model.mesh.tied.sum(self.gradient(0, r))  # both ends get the same bits, and step alike
         square = self.squares[k].zero_()
         for r in self.split[k]:
             square += square_sum(self.gradient(k, r))

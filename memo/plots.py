@@ -315,8 +315,8 @@ def dry_run(got: Estimate, at: Callable, most: Estimate | None, png_path: str | 
         ax.grid(alpha=0.2, axis="y")
         ax.spines[["top", "right"]].set_visible(False)
     cfg = got.cfg
-    stages = f"pp={cfg.pp} " * (cfg.pp > 1)
-    fig.suptitle(f"{got.world} x {got.machine.name}, {stages}tp={cfg.tp} cp={cfg.cp} dp={got.dp}, "
+    pp = f"pp={cfg.pp} " * (cfg.pp > 1)
+    fig.suptitle(f"{got.world} x {got.machine.name}, {pp}tp={cfg.tp} cp={cfg.cp} dp={got.dp}, "
                  f"{cfg.activation}")
     store(fig, png_path)
 

@@ -128,15 +128,16 @@ def layer_rates(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], 
     return units, transient
 
 
-def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, float]:
+def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple[float, float]:
     """(device to host, host to device) bytes per second, both directions busy at once, between a buffer and a
-    host block of its own."""
+    host block of its own; all ranks of `host` copy at once."""
     buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
     nbytes = min(STAGING_BYTES, buffer.nbytes // 2)
     slab = HostSlab(2 * nbytes, device, pin)
     to_host = [(slab.bytes[:nbytes], buffer[:nbytes])]
     to_device = [(buffer[-nbytes:], slab.bytes[-nbytes:])]
     streams, rounds = swap.streams, 4
+    host.max(0)  # ranks that share a link, or a host's memory, begin when all of them are ready
     try:
         for _ in range(rounds):
             streams.offload.launch("measure", copy_bytes, to_host)
@@ -154,13 +155,13 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool) -> tuple[float, floa
 
 
 def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
-            pin: bool = True, host: Axis = ALONE.host) -> Rates:
-    """The Rates of `block` in the buffers of `swap`: of the slowest rank of `host`, so that all of them
-    decide alike."""
+            pin: bool = True, peers: Axis = ALONE.peers, host: Axis = ALONE.host) -> Rates:
+    """The Rates of `block` in the buffers of `swap`: of the slowest rank of `peers`, so that all of them
+    decide alike. All ranks of `host` copy at once."""
     synchronize(device)
     swap.streams.timeline.take()
-    units, transient = layer_rates(block, swap, turns, device, host)
-    offload, prefetch = host.max(*(-rate for rate in copy_rates(swap, device, pin)))  # of the slowest
+    units, transient = layer_rates(block, swap, turns, device, peers)
+    offload, prefetch = peers.max(*(-rate for rate in copy_rates(swap, device, pin, host)))  # of the slowest
     forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
     recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,

@@ -49,7 +49,7 @@ def print_first_lines(run: "Run") -> None:
           f"{m.params.numel() / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {peak}, attention={m.attention.label}, "
-          f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(run.stages),
+          f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(run.stage_records),
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}", sep="\n", flush=True)
 
 
@@ -66,14 +66,14 @@ def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool
     plan is new."""
     cfg, it = run.cfg, stats.iter
     drawn = it == min(run.first + 2, cfg.max_iters - 1)  # the third step of this process
-    stages = run.mesh.of_stages(spans) if drawn and cfg.pp > 1 else []
+    stage_spans = run.mesh.of_stages(spans) if drawn and cfg.pp > 1 else []
     if not run.speaks:
         return
     run.attempt("out_dir", keep_folder, run)
     if replanned:
         run.attempt("plan.json", save_plan, run, run.out)
     if drawn:
-        draw_step(run, spans, stages, it)
+        draw_step(run, spans, stage_spans, it)
     if it % cfg.log_interval == 0 or stats.val_loss is not None or it == cfg.max_iters - 1:
         for logger in run.loggers:
             run.attempt(type(logger).__name__, logger.log, stats)
@@ -103,8 +103,8 @@ def furnish(run: "Run", folder: Path) -> None:
 
 def save_plan(run: "Run", folder: Path) -> None:
     record = memory.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected)
-    if run.stages:
-        record["stages"] = run.stages
+    if run.stage_records:
+        record["stages"] = run.stage_records
     save_json(record, folder / "plan.json")
 
 
@@ -122,13 +122,14 @@ def draw_loss(run: "Run") -> None:
     draw_picture(run, "loss.png", work)
 
 
-def draw_step(run: "Run", spans: list[Span], stages: list[list[Span]], it: int) -> None:
-    """The timeline and the memory plan of step `it`, and of several `stages` their pipeline."""
+def draw_step(run: "Run", spans: list[Span], stage_spans: list[list[Span]], it: int) -> None:
+    """The timeline and the memory plan of step `it`, and of several stages their pipeline. `stage_spans`:
+    the spans of each, none where there is one."""
     name = f"step {it}, {title(run)}"
     draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
-                                                            name + ", stage 0" * bool(stages)))
-    if stages:
-        draw_picture(run, "pipeline.png", lambda path: pipeline(on_one_clock(stages), path, name))
+                                                            name + ", stage 0" * bool(stage_spans)))
+    if stage_spans:
+        draw_picture(run, "pipeline.png", lambda path: pipeline(on_one_clock(stage_spans), path, name))
     if run.model.arena.plans:
         trace, plan = run.model.arena.plans[0]
         draw_picture(run, "memory_plan.png", lambda path: memory_plan(trace, plan, path, title(run)))

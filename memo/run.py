@@ -13,10 +13,10 @@ import torch
 from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.batch import Data, open_dataset
-from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys, stage_of
+from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
 from memo.console import Attempts
 from memo.convert import check_folder
-from memo.decide import Decision, numbers_of, with_stages
+from memo.decide import Decision, fewest, numbers_of, with_stages
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
@@ -25,6 +25,7 @@ from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import read_text
 from memo.launch import Launch, same_everywhere, together
+from memo.layout import stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops
@@ -37,6 +38,8 @@ from memo.tokens import load_tokenizer
 
 if TYPE_CHECKING:
     from model import GPT
+
+Choice = tuple[Config, str] | None  # numbers in place of auto, and why these; None: none yet
 
 
 @dataclass(kw_only=True)
@@ -54,7 +57,7 @@ class Checked:
     one_host: bool  # whether all ranks are on this host
     force: bool  # whether to start although memory lacks
     kernels: dict[str, Any]  # keys that name those of the run
-    host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations
+    host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations; 0: not known yet
     expected: Any = None  # the Estimate, or None
     asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
@@ -76,7 +79,7 @@ class Run(Checked):
     optimizer: Optimizer
     decision: Decision
     lines: list[Line]  # what lives where on this rank
-    stages: list[dict]  # memory.stage_record() of each of several stages
+    stage_records: list[dict]  # memory.stage_record() of each of several stages
     saver: checkpoint.Saver
     peak: float | None  # FLOP/s of the GPU, where they are known
     first: int  # the step to begin with
@@ -122,7 +125,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     """All that can be wrong before the device is touched, and that needs no other rank. Errors: ConfigError;
     Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
-    with_stages(cfg, launch.world)
+    least = with_stages(cfg, launch.world)[0]
     data = open_dataset(cfg.dataset, cfg.block_size)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
@@ -148,7 +151,11 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
                     kernels=dict(attention=attention.name, ops=ops.name))
-    return found if cfg.undecided else check_room(found, launch, trace_step)
+    if not cfg.undecided:
+        return check_room(found, launch, trace_step)
+    with_fewest = stage_of(replace(least, vocab_size=cfg.vocab_size), launch.rank, launch.world)
+    memory.host_limit(with_fewest, launch)  # with more stages some host holds more
+    return found
 
 
 def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = "") -> Checked:
@@ -167,18 +174,20 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
 # --- all ranks ---
 
 def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable,
-                 choose: Callable[[], tuple[Config, str] | None]) -> Checked:
+                 choose: Callable[[], Choice]) -> Checked:
     """The run with numbers of stages and subsequences in place of auto. choose(): what rank 0 chooses for
     all, and why; None: the run stays as it is. Errors: ConfigError."""
-    choice = host.objects(together(host, lambda: choose() if found.speaks else None))[0]
+    choice = host.objects(together(
+        host, lambda: try_to_choose(found, launch.world, choose) if found.speaks else None))[0]
     if choice is None:
         return found
     one, why = choice
     numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
     asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
     before = found.ckpt.config if found.ckpt else {}
-    if why and "asked" in before and any(before[name] != numbers[name] for name in numbers):
-        why += f"; before it was {before['subsequences']}"
+    if why and "asked" in before:
+        others = [f"{name}={before[name]}" for name in numbers if before[name] != numbers[name]]
+        why += f"; before: {' '.join(others)}" * bool(others)
     mine = stage_of(replace(found.cfg, **numbers), launch.rank, launch.world)
     found = replace(found, cfg=mine, asked=asked)
     return together(host, check_room, found, launch, trace_step, why)
@@ -197,7 +206,22 @@ def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Co
     return replace(cfg, **{name: stored[name] for name in CHOSEN_KEYS})
 
 
-def by_room(found: Checked, launch: Launch) -> tuple[Config, str] | None:
+def try_to_choose(found: Checked, world: int, choose: Callable[[], Choice]) -> Choice:
+    """choose(); where that fails for no fault of the user's, the numbers of the checkpoint, or the fewest: an
+    estimate is not worth a run. Errors: ConfigError."""
+    try:
+        return choose()
+    except (ConfigError, OSError):
+        raise
+    except Exception as e:
+        one = of_before(found.cfg, found.ckpt, world) or fewest(found.cfg, world)
+        numbers = " ".join(f"--{name}={getattr(one, name)}" for name in CHOSEN_KEYS
+                           if getattr(found.cfg, name) == "auto")
+        warn(f"no estimate: {type(e).__name__}: {e}; the run goes on with {numbers}")
+        return one, "chosen without an estimate"
+
+
+def by_room(found: Checked, launch: Launch) -> Choice:
     """For with_numbers, what needs no measuring: the numbers of the checkpoint, while these fit, for they
     make the bits of the losses; the fewest that fit, where these copy nothing or runs are to be the same;
     and where none fits. None: the speed matters."""
@@ -293,12 +317,12 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     owner = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
     held_lock = together(host, lambda: lock(found.out, owner) if found.speaks else None)
     together(host, check_shared, found.out, owner)
-    together(host, lambda: set_aside(passed_over) if found.speaks else None)
     take_device(launch, device)
-    if cfg.undecided:
+    if cfg.undecided:  # by_room() has found numbers that fit: these may be others, which are checked as well
         machine = measured(found, launch, host)
         found = with_numbers(found, launch, host, trace_step, lambda: chosen(
             replace(cfg, **found.kernels), machine, launch.world))
+    together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
     expected = expected and expected.of_stage(found.cfg.stage)
@@ -312,9 +336,9 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None)
     lines = memory.where_it_lives(cfg, decision, model, optimizer)
-    stages = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
+    records = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              columns=token_columns(cfg, cfg.block_size, mesh), lines=lines, stages=stages,
+              columns=token_columns(cfg, cfg.block_size, mesh), lines=lines, stage_records=records,
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)
     run.loggers = together(mesh.host, lambda: open_loggers(run) if run.speaks else [])

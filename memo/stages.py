@@ -1,9 +1,10 @@
-"""Which layers a stage of the pipeline has. No torch. Source: SPPO 3.3."""
+"""Which layers, and how many parameters, a stage of the pipeline has. No torch. Source: SPPO 3.3."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from memo.formulas import layer_forward_flops, percent
+from memo.layer import layer_of
 from memo.subsequences import subsequence_lengths
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ def head_share(cfg: "Config") -> float:
     return 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd / layer_forward_flops(cfg, cfg.block_size)
 
 
+def stage_parameters(cfg: "Config", stage: int) -> int:
+    """Those of formulas.parameters() that a stage holds. The first stage and the last one may hold the same
+    matrix."""
+    first, last = stage == 0, stage == cfg.pp - 1
+    tables = first or last if cfg.tie_embeddings else first + last
+    return (len(stage_layers(cfg, stage)) * layer_of(cfg).matrix_elements
+            + tables * cfg.vocab_size * cfg.n_embd)
+
+
 def pipeline_line(cfg: "Config") -> str:
     """The layers of each stage, and how long the stages wait for each other; empty where there is one."""
     if cfg.pp == 1:
@@ -33,14 +43,14 @@ def pipeline_line(cfg: "Config") -> str:
 
 
 @lru_cache(64)
-def layers_of_stages(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """How many of the layers each stage has, at least one. `head`: its FLOPs over those of a layer."""
-    if stages == 1:
+def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
+    """How many of the layers each of `pp` stages has, at least one. `head`: its FLOPs over a layer's."""
+    if pp == 1:
         return layers,
 
     def longest(last: int) -> float:
-        return max(-(-(layers - last) // (stages - 1)), last + head)
+        return max(-(-(layers - last) // (pp - 1)), last + head)
     # of equally good ones that where the last stage has the most
-    last = min(range(layers - stages + 1, 0, -1), key=longest)
-    each, more = divmod(layers - last, stages - 1)
-    return *(each + (k < more) for k in range(stages - 1)), last
+    last = min(range(layers - pp + 1, 0, -1), key=longest)
+    each, more = divmod(layers - last, pp - 1)
+    return *(each + (k < more) for k in range(pp - 1)), last

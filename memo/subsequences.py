@@ -47,7 +47,7 @@ def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
     lengths = subsequence_lengths(cfg, T * cfg.cp)
     rows = tuple(B * n // (cfg.cp * cfg.tp) for n in lengths)
     return dict(cuts=rows if len(rows) > 1 else (), order="layer" if cfg.by_layer else "subsequence",
-                receives=not cfg.embeds, sends=not cfg.heads)
+                receives=not cfg.has_embedding, sends=not cfg.has_head)
 
 
 def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:

@@ -109,7 +109,7 @@ MESHES = {}  # of this process: groups have threads
 
 def mesh_of(host, cfg):
     """The Mesh of a layout, opened once."""
-    key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp
+    key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp, cfg.ties_stages
     if key not in MESHES:
         MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp, pp=cfg.pp, tied=cfg.ties_stages)
     return MESHES[key]

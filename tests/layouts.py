@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from memo import memory
-from memo.config import stage_of
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
+from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena
 from memo.swap.placing import place_rows
@@ -37,7 +37,7 @@ def build(cfg, mesh, dtype=torch.float32, stream=""):
     layer = hidden * sum(t.nbytes for t in tensors.values())
     p = replace(p, forward_s=tuple(layer * part for part in p.parts), offload_bytes_per_s=1.0)
     placement, _ = place_rows(cfg, p, costs_of(tensors))
-    if stream and cfg.heads:
+    if stream and cfg.has_head:
         placement = replace(placement, stream=stream)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
     return model, optimizer

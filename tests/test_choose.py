@@ -276,6 +276,42 @@ def test_nothing_is_measured_where_a_run_copies_nothing(dataset, tmp_path, monke
     assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO
 
 
+def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, capsys):
+    def fails(error):
+        def chosen(*_):
+            raise error
+        monkeypatch.setattr("memo.run.chosen", chosen)
+    monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)
+    keys = dict(block_size=512, max_iters=1, warmup_iters=0)
+    fails(KeyError("speeds"))
+    assert train.main(argv(dataset, tmp_path / "a", **keys)) == 0
+    numbers = "--subsequences=1 --subsequence_cut=equal --unit_order=layer"
+    said = f"warning: no estimate: KeyError: 'speeds'; the run goes on with {numbers}\n"
+    assert said in capsys.readouterr().err
+    stored = json.loads((tmp_path / "a/config.json").read_text())
+    assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO
+    fails(ConfigError("a rule"))  # the user's
+    with pytest.raises(ConfigError, match="^a rule$"):
+        train.main(argv(dataset, tmp_path / "b", **keys))
+
+
+def test_what_needs_no_measuring_is_said_before_anything_is_touched(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("memo.run.by_room", lambda *_: None)  # the speed matters
+    monkeypatch.setattr("memo.run.measured", lambda *_: None)
+    with pytest.raises(OutOfHostMemory, match="^host_memory_gb=1e\\+06 must be at most"):
+        train.main(argv(dataset, tmp_path / "out", n_layer=4, host_memory_gb=1e6))
+    assert not (tmp_path / "out").exists()
+    train.main(argv(dataset, tmp_path, **ONE, max_iters=2, save_interval=1))
+    (tmp_path / "ckpt/2/checkpoint.json").write_text("damaged")
+
+    def chosen(*_):
+        raise ConfigError("the last check")
+    monkeypatch.setattr("memo.run.chosen", chosen)
+    with pytest.raises(ConfigError, match="^the last check$"):
+        train.main([f"--out_dir={tmp_path}", "--init_from=resume", "--subsequences=auto"])
+    assert {folder.name for folder in (tmp_path / "ckpt").iterdir()} == {"1", "2"}  # none is set aside yet
+
+
 @pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, capsys):
     """And its losses are to the last bit those of a run that was never stopped."""
@@ -297,7 +333,7 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
     assert resumed("--max_iters=4") == "sequence    4 subsequences of 128 tokens, layer by layer: as before"
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
     two = "sequence    2 subsequences of 256 tokens, layer by layer"
-    assert resumed("--batch_size=2") == f"{two}: tossed; before it was 4"
+    assert resumed("--batch_size=2") == f"{two}: tossed; before: subsequences=4"
     monkeypatch.setattr("memo.run.estimate", lambda cfg, *a: (
         SimpleNamespace(fits=cfg.subsequences != 4, alpha=0.5)))
-    assert resumed() == f"{two}: tossed; before it was 4"
+    assert resumed() == f"{two}: tossed; before: subsequences=4"

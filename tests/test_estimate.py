@@ -24,6 +24,7 @@ from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, calibrate, expected, hardware, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
+from memo.estimate.host import granting
 from memo.estimate.roofline import LayerSeconds
 from memo.estimate.step_seconds import swap_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -137,7 +138,7 @@ def test_the_longest_context_on_the_papers_node():
     arena = partial(arena_here, trace_step)
     for S, host_bytes in ((2**20, 1.035e12), (2**21, 2e12)):
         cfg = load(["config/7b_1m.py", f"--block_size={S}"])
-        assert budget.estimate(*budget.granting(cfg, A800, 8, host_bytes), 8, arena).fits
+        assert budget.estimate(*granting(cfg, A800, 8, host_bytes), 8, arena).fits
 
 
 # --- memory, against the real thing ---
@@ -616,7 +617,8 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     code, out, _ = command(*SEVEN, f"--plot={tmp_path / 'e.png'}", capsys=capsys)
     assert code == 0 and "in all" in out and "MFU 5" in out and "fits" in out
     assert (tmp_path / "e.png").stat().st_size > 20_000
-    code, out, _ = command(*SEVEN, "--block_size=8388608", "--search", "--max_context", capsys=capsys)
+    both = "--search", "--max_context", "--fast"
+    code, out, _ = command(*SEVEN, "--block_size=8388608", *both, capsys=capsys)
     assert code == 0 and out.startswith("none fits; the nearest:\nlayout") and "\nmax_context 6," in out
     assert out.count("it would with --") == 3
 
@@ -729,13 +731,13 @@ def test_what_cannot_fit_by_far_is_not_traced():
 def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "FIRST_S", 0.001)
     png = tmp_path / "a.png"
-    code, out, err = command(*SEVEN, "--search", "--max_context",
-                             f"--plot={png}", capsys=capsys)
+    small = [*ONE, "config/gpt2_124m.py", "--vocab_size=50257", "--gpus=2", "--gpu=a800-80gb"]
+    code, out, err = command(*small, "--search", "--max_context", f"--plot={png}", capsys=capsys)
     assert code == 0 and png.exists() and out.splitlines()[-1] == f"plot        {png}"
     for text in (r"--search: \d+ of \d+ layouts tried, \d+ of the fastest looked at closely",
                  r"looking for the greatest block_size that fits: trying [\d,]+", f"drawing {png}"):
         assert re.search(rf"^{text}, \d+ s so far$", err, re.MULTILINE), err
-    code, out, err = command(*SEVEN, "--json", f"--plot={png}", capsys=capsys)
+    code, out, err = command(*small, "--json", f"--plot={png}", capsys=capsys)
     assert json.loads(out)["fits"] and err.endswith(f"plot        {png}\n")
 
 

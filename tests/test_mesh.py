@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from memo import command, launch
-from memo.config import Config, communicators, degrees
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.launch import Agreed, Launch, Pulse, read_launch, same_everywhere, together
+from memo.layout import communicators, degrees
 from memo.parallel import mesh as mesh_module
 from memo.parallel.mesh import ALL_GATHER, ALONE, REDUCE_SCATTER, Axis, open_mesh
 from memo.planner.allocator import Arena
@@ -105,6 +106,19 @@ def test_tp_is_innermost_and_data_are_the_ranks_with_the_same_parameters():
         assert rank == (dp * 2 + cp) * 2 + tp
         assert members == dict(tp=[rank - tp, rank - tp + 1], cp=[4 * dp + tp, 4 * dp + 2 + tp],
                                data=list(range(tp, 8, 2)), world=list(range(8)))
+
+
+def told_by_stages(host):
+    mesh = open_mesh(host, 1, 1, CPU, pp=2)
+    value = host.rank if mesh.peers.rank == 0 else lambda: "nobody can send this"
+    found = mesh.of_stages(value)
+    mesh.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_the_first_rank_of_a_stage_alone_sends_to_rank_0():
+    assert pool(4).run(told_by_stages) == [[0, 2], [], [], []]
 
 
 def test_axes_of_the_same_ranks_share_a_communicator_where_one_is_quiet():
@@ -238,6 +252,9 @@ def talk(host, dtype):
     assert torch.equal(axis.start_scatter_sum(here, here[r]).wait(), everybody[r] * n)
     assert axis.max(r, -r) == [n - 1, 0] and axis.objects({"r": r}) == [{"r": i} for i in range(n)]
     assert axis.gather(mine[:0]).shape == (n, 0)
+    first = axis.shift(mine)
+    assert torch.equal(axis.shift(*first.received).wait()[0], everybody[r - 2])  # before the first is there
+    assert torch.equal(first.wait()[0], everybody[r - 1])
 
 
 @pytest.mark.ranks

@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ from model import GPT
 from tests.helpers import LLAMA, degrees_of
 
 KEYS = dict(n_layer=2, n_head=8, n_embd=64, vocab_size=150, block_size=2048, batch_size=2)
+GROUPS = 4  # of heads, with METP on two ranks
 
 
 def refusal(programs):
@@ -152,21 +153,48 @@ def test_the_projections_matrix_comes_beside_the_last_two_groups():
 
 def test_a_groups_keys_leave_before_the_last_block_of_the_group_before():
     program = real_programs("tp2", "metp")[0]
-    ring, groups = places(program, "cp"), 4  # of two ranks: a hop a group, in the backward one of gradients
-    for hop, following in pairwise(ring[:groups]):
+    for hop, following in pairwise(places(program, "cp")[:GROUPS]):  # of two ranks: a hop a group
         assert hop < following < program.index(Wait(hop))
-    last = ring[-2 * groups:]
-    for gradients, following in zip(last[1::2], last[2::2], strict=False):
-        assert gradients < following < program.index(Wait(gradients))
+
+
+def most_under_way(program, hops):
+    """Of the posts at these places, the most that are on their way at a time."""
+    numbers = {program[at].number for at in hops}
+    steps = [1 if isinstance(step, Post) else -1 for step in program if step.number in numbers]
+    return max(accumulate(steps))
+
+
+@pytest.mark.parametrize("text,kind,hops", [("cp4", "ring", 1), ("tp4", "metp", 3)])
+def test_so_many_blocks_of_keys_are_on_their_way(text, kind, hops):
+    """One; with METP, where they are of one group of heads, two, and the last one of the group before."""
+    program = real_programs(text, kind)[0]
+    ring = places(program, "cp")
+    keys = [at for at in ring if program[at].nbytes == program[ring[0]].nbytes]
+    assert most_under_way(program, keys) == hops and len(ring) == 3 * len(keys) // 2
+
+
+def of_two_ranks_backward(program):
+    """(places of a backward's hops of keys, of those of their gradients), group by group of heads."""
+    ring = places(program, "cp")[-2 * GROUPS:]
+    nbytes = program[ring[0]].nbytes
+    gradients = [at for at in ring if program[at].nbytes == 2 * nbytes]  # fp32
+    return [at for at in ring if at not in gradients], gradients
+
+
+def test_between_two_ranks_keys_leave_two_groups_ahead():
+    program = real_programs("tp2", "metp")[0]
+    keys, gradients = of_two_ranks_backward(program)
+    others = [reduces[1] for reduces in zip(*[iter(places(program, "tp", kind="reduce"))] * 4, strict=True)]
+    assert len(keys) == len(gradients) == GROUPS and keys[1] < program.index(Wait(gradients[0]))
+    for home, following, reduce in zip(gradients, keys[2:], others[-GROUPS:], strict=False):
+        assert program.index(Wait(home)) < following < reduce  # beside what is left of the group
 
 
 def test_gradients_of_a_groups_matrices_leave_as_soon_as_they_are_made():
-    """Those of the projection before attention, all before the next group's broadcast but one is taken."""
+    """Those of the projection before attention, all before the next group's attention."""
     program = real_programs("tp2", "metp")[0]
-    ring, groups = places(program, "cp")[-8:], 4
-    reduces = places(program, "tp", kind="reduce")[-4 * groups:]  # of projection, q, k, v
-    for group in range(groups):
-        hop, gradients = ring[2 * group:2 * group + 2]
+    reduces = places(program, "tp", kind="reduce")[-4 * GROUPS:]  # of projection, q, k, v
+    for group, (hop, gradients) in enumerate(zip(*of_two_ranks_backward(program), strict=True)):
         projection, *others = reduces[4 * group:4 * group + 4]
         assert projection < program.index(Wait(hop)) < gradients < program.index(Wait(gradients)) < others[0]
 
@@ -175,7 +203,7 @@ def test_the_mlps_last_gradients_are_on_their_way_as_long_as_attention_takes():
     program = real_programs("tp2", "metp")[0]
     matrices, gradients = places(program, "hops")[-2:]
     assert program[gradients].nbytes == 2 * program[matrices].nbytes  # fp32
-    ring, reduces = places(program, "cp")[-8:], places(program, "tp", kind="reduce")
+    ring, reduces = places(program, "cp")[-2 * GROUPS:], places(program, "tp", kind="reduce")
     assert matrices < program.index(Wait(matrices)) < gradients < ring[0]
     assert reduces[-1] < program.index(Wait(gradients))
 

@@ -1,13 +1,16 @@
 """METP alone: its layer beside torch's own, the pieces that matrices are cut into, groups of heads. Layouts,
 modes and bytes: test_parallel.py."""
 
+from itertools import chain
+
 import pytest
 import torch
 
 from memo.config import Config
 from memo.layer import head_groups, tensors_of
 from memo.parallel.mesh import ALONE, Axis, Mesh
-from memo.parallel.metp import Visits, groups_of_heads, pieces_of
+from memo.parallel.metp import groups_of_heads, own_and_others, pieces_of
+from memo.parallel.visits import Visits
 from memo.planner.rehearsal import FakeArena
 from memo.swap.streams import open_streams
 from model import GPT
@@ -83,23 +86,27 @@ class Line(Axis):
 
 class Arrival:
     def __init__(self, log, part):
-        self.log, self.part = log, part
+        self.log, self.received = log, part
 
     def wait(self):
         self.log.append("wait")
-        return self.part
+        return self.received
 
 
-@pytest.mark.parametrize("take,order", [
-    (False, "post own wait post 1 wait post 2 wait 3"), (True, "post wait post own 1 wait post 2 wait 3")])
-def test_the_own_part_of_the_mlp_is_used_while_others_come(take, order):
-    axis = Line("hops", 4)
-    visits = Visits(axis, ["own"])
-    if take:
-        visits.take()
-    for [part] in visits:
+@pytest.mark.parametrize("ahead,order", [
+    (1, "post own wait post 1 wait post 2 wait 3"), (2, "post post own wait post 1 wait 2 wait 3")])
+def test_parts_come_while_those_before_them_are_used(ahead, order):
+    axis = Line("cp", 4)
+    for [part] in chain([["own"]], Visits(axis, "own", ahead=ahead)):
         axis.log.append(part.removeprefix("part "))
     assert " ".join(axis.log) == order
+
+
+def test_two_parts_of_the_mlp_come_while_the_own_one_is_used():
+    axis = Line("hops", 4)
+    for [part] in own_and_others(["own"], Visits(axis, "own")):
+        axis.log.append(part.removeprefix("part "))
+    assert " ".join(axis.log) == "post post own wait 1 wait post 2 wait 3"
 
 
 def test_pieces_cover_a_range_once():

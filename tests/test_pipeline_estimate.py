@@ -134,7 +134,8 @@ def fed(pp, N, layers=2, **keys):
     for one in (replace(cfg, stage=k) for k in range(pp)):
         assert len(one.layers) == layers
         p = Placement(layers, layers * N, 4096, cuts=(4096 // N,) * N, order="subsequence",
-                      stream="whole" if one.heads else "passed", receives=not one.embeds, sends=not one.heads)
+                      stream="whole" if one.has_head else "passed", receives=not one.has_embedding,
+                      sends=not one.has_head)
         stages.append(budget.Stage(one, 10**6, (), p, None, None))
     free = dict.fromkeys(("hop_s", "head_s", "embedding_s"), lambda *_: 0.0)
     with patch.multiple(pipeline_seconds, **free):
@@ -214,6 +215,17 @@ def test_table_and_json_of_stages(capsys):
     text = "\n".join(report.table(got))
     assert "pp=4 tp=4 cp=1 dp=1" in text and f"memory of a rank of stage {got.cfg.stage}, GiB" in text
     assert "and embedding" in text and "and head" in text and "bubble" in text
+
+
+def test_it_is_only_tight_where_each_stage_would_fit_without_its_margin():
+    got = pipeline(2, "--activation=keep")
+    tight, full = (replace(stage, lacks=None, lines=(budget.Line("margin", "", margin),
+                                                     budget.Line("params", "", params)))
+                   for stage, margin, params in zip(got.stages, (10, 1), (95, 103), strict=True))
+    got = replace(got, shown=tight, stages=(tight, full), capacity=100, reason="oom")  # 5 and 4 bytes lack
+    assert not got.only_tight
+    got = replace(got, stages=(tight, tight))
+    assert got.only_tight and not replace(got, stages=(tight, replace(tight, lacks="host"))).only_tight
 
 
 # --- search ---

@@ -1,6 +1,7 @@
 """From a config to a placement: what is measured, decided, said, and taken."""
 
 import json
+import time
 from dataclasses import replace
 from math import ceil, inf
 
@@ -11,18 +12,24 @@ from memo import memory
 from memo.config import Config
 from memo.decide import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError
+from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, head_bytes
-from memo.estimate.budget import estimate
+from memo.estimate.budget import estimate, states
 from memo.estimate.expected import machine_of
+from memo.estimate.host import granting, host_capacity
 from memo.formulas import parameters
 from memo.launch import Launch
 from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
+from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.swap import slab
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper
+from memo.swap.buffers import copy_bytes
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from model import GPT
+from testing.ranks import pool
+from tests.helpers import mesh_of
 
 CPU = torch.device("cpu")
 CFG = Config(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
@@ -228,6 +235,41 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     model.close()
 
 
+def reserved(host, keys, limits):
+    """(when this rank was ready to copy, when its first copy began) as its rates were measured; None where
+    they were not."""
+    cfg, moments = stage_of(Config(**keys), host.rank, host.size), []
+
+    def slab_of(*args):
+        time.sleep(0.3 * host.rank)  # ranks are not ready at the same time
+        made = slab.HostSlab(*args)
+        moments.append(time.monotonic())
+        return made
+
+    def copied(pairs):
+        moments.append(time.monotonic())
+        copy_bytes(pairs)
+    model = GPT(cfg, CPU, torch.float32, mesh=mesh_of(host, cfg))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("memo.profiler.HostSlab", slab_of)
+        m.setattr("memo.profiler.copy_bytes", copied)
+        decision = memory.reserve_activations(cfg, model, limits[host.rank])
+    model.close()
+    return moments[:2] if decision.rates else None
+
+
+@pytest.mark.ranks
+def test_all_stages_measure_their_copies_at_once():
+    keys = dict(n_layer=8, n_head=2, n_embd=64, vocab_size=100, block_size=512, pp=2)
+    found = pool(2).run(reserved, keys | dict(activation="swap"), (PLENTY, PLENTY))
+    ready, began = zip(*found, strict=True)
+    assert max(ready) <= min(began)
+    # the layers of the last stage do not fit a CPU, those of the first one do: it need not measure
+    layer = whole(Config(**keys))
+    first, last = pool(2).run(reserved, keys, (PLENTY, 3 * layer))
+    assert first is None and last is not None
+
+
 # --- too little host memory ---
 
 def check(cfg, device=CPU, limit=PLENTY):
@@ -271,6 +313,31 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
                        match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
         memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
     assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("local_world", [6, 2])
+def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch, local_world, tied):
+    """Three stages: the first one and the last one have a large matrix of the vocabulary each."""
+    monkeypatch.setattr(slab, "available", lambda: 10**9)
+    cfg = replace(CFG, pp=3, optimizer_device="cpu", vocab_size=128000, tie_embeddings=tied,
+                  gradient_accumulation_steps=2)
+    here = replace(hardware.NODES["workstation"], gpus_per_node=local_world, host_memory_bytes=10**9)
+    machine, limits, held = hardware.Machine("CPU", here, None, None, None), [], []
+    for rank in range(6):
+        one = stage_of(cfg, rank, 6)
+        numel, data, _ = states(one, machine, 6, 4)
+        held.append(numel // data)
+        limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world, 0, "")))
+    nodes = [range(first, first + local_world) for first in range(0, 6, local_world)]
+    for node in nodes:  # weights, moments, gradients; a checkpoint's copy of weights and moments
+        used = sum(limits[rank] + (16 + 12) * held[rank] for rank in node)
+        assert used == pytest.approx(9e8, rel=1e-4)
+    copies = max(sum(12 * held[rank] for rank in node) for node in nodes)
+    assert host_capacity(cfg, machine, 6) == pytest.approx(9e8 - copies, rel=1e-4)
+    # what a node of GPUs grants by hand is granted to whatever stages a search tries
+    one, gpus = granting(replace(cfg, pp=1), replace(hardware.machine("h100-80gb"), node=here), 6, 10**8)
+    assert host_capacity(replace(one, pp=3), gpus, 6) == 10**8
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():

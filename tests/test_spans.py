@@ -13,7 +13,7 @@ import torch
 from matplotlib.image import imread
 
 import train
-from memo.config import Config, stage_of
+from memo.config import Config
 from memo.ending import complete
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
@@ -21,6 +21,7 @@ from memo.estimate.hardware import machine
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.report import draw_estimate
 from memo.launch import Launch
+from memo.layout import stage_of
 from memo.loggers import ConsoleLogger, StepStats, read_metrics
 from memo.parallel.pp import times_of_stages
 from memo.pipeline_plot import bars_of, pipeline
@@ -175,8 +176,8 @@ def trained(host, argv, console):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_tells_of_its_stages(dataset, tmp_path):
-    keys = dict(pp=2, n_layer=5, subsequences=4, unit_order="subsequence", max_iters=4, alpha=0.5,
-                gradient_accumulation_steps=2)
+    keys = dict(pp=2, n_layer=5, subsequences=4, unit_order="subsequence", max_iters=2, alpha=0.5,
+                gradient_accumulation_steps=2, solver="greedy")
     out = tmp_path / "out"
     assert pool(2).run(trained, argv(dataset, out, **keys), str(tmp_path / "console")) == [0, 0]
     for row in read_metrics(out / "metrics.jsonl"):

@@ -97,8 +97,9 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
 import json
 
 from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
-from memo.estimate.budget import STATES_BYTES, estimate, granting
+from memo.estimate.budget import estimate
 from memo.estimate.hardware import GIB, Machine
+from memo.estimate.host import STATES_BYTES, granting
 from memo.estimate.report import (
     HEADING,
     advice,

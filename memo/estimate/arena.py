@@ -89,8 +89,8 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
 def shortest(cfg: Config, layers: int = 1) -> Config:
     """The config with so many layers in each stage, and the fewest stages of which one, its own, has an
     embedding and a head where cfg's has them."""
-    pp = 1 + (not cfg.embeds) + (not cfg.heads)
-    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.embeds))
+    pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
+    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding))
 
 
 def trace_elsewhere(keys: dict[str, Any]) -> Trace:
@@ -194,8 +194,9 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     if cfg.ops == "torch" or machine.cpu:
         several = n > CHUNK_ROWS  # the next chunk begins before all of the one before is gone
         norm = (several * AFTER_CHUNK + RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS) * f * own
-    # the next group's own keys and values, and those that come; several blocks of a ring lend memory to these
-    ahead = {1: 0, 2: 4}.get(cfg.token_ranks, 2) * kv
+    # the next group's own keys and values, and those that come: of two hops, where several blocks of a ring
+    # lend memory to one
+    ahead = 4 * kv * (cfg.token_ranks > 1)
     halves = max(2 * q + 2 * kv + ahead + attention, piece * (C + hidden) * e, norm)
     return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
@@ -215,11 +216,13 @@ def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
 
 def message_bytes(cfg: Config, itemsize: int) -> int:
     """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
-    backward those of two parts of the MLP, or of three groups of heads beside the MLP's last gradients."""
+    backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) beside the
+    MLP's last gradients."""
     part, group = travelling(cfg)
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
-    attention = group * (4 * itemsize + 2 * 4)  # of three groups, and of one those of q, k, v at once
+    groups = 4 + (cfg.token_ranks == 2)  # one more: of one group those of q, k, v at once, too
+    attention = group * (groups * itemsize + 2 * 4)
     return max(mlp, attention + 2 * 4 * part)  # sent, and received
 
 
@@ -263,7 +266,7 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
 def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
     """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C); none
     in a stage without it."""
-    if not cfg.heads:
+    if not cfg.has_head:
         return 0
     V = cfg.padded_vocab_size / cfg.tp
     row = V * (LOGIT_BYTES + itemsize % 4) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize

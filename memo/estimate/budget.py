@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from memo.bubbles import StageFacts, with_bubbles
-from memo.config import Config, communicators, degrees, stage_communicators
+from memo.config import Config
 from memo.decide import (
     Judged,
     Placed,
@@ -24,18 +24,17 @@ from memo.decide import (
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, Machine
+from memo.estimate.host import STATES_BYTES, fullest_node_bytes, host_capacity, host_share
 from memo.estimate.pipeline_seconds import ends_of, pipeline_s
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import micro_batches, step_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
-from memo.formulas import mfu, parameters, tgs
+from memo.formulas import mfu, tgs
 from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
+from memo.layout import communicators, degrees, stage_communicators
 from memo.swap import alpha
 from memo.swap.placement import Placement
-
-STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
-HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
 
 
 class Line(NamedTuple):
@@ -73,6 +72,12 @@ class Stage:
     def alpha(self) -> float | None:
         """None where nothing is swapped."""
         return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
+
+    def bytes_of(self, region: str) -> tuple[int, int]:
+        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
+        names = ("transient", "head") if region == "transient" else (region,)
+        mine = [line for line in self.lines if line.region in names]
+        return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,10 @@ class Estimate:
 
     @property
     def only_tight(self) -> bool:
-        """Whether it would fit without the margin of device memory."""
-        beside_margin = self.device_bytes - self.bytes_of("margin")[0]
-        return self.reason == "oom" and beside_margin <= (self.capacity or 0)
+        """Whether it would fit without the margin of device memory, all stages of it."""
+        beside_margins = max(one.device_bytes - one.bytes_of("margin")[0] for one in self.stages)
+        enough_host = self.host_bytes <= self.host_capacity and not any(one.lacks for one in self.stages)
+        return self.reason == "oom" and beside_margins <= (self.capacity or 0) and enough_host
 
     @property
     def local_ranks(self) -> int:
@@ -141,14 +147,8 @@ class Estimate:
         return self.node_bytes(lambda stage: stage.host_bytes)
 
     def node_bytes(self, of_rank: Callable[[Stage], int]) -> int:
-        """The sum over the ranks of a node, those of the fullest one. The ranks of a stage follow each
-        other."""
-        each, ranks, most = [of_rank(stage) for stage in self.stages], self.world // len(self.stages), 0
-        for first in range(0, self.world, self.local_ranks):
-            end = min(first + self.local_ranks, self.world)
-            most = max(most, sum(each[k] * (min(end, (k + 1) * ranks) - max(first, k * ranks))
-                                 for k in range(first // ranks, (end - 1) // ranks + 1)))
-        return most
+        """The sum over the ranks of a node, those of the fullest one."""
+        return fullest_node_bytes([*map(of_rank, self.stages)], self.world, self.local_ranks)
 
     @property
     def alpha(self) -> float | None:
@@ -170,35 +170,7 @@ class Estimate:
         return self.plan.layer_bytes / self.machine.node.pcie_bytes_per_s
 
     def bytes_of(self, region: str) -> tuple[int, int]:
-        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
-        names = ("transient", "head") if region == "transient" else (region,)
-        mine = [line for line in self.lines if line.region in names]
-        return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
-
-
-def host_capacity(cfg: Config, machine: Machine, world: int) -> int:
-    """Bytes of a node's memory for swapped activations and, with optimizer_device=cpu, the optimizer: those
-    that host_memory_gb grants, or those left beside the copy that a checkpoint is written from. Errors:
-    ConfigError where the node has fewer."""
-    return alpha.granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
-                               snapshot_bytes(cfg, machine, world), "what a node has")
-
-
-def host_share(cfg: Config, machine: Machine, world: int) -> int:
-    """The same of a rank."""
-    return host_capacity(cfg, machine, world) // min(world, machine.node.gpus_per_node)
-
-
-def snapshot_bytes(cfg: Config, machine: Machine, world: int) -> int:
-    """Of a node: the copy of weights and moments that a checkpoint is written from."""
-    return STATES_BYTES * parameters(cfg) // world * min(world, machine.node.gpus_per_node)
-
-
-def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Config, Machine]:
-    """(cfg, machine) where a node grants so many bytes of host memory, whatever it has."""
-    has = int((nbytes + snapshot_bytes(cfg, machine, world)) / alpha.HOST_SHARE) + 2
-    node = replace(machine.node, host_memory_bytes=has)
-    return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=node)
+        return self.shown.bytes_of(region)
 
 
 def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
@@ -334,19 +306,19 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
     common is looked at once."""
     known: dict[tuple, tuple[Beside, Placed, str | None]] = {}
     itemsize, rates = itemsize_of(cfg, machine), modelled_rates(machine, layer)
-    kinds, facts = [], []
+    facts = []
     for one in (replace(cfg, stage=k) for k in range(cfg.pp)):
-        kinds.append((one.embeds, one.heads, len(one.layers)))
-        beside = known[kinds[-1]][0] if kinds[-1] in known else beside_activations(one, machine, world, arena)
+        kind = one.stage_kind
+        beside = known[kind][0] if kind in known else beside_activations(one, machine, world, arena)
         ends = ends_of(one, machine, world, itemsize, layer.speeds) if layer and cfg.pp > 1 else None
         facts.append(StageFacts(one, itemsize, rates, beside.room, ends))
-        if kinds[-1] not in known:
-            known[kinds[-1]] = beside, *decided(facts[-1])
-    besides, alone, lacks = zip(*(known[kind] for kind in kinds), strict=True)
+        if kind not in known:
+            known[kind] = beside, *decided(facts[-1])
+    besides, alone, lacks = zip(*(known[stage.cfg.stage_kind] for stage in facts), strict=True)
     together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
     found, made = [], dict[tuple, Stage]()
-    for stage, kind, beside, placed, lack in zip(facts, kinds, besides, together, lacks, strict=True):
-        like = kind, id(placed)  # what a stage decides for itself all of its kind have
+    for stage, beside, placed, lack in zip(facts, besides, together, lacks, strict=True):
+        like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
         if like not in made:
             made[like] = stage_bytes(stage.cfg, itemsize, beside, placed, lack)
         found.append(replace(made[like], cfg=stage.cfg))

@@ -84,9 +84,11 @@ def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[st
     turn = torch.polar(torch.ones_like(angles), angles)
     mean, rstd = x.float().mean(1), torch.ones(rows, device=device)
     flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(ROW_WIDTH, device=device)
-    steps = torch.ones((), device=device)
+    steps, parts = torch.ones((), device=device), x.view(1, rows, -1, HEAD_DIM)  # (B, T, H, D)
+    lse = torch.zeros(1, parts.shape[2], rows, device=device)
     ops, _ = resolve_ops("auto", device)
     calls = {"rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False),
+             "merge": partial(ops.merge, parts.float(), lse, parts, lse),
              "swiglu forward": partial(ops.swiglu_forward, x, y, out),
              "swiglu backward": partial(ops.swiglu_backward, out, gate, up)}
     for op, kept in (("norm", mean), ("rms norm", None)):

@@ -72,19 +72,21 @@ class MetpSeconds(LayerSeconds):
         return message_s - hidden * min(message_s, compute_s)
 
     def steps_s(self, op: str, home: str, nbytes: float, fp32_bytes: float, steps: int,
-                compute_s: float) -> float:
+                compute_s: float, before_s: float = 0.0) -> float:
         """Exposed seconds of messages beside steps of compute_s each. In a step the matrices of the next one
         come (`op`, nbytes), and gradients of the step before go (`home`, fp32_bytes; 0 in a forward). The
-        messages before the first step and behind the last are not counted."""
+        messages before the first step and behind the last are not counted. The first of those that come
+        leaves before_s before its step."""
         if steps == 1:
             return 0.0
         coming, going = self.travel_s(op, nbytes), self.travel_s(home, fp32_bytes)
-        return sum(n * self.exposed_beside(message, compute_s)
-                   for n, message in ((1, coming), (steps - 2, coming + going), (1, going)))
+        exposed = self.exposed_beside(coming, compute_s + before_s) + self.exposed_beside(going, compute_s)
+        return exposed + (steps - 2) * self.exposed_beside(coming + going, compute_s)
 
-    def exposed_hops_s(self, block_s: float) -> float:
-        """The first hop of a group goes beside the last block of the group before, too."""
-        return self.late_s(self.kv_bytes, 2 * block_s) + (self.ring - 2) * self.late_s(self.kv_bytes, block_s)
+    def exposed_hops_s(self, nbytes: float, block_s: float) -> float:
+        """Hops go two ahead, and a group's first ones beside the group before: all of them hide behind all
+        blocks. What hides behind a group's products, too, is not counted."""
+        return self.late_s((self.ring - 1) * nbytes, self.ring * block_s)
 
     @property
     def first_bytes(self) -> float:
@@ -131,7 +133,7 @@ class MetpSeconds(LayerSeconds):
         attention, exposed = self.attention_half_s(1.0)
         mlp, hop = self.mlp_s(), self.travel_s("shift", self.hop_bytes)
         step = mlp / self.tp  # the own part is the first
-        exposed_hops = self.exposed_beside(hop, attention + step * (self.tp == 2))
+        exposed_hops = self.exposed_beside(hop, attention + step)
         if self.tp > 2:  # the second leaves when the own part begins
             exposed_hops += self.exposed_beside(hop, 2 * step)
             exposed_hops += (self.tp - 3) * self.exposed_beside(hop, step)
@@ -144,9 +146,11 @@ class MetpSeconds(LayerSeconds):
         fp32, norm_backward = 4 // self.itemsize, self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
         mlp, attention = self.mlp_backward_s(), self.attention_half_backward_s()
         hop, step = self.hop_bytes, mlp / self.tp
-        # the first beside the own part, the last gradients beside attention
-        exposed = self.exposed_beside(self.travel_s("shift", hop), step)
-        exposed += self.steps_s("shift", "shift", hop, fp32 * hop, max(1, self.tp - 1), step)
+        # the first two beside the own part, the last gradients beside attention
+        first = self.travel_s("shift", hop)
+        exposed = self.exposed_beside(first, step)
+        exposed += self.steps_s("shift", "shift", hop, fp32 * hop, max(1, self.tp - 1), step,
+                                max(0.0, step - first))
         exposed += self.exposed_beside(self.travel_s("shift", fp32 * hop), attention)
         exposed += self.exposed_beside(self.travel_s("gather", self.group_bytes), mlp)
         exposed += self.steps_s("gather", "scatter", self.group_bytes, fp32 * self.group_bytes, self.groups,

@@ -41,21 +41,23 @@ def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float) -> f
 
 
 def tied_s(stage: "Stage", machine: Machine, world: int) -> float:
-    """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold."""
+    """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold: each
+    rank those of its part of the optimizer."""
     cfg = stage.cfg
-    if not (cfg.ties_stages and (cfg.embeds or cfg.heads)):
+    if not (cfg.ties_stages and (cfg.has_embedding or cfg.has_head)):
         return 0.0
-    return machine.message_s("shift", 4 * cfg.padded_vocab_size // cfg.tp * cfg.n_embd, world)
+    nbytes = 4 * cfg.padded_vocab_size * cfg.n_embd * cfg.pp // world
+    return machine.message_s("shift", nbytes, world)
 
 
 def ends_of(cfg: Config, machine: Machine, world: int, itemsize: int, speeds: Speeds) -> Ends:
     """The Ends of a config that says which stage."""
     row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
     cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)["cuts"] or (n_rows(cfg),)
-    embedding = embedding_s(cfg, machine, speeds, itemsize)
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
                            for first in (cfg.stage, cfg.stage - 1))
-    return Ends(embedding, head_s(cfg, machine, speeds, itemsize) - embedding, send, send_gradient)
+    return Ends(embedding_s(cfg, machine, speeds, itemsize), head_s(cfg, machine, speeds, itemsize), send,
+                send_gradient)
 
 
 def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,

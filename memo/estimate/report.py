@@ -30,8 +30,8 @@ def billions(n: float) -> str:
 def layout_of(got: Estimate) -> str:
     cfg = got.cfg
     kind = f" {cfg.context_parallel}" if cfg.cp > 1 and not cfg.metp else ""  # METP's is a ring
-    stages = f"pp={cfg.pp} " * (cfg.pp > 1)
-    return f"{stages}tp={cfg.tp}{' metp' * cfg.metp} cp={cfg.cp}{kind} dp={got.dp}"
+    pp = f"pp={cfg.pp} " * (cfg.pp > 1)
+    return f"{pp}tp={cfg.tp}{' metp' * cfg.metp} cp={cfg.cp}{kind} dp={got.dp}"
 
 
 def mode_of(got: Estimate) -> str:
@@ -77,12 +77,11 @@ def stage_lines(got: Estimate) -> list[str]:
     if len(got.stages) == 1:
         return []
     lines = [f"{'stages':44}{'device':>10}{'host':>10}{'alpha':>10}"]
-    for _, run in groupby(got.stages, key=lambda one: (one.cfg.embeds, one.cfg.heads, len(one.cfg.layers),
-                                                         one.alpha)):
+    for _, run in groupby(got.stages, key=lambda one: (one.cfg.stage_kind, one.alpha)):
         first, *others = run
         n, k = len(first.cfg.layers), first.cfg.stage
         numbers = f"{k} to {k + len(others)}, each" if others else f"{k}"
-        ends = " and embedding" * first.cfg.embeds + " and head" * first.cfg.heads
+        ends = " and embedding" * first.cfg.has_embedding + " and head" * first.cfg.has_head
         alpha = "" if first.alpha is None else f"{first.alpha:.3f}"
         lines.append(f"            {f'{numbers}: {n} layer' + 's' * (n > 1) + ends:32}"
                      f"{gib(first.device_bytes):>10}{gib(first.host_bytes):>10}{alpha:>10}".rstrip())

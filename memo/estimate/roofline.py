@@ -233,9 +233,9 @@ class LayerSeconds:
         which carries the message itself, nothing hides."""
         return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
 
-    def exposed_hops_s(self, block_s: float) -> float:
-        """Exposed seconds of a forward's hops, each beside a block."""
-        return (self.ring - 1) * self.late_s(self.kv_bytes, block_s)
+    def exposed_hops_s(self, nbytes: float, block_s: float) -> float:
+        """Exposed seconds of hops of so many bytes, each beside a block."""
+        return (self.ring - 1) * self.late_s(nbytes, block_s)
 
     @property
     def first_bytes(self) -> float:
@@ -263,8 +263,8 @@ class LayerSeconds:
             return kernels + self.exchanges_s()
         # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a
         # later rank's
-        merge = self.copy_s((6 + 0.75 * (self.ring - 1) * self.passes["merge"]) * self.Q)
-        return kernels + merge + self.exposed_hops_s(kernels / self.ring)
+        merge = self.copy_s(6 * self.Q) + 0.75 * (self.ring - 1) * self.pass_s("merge", self.Q)
+        return kernels + merge + self.exposed_hops_s(self.kv_bytes, kernels / self.ring)
 
     def attention_backward_s(self) -> float:
         kernels = self.kernels_s()[1]
@@ -273,9 +273,9 @@ class LayerSeconds:
         if self.cfg.context_parallel == "ulysses":
             return kernels + 2 * self.exchanges_s()
         gradients = self.kv_bytes * 4 // self.itemsize  # dk and dv, in fp32
-        late = self.late_s(self.kv_bytes + gradients, kernels / self.ring)
+        late = self.exposed_hops_s(self.kv_bytes + gradients, kernels / self.ring)
         merge = self.copy_s((2 + self.ring * (1 + 8 // self.itemsize)) * (self.Q + 2 * self.KV))
-        return kernels + merge + (self.ring - 1) * late + self.hop_s(self.first_bytes)
+        return kernels + merge + late + self.hop_s(self.first_bytes)
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
         """Seconds to recompute rows {tensor: slice}, as in Placement.missing."""

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from memo.command import progress
-from memo.config import Config, degrees
+from memo.config import Config
 from memo.decide import LEAST_TOKENS, degrees_of, numbers_of, stage_keys, stage_numbers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
@@ -16,6 +16,7 @@ from memo.estimate.pipeline_seconds import least_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import tgs
 from memo.layer import KEYS_VALUES, keys_dealt, tensors_of
+from memo.layout import degrees
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops

@@ -119,26 +119,29 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
 
 
 def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
-    """Seconds of final norm, logits, loss and their gradients, chunk by chunk; of the embedding and its
-    gradient."""
+    """Seconds of final norm, logits, loss and their gradients, chunk by chunk."""
     rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
     chunk = head_rows(V, machine.cpu)
     dw = speeds.seconds("copy", 8 * V * C * rows / chunk, 8 * V * C)  # read and written in fp32 by each chunk
     matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
     softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
-    messages = sum(2 * machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
     units = units_of_passes(cfg, speeds)
     passes = (f"{norm_of(cfg)} {way}" for way in ("forward", "backward"))
     norms = sum(speeds.seconds(op, units[op] * u, u) for op in passes)
-    return matmuls + dw + softmax + messages + norms + speeds.seconds("copy", 8 * u * cfg.tp, u)
+    return matmuls + dw + softmax + rows_of_tp_s(cfg, machine, u) + norms
 
 
 def embedding_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
-    """Of head_s() the seconds of the embedding and its gradient."""
+    """Seconds of the embedding and its gradient."""
     u = cfg.batch_size * cfg.block_size // cfg.cp * cfg.n_embd * itemsize / cfg.tp
-    messages = sum(machine.message_s(op, u * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
-    return messages + speeds.seconds("copy", 8 * u * cfg.tp, u)
+    return rows_of_tp_s(cfg, machine, u) + speeds.seconds("copy", 8 * u * cfg.tp, u)
+
+
+def rows_of_tp_s(cfg: Config, machine: Machine, nbytes: float) -> float:
+    """Seconds in which all tp ranks get each other's own rows, of `nbytes` each, and send their gradients
+    back."""
+    return sum(machine.message_s(op, nbytes * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
 
 
 def steps_on_host(cfg: Config, machine: Machine) -> bool:
@@ -193,7 +196,8 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
              "recompute": recompute + sum(layer.units[i].sweep_s for i in swept), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
-    parts["head and embedding"] = head_s(cfg, machine, layer.speeds, itemsize)
+    ends = head_s(cfg, machine, layer.speeds, itemsize), embedding_s(cfg, machine, layer.speeds, itemsize)
+    parts["head and embedding"] = sum(ends)
     parts = {name: micros * seconds for name, seconds in parts.items()}
     data, local_ranks = world // cfg.tp, min(world, machine.node.gpus_per_node)
     parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)

@@ -68,7 +68,7 @@ class UnitSeconds(LayerSeconds):
         # of a visitor's own piece half of the queries meet a rank before it
         merges = n - 1 if p == 1 else p * n - 0.25 * (p - 1)
         if way == "forward":  # 6: to fp32 and back
-            return self.copy_s((6 + merges * self.passes["merge"]) * self.Q) if merges else 0.0
+            return self.copy_s(6 * self.Q) + merges * self.pass_s("merge", self.Q) if merges else 0.0
         keys = p * (1 + sum(self.before) / self.S)  # pieces whose sums grow, in units of the own one
         added = 1 + 8 // self.itemsize
         return self.copy_s((2 + added * merges) * self.Q + (2 + added * keys) * 2 * self.KV)

@@ -19,7 +19,8 @@ import torch
 
 from memo.attention import Attention, Gradients, Result
 from memo.config import Config
-from memo.parallel.mesh import Axis, Mesh, Works
+from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.visits import Visits
 from memo.subsequences import subsequence_lengths
 
 
@@ -76,47 +77,45 @@ def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
     return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
-# `hop`: Works of ring_start(k, v). meanwhile() is called before the last block: what it sends has that block
-# to hide behind.
+# `coming`: ring_start(k, v). meanwhile() is called before the last block: what it sends has that block to
+# hide behind.
 
-def ring_start(axis: Axis, k: torch.Tensor, v: torch.Tensor) -> Works:
-    return axis.shift(k.contiguous(), v.contiguous())
+def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visits:
+    return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
 
 
-def ring_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, k: torch.Tensor,
-                 v: torch.Tensor, causal: bool, scale: float, hop: Works | None = None,
+def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Callable, q: torch.Tensor,
+                 k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, coming: Visits | None = None,
                  meanwhile: Callable = nothing) -> Result:
     assert causal  # meeting_parts() knows no other
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
-    hop = hop or ring_start(axis, *kv)
+    coming = coming or ring_start(axis, ahead, *kv)
     for step in range(axis.size):
         if step == axis.size - 1:
             meanwhile()
         if step > 0:
-            kv = hop.wait()
-            hop = axis.shift(*kv) if step < axis.size - 1 else hop  # the next block travels beside this one
+            kv = next(coming)
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         out_, lse_ = attention.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
         if step == 0:
             out, lse = out_.float(), lse_
         else:
             merge(out[:, queries], lse[..., queries], out_, lse_)
-    del kv  # before the result takes memory
+        del kv  # before the next hop, or the result, takes memory
     return out.to(q.dtype), lse
 
 
-def ring_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                  v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-                  hop: Works | None = None, meanwhile: Callable = nothing) -> Gradients:
+def ring_backward(attention: Attention, axis: Axis, ahead: int, dout: torch.Tensor, q: torch.Tensor,
+                  k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+                  scale: float, coming: Visits | None = None, meanwhile: Callable = nothing) -> Gradients:
     # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
     assert causal
-    T, hop = q.shape[1], hop or ring_start(axis, k, v)
+    T, coming = q.shape[1], coming or ring_start(axis, ahead, k, v)
     dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
     for step in range(1, axis.size + 1):
         if step == axis.size:
             meanwhile()
-        kv = hop.wait() if step < axis.size else (k, v)
-        hop = axis.shift(*kv) if step < axis.size - 1 else hop
+        kv = next(coming, (k, v))
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
                                  lse[..., queries].contiguous(), causal, scale)
@@ -172,14 +171,16 @@ def summed(g: torch.Tensor, H: int) -> torch.Tensor:
     return g.unflatten(2, (H, -1)).sum(3, dtype=torch.float32).to(g.dtype)
 
 
-def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Callable) -> Attention:
+def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Callable,
+                         ahead: int = 1) -> Attention:
     """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
-    ops.Ops."""
+    ops.Ops; `ahead`: blocks of keys and values that are on their way beside the one in use."""
     if axis.size == 1:
         return attention
     if kind == "ring":
-        pair = partial(ring_forward, attention, axis, merge), partial(ring_backward, attention, axis)
-        heads, start = 1, partial(ring_start, axis)
+        pair = (partial(ring_forward, attention, axis, ahead, merge),
+                partial(ring_backward, attention, axis, ahead))
+        heads, start = 1, partial(ring_start, axis, ahead)
     else:
         pair = partial(ulysses_forward, attention, axis), partial(ulysses_backward, attention, axis)
         heads, start = axis.size, None

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from memo.config import communicators
 from memo.device import synchronize
 from memo.launch import FOREVER, Launch, connection_errors, process_group
+from memo.layout import communicators
 from memo.parallel.rendezvous import Communicator, Notes, Program
 
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
@@ -71,7 +72,7 @@ def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
 class Axis:
     """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received tensors
     are uninitialised: shapes, memory requests and bytes are as with a group. `notes`: where such an Axis
-    writes down what it is asked for. Tensors are contiguous."""
+    writes down what it is asked for; `sender`: over gloo the thread that shifts. Tensors are contiguous."""
 
     name: str
     size: int = 1
@@ -79,6 +80,8 @@ class Axis:
     group: Any = None
     sent_bytes: int = field(default=0, compare=False)
     notes: Notes | None = field(default=None, compare=False)
+    sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
+                                       compare=False, repr=False)
 
     def start(self, kind: str, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor,
               **ends: int) -> Works:
@@ -156,7 +159,8 @@ class Axis:
                           x, x, to=owner)
 
     def shift(self, *tensors: torch.Tensor) -> Works:
-        """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends."""
+        """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends. Shifts
+        are done one after the other: one may send what the one before it brings, without a wait for that."""
         nbytes = sum(t.nbytes for t in tensors)
         self.sent_bytes += nbytes
         here = [torch.empty_like(t) for t in tensors]
@@ -165,7 +169,10 @@ class Axis:
             return Works(self.noted("shift", nbytes, to=to, source=source), tensors, here)
         ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=peer) for call, ts, peer in
                ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
-        return Works(dist.batch_isend_irecv(ops), tensors, here)
+        if not here[0].is_cpu:  # NCCL has a stream for them
+            return Works(dist.batch_isend_irecv(ops), tensors, here)
+        done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
+        return Works([SimpleNamespace(wait=done.result)], tensors, here)
 
     def send(self, x: torch.Tensor) -> Works:
         """Starts to send x to the other rank of two -> Works of x."""
@@ -229,7 +236,7 @@ class Mesh:
                   with METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
-    `hops`: the ranks of `weights` once more, where METP's matrices go round. `stages`: the stages of a
+    `hops`: the ranks of `weights` once more, where METP's matrices go round. `pp`: the stages of a
     pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
     one, where both hold the embedding's matrix. `peers`: the ranks of this rank's stage, as `host`.
     """
@@ -242,7 +249,7 @@ class Mesh:
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
     host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, from host to host
     peers: Axis = field(default_factory=partial(Axis, "peers"))
-    stages: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
+    pp: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
     tied: Axis = field(default_factory=partial(Axis, "tied"))
     before: Link = field(default_factory=Link)
     behind: Link = field(default_factory=Link)
@@ -258,6 +265,7 @@ class Mesh:
             dist.destroy_process_group(group)
         for axis in self.over_network():
             axis.group = None
+            axis.sender.shutdown()
         if self.peers.group is not self.host.group:
             dist.destroy_process_group(self.peers.group)
 
@@ -291,13 +299,24 @@ class Mesh:
         return sent
 
     def of_stages(self, value: Any) -> list:
-        """[the value of each stage's first rank]; all ranks must call it."""
-        return self.host.objects(value)[::self.peers.size]
+        """[the value of each stage's first rank] on rank 0, on the others empty; all first ranks must call
+        it. Values may be large: nobody else sends or gets any."""
+        first = range(0, self.host.size, self.peers.size)
+        if self.host.rank in first[1:]:
+            dist.send_object_list([value], group=self.host.group, group_dst=0)
+        if self.host.rank > 0:
+            return []
+        values: list = [value]
+        for rank in first[1:]:
+            received: list = [None]
+            dist.recv_object_list(received, group=self.host.group, group_src=rank)
+            values += received
+        return values
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas of the last stage's `loss`, on all ranks."""
         loss = self.replicas.sum(loss)
-        if self.stages.size == 1:
+        if self.pp.size == 1:
             return loss
         return self.world.sum(loss * (self.replicas.rank == self.weights.rank == 0))
 
@@ -327,7 +346,7 @@ def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 
     dp = host.size // (pp * cp * tp)
     made: dict[str, Any] = {role: axes[name] for role, name in roles.items() if name in axes}
     return Mesh(**made | {"peers": host} | others, dp=Axis("dp", dp, host.rank // (cp * tp) % dp), host=host,
-                stages=Axis("pp", pp, host.rank // (dp * cp * tp)))
+                pp=Axis("pp", pp, host.rank // (dp * cp * tp)))
 
 
 def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
@@ -377,14 +396,14 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
     others: dict[str, Any] = {}
     if pp > 1:
         others = {"peers": open_axis("peers", lines["peers"], [], backend="gloo")}
-        stages = lines["peers"]
-        for a, b in pairwise(stages):
+        ranks = lines["peers"]  # of each stage
+        for a, b in pairwise(ranks):
             pairs = [list(pair) for pair in zip(a, b, strict=True)]
             x, dx = (open_axis("pp", pairs, ["shift"]) for _ in range(2))
             if x and dx:
                 others["behind" if host.rank in a else "before"] = Link(x, dx)
         if tied:
-            pairs = [list(pair) for pair in zip(stages[0], stages[-1], strict=True)]
+            pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
             if ends := open_axis("tied", pairs, ["sum"]):
                 others["tied"] = ends
     if device.type == "cuda":

@@ -2,8 +2,8 @@
 rank does all of a layer for its own n rows, and the parts of the matrices that the other ranks hold come by.
 
     p         the ranks that share the parameters
-    MLP       Visits: the parts go round in a ring, a hop for each part that is used; in the backward their
-              gradients go with them, and are home at the end
+    MLP       Visits (visits.py): the parts go round in a ring, a hop for each part that is used; in the
+              backward their gradients go with them, and are home at the end
     attention Broadcasts: group of heads by group, for all ranks must attend to the same heads at once; in the
               backward the gradients of a group are summed on the rank that holds its matrices
 
@@ -14,7 +14,7 @@ fp32 in a fixed order. Source: METP (FITEE 2400602), algorithms 1 to 6.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,39 +23,12 @@ import torch
 from memo.layer import METP_ROWS
 from memo.parallel.mesh import Axis, Works
 from memo.parallel.tp import accumulate_product, bias_backward, cut
+from memo.parallel.visits import Visits
 
 Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when they are asked for
 
 
 # --- the MLP: in a ring ---
-
-class Visits:
-    """Iterating gives the matrices of each rank of `axis` in turn, a rank's own first: of p parts p - 1 have
-    to come. The first hop starts now, so that it hides behind what is done until the second part is used. A
-    hop that take() gets starts the next one."""
-
-    def __init__(self, axis: Axis, mine: Sequence[torch.Tensor]) -> None:
-        self.axis, self.mine = axis, mine
-        self.taken = deque[Sequence[torch.Tensor]]()
-        self.hops = axis.size - 1  # that are to start yet
-        self.start(mine)
-
-    def start(self, matrices: Sequence[torch.Tensor]) -> None:
-        if self.hops:
-            self.hop, self.hops = self.axis.shift(*matrices), self.hops - 1
-
-    def take(self) -> None:
-        """Waits for the part that comes next, before its turn."""
-        self.taken.append(self.hop.wait())
-        self.start(self.taken[-1])
-
-    def __iter__(self) -> Iterator[Sequence[torch.Tensor]]:
-        yield self.mine
-        for _ in range(1, self.axis.size):
-            if not self.taken:
-                self.take()
-            yield self.taken.popleft()
-
 
 class Activation(NamedTuple):
     """What an MLP does between its matrices. forward(hidden) -> a new tensor, of one tensor (m, F/p) or two;
@@ -93,13 +66,18 @@ def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor
     return ins, last
 
 
-def metp_mlp_forward(visits: Visits, normed: Normed, activation: Activation, residual: torch.Tensor,
-                     out: torch.Tensor) -> torch.Tensor:
+def own_and_others(own: Sequence[torch.Tensor], visits: Visits) -> Iterator[Sequence[torch.Tensor]]:
+    """The matrices of each rank in turn, a rank's own first. While these are used no others are, so that two
+    parts may be on their way."""
+    visits.post(2)
+    return chain([own], visits)
+
+
+def metp_mlp_forward(own: Sequence[torch.Tensor], visits: Visits, normed: Normed, activation: Activation,
+                     residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
-    Source: METP, algorithm 1."""
-    if visits.axis.size > 2:
-        visits.take()  # it hid behind what was done before; the next hop has two parts to hide behind
-    for matrices in visits:
+    `own`: the rank's part of the matrices. Source: METP, algorithm 1."""
+    for matrices in own_and_others(own, visits):
         part_forward(matrices, normed, activation, residual, out)
         residual = out
         del matrices  # before the next hop takes memory
@@ -116,19 +94,19 @@ def part_forward(matrices: Sequence[torch.Tensor], normed: Normed, activation: A
         torch.addmm(residual[r], product, w.t(), out=out[r])
 
 
-def metp_mlp_backward(visits: Visits, normed: Normed, activation: Activation, dy: torch.Tensor,
-                      dws: Sequence[torch.Tensor], dx: torch.Tensor) -> Works | None:
+def metp_mlp_backward(own: Sequence[torch.Tensor], visits: Visits, normed: Normed, activation: Activation,
+                      dy: torch.Tensor, dws: Sequence[torch.Tensor], dx: torch.Tensor) -> Works | None:
     """Writes the gradient of x over dx (n, C), and adds to `dws` what the rank's rows give of those of its
     matrices. What the other ranks' rows give comes home in the Works, to be added, too. Source: METP,
     algorithm 2."""
     travelling: Works | None = None  # gradients of the part that comes next, at last those of the own one
-    for matrices in visits:
-        own = matrices is visits.mine
-        gradients = dws if own else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
-        part_backward(matrices, gradients, normed, activation, dy, dx, write=own)
+    for matrices in own_and_others(own, visits):
+        first = matrices is own
+        gradients = dws if first else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
+        part_backward(matrices, gradients, normed, activation, dy, dx, write=first)
         if travelling is not None:
             add_all(gradients, travelling.wait())  # of the ranks where the part was before
-        if not own:
+        if not first:
             travelling = visits.axis.shift(*gradients)
         del matrices, gradients  # before the next hop takes memory
     return travelling
@@ -253,20 +231,20 @@ class Broadcasts:
 
 
 class Ahead:
-    """Iterating gives the items of an iterator; prepare() makes the next one before its turn."""
+    """Iterating gives the items of an iterator; prepare() makes some before their turn."""
 
     def __init__(self, items: Iterator) -> None:
         self.items, self.ready = items, deque[Any]()
 
-    def prepare(self) -> None:
-        self.ready.extend(islice(self.items, 1))
+    def prepare(self, n: int = 1) -> None:
+        """Makes items until n are ready, as far as there are so many."""
+        self.ready.extend(islice(self.items, max(0, n - len(self.ready))))
 
     def __iter__(self) -> Iterator:
         self.prepare()
         while self.ready:
             yield self.ready.popleft()
-            if not self.ready:
-                self.prepare()
+            self.prepare()
 
 
 class Reductions:

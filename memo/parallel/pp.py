@@ -125,8 +125,3 @@ def times_of_stages(schedules: Sequence[Sequence[Step]],
     """The Times of each stage, all on one clock. Errors: ValueError: a message that meets another one, or
     none; stages that wait for each other."""
     return Stages(schedules, seconds).run()
-
-
-def validate_stages(schedules: Sequence[Sequence[Step]]) -> None:
-    """Errors: ValueError: as times_of_stages()."""
-    times_of_stages(schedules, lambda stage, step: 0.0)

@@ -61,7 +61,7 @@ def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, i
     units = layers * max(1, len(several["cuts"]))
     stay = units == layers or n_buffers >= units or not cfg.by_layer
     return Placement(layers, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
-                     keys="stay" if stay else keys, stream=stream or ("whole" if cfg.heads else "passed"),
+                     keys="stay" if stay else keys, stream=stream or ("whole" if cfg.has_head else "passed"),
                      **several)
 
 

@@ -1,0 +1,37 @@
+"""What goes round in a ring: each rank's tensors visit all other ranks, a hop to the next rank at a time."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from memo.parallel.mesh import Axis, Works
+
+
+class Visits:
+    """Iterating gives the tensors of the other ranks of `axis`: those of the rank before first. `ahead` hops
+    are on their way beside the part in use; they start now, and hide behind what is done until they are
+    taken. A hop sends what the hop before brings, so it needs no wait for that one."""
+
+    def __init__(self, axis: Axis, *mine: torch.Tensor, ahead: int = 1) -> None:
+        self.axis, self.ahead, self.left = axis, ahead, axis.size - 1
+        self.hops = deque[Works]()
+        self.last: Sequence[torch.Tensor] = mine  # what the next hop sends
+        self.post(ahead)
+
+    def post(self, n: int) -> None:
+        """Starts hops, of those that are left, until n are on their way."""
+        while self.left and len(self.hops) < n:
+            self.left -= 1
+            self.hops.append(self.axis.shift(*self.last))
+            self.last = self.hops[-1].received if self.left else ()
+
+    def __iter__(self) -> "Visits":
+        return self
+
+    def __next__(self) -> list[torch.Tensor]:
+        if not self.hops:
+            raise StopIteration
+        here: list[torch.Tensor] = self.hops.popleft().wait()
+        self.post(self.ahead)
+        return here
