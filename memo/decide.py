@@ -282,17 +282,19 @@ def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[
     fits = [one for one, _ in found if not judge(one).lacking]
     if not fits:
         best, why = min(found, key=lambda one: judge(one[0]).lacking)
-        return best, f"pp={best.pp} chosen, no number of stages fits {judge(best).where}"
+        said = "no number of stages fits" if len(every) > 1 else "no other is possible; it does not fit"
+        return best, f"pp={best.pp} chosen, {said} {judge(best).where}"
     most = EQUALLY_FAST * min(judge(one).seconds for one in fits)
     best, why = next((one, why) for one, why in found if one in fits and judge(one).seconds <= most)
     others = [one for one in fits if one != best]
-    said = "no other fits"
+    said = "no other fits" if len(every) > 1 else "no other is possible"
     if others:
         other = min(others, key=lambda one: judge(one).seconds)
         said = f"pp={other.pp} fits too"
         if seconds := judge(best).seconds:
             said = f"with pp={other.pp} a step takes {judge(other).seconds / seconds:.2f} times as long"
-    return best, f"pp={best.pp} chosen, {said}" + f"; {best.n_subsequences} subsequences {why}" * bool(why)
+    n = best.n_subsequences
+    return best, f"pp={best.pp} chosen, {said}" + f"; {n} subsequence{'s' * (n > 1)} {why}" * bool(why)
 
 
 # --- how many subsequences ---

@@ -115,6 +115,11 @@ def test_stages_leave_alone_what_is_given():
     with pytest.raises(ConfigError, match=r"^pp=auto has no room .* WORLD_SIZE\(24\), .*; try "
                                           r"--gradient_accumulation_steps=3, or another tp or cp$"):
         with_stages(made(tp=8, pp="auto"), 24)
+    alone = made(2**15, pp="auto", n_layer=8)  # others do not deal a single micro batch out
+    for lacks, said in ((0, "no other is possible; 16 subsequences"),
+                        (1, "no other is possible; it does not fit the host")):
+        one, why = choose(alone, lambda one, lacks=lacks: Judged(1.0, lacks, "the host"), 8)
+        assert one.pp == 8 and why.startswith(f"pp=8 chosen, {said}")
     more = made(tp=8, pp="auto", n_layer=8, gradient_accumulation_steps=3)
     assert [one.pp for one in with_stages(more, 24)] == [1]
     with pytest.raises(ConfigError, match=r"^pp=auto has no room .*; try 8 ranks$"):
@@ -276,20 +281,21 @@ def test_nothing_is_measured_where_a_run_copies_nothing(dataset, tmp_path, monke
     assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO
 
 
-def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("stages,said", [({}, ""), (dict(pp="auto"), " --pp=1")])
+def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, capsys, stages, said):
     def fails(error):
         def chosen(*_):
             raise error
         monkeypatch.setattr("memo.run.chosen", chosen)
     monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)
-    keys = dict(block_size=512, max_iters=1, warmup_iters=0)
+    keys = dict(block_size=512, max_iters=1, warmup_iters=0) | stages
     fails(KeyError("speeds"))
     assert train.main(argv(dataset, tmp_path / "a", **keys)) == 0
-    numbers = "--subsequences=1 --subsequence_cut=equal --unit_order=layer"
-    said = f"warning: no estimate: KeyError: 'speeds'; the run goes on with {numbers}\n"
-    assert said in capsys.readouterr().err
+    numbers = "--subsequences=1 --subsequence_cut=equal --unit_order=layer" + said
+    told = f"warning: no estimate: KeyError: 'speeds'; the run goes on with {numbers}\n"
+    assert told in capsys.readouterr().err
     stored = json.loads((tmp_path / "a/config.json").read_text())
-    assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO
+    assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO | stages
     fails(ConfigError("a rule"))  # the user's
     with pytest.raises(ConfigError, match="^a rule$"):
         train.main(argv(dataset, tmp_path / "b", **keys))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memo.config import Config
+from memo.decide import with_stages
 from memo.estimate.hardware import Machine
 from memo.formulas import parameters
 from memo.stages import stage_parameters
@@ -55,6 +56,9 @@ def snapshot_bytes(cfg: Config, machine: Machine, world: int) -> int:
 def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Config, Machine]:
     """(cfg, machine) where a node grants so many bytes of host memory, whatever it has."""
     # a GPU's node has enough for the copy in any layout; a CPU's memory is the device's too
-    copy = snapshot_bytes(cfg, machine, world) if machine.cpu else 2 * STATES_BYTES * parameters(cfg)
+    copy = 2 * STATES_BYTES * parameters(cfg)
+    if machine.cpu:
+        every = with_stages(cfg, world) if cfg.pp == "auto" else [cfg]
+        copy = max(snapshot_bytes(one, machine, world) for one in every)
     node = replace(machine.node, host_memory_bytes=int((nbytes + copy) / alpha.HOST_SHARE) + 2)
     return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=node)

@@ -19,9 +19,6 @@ from memo.layer import INPUT, KEYS_VALUES, Tensor, groups_of
 from memo.swap.placement import Placement
 
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
-
-
-BESIDE = "beside"  # of Placement.sizes_known
 ANY_HOST = 2**62  # bytes of a host that holds whatever there is
 
 
@@ -125,10 +122,10 @@ class AlphaProblem:
     def beside_bytes(self) -> int:
         """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
         known = self.placement.sizes_known  # whatever the rate and the host's room are
-        if BESIDE not in known:
+        if "beside" not in known:
             rows = self.all_bytes * self.swapped_rows // self.placement.n_rows
-            known[BESIDE] = replace(self.placement, kept={}).host_bytes(self.tensors) - rows
-        return known[BESIDE]
+            known["beside"] = replace(self.placement, kept={}).host_bytes(self.tensors) - rows
+        return known["beside"]
 
     @property
     def layer_keys_bytes(self) -> int:

@@ -156,7 +156,7 @@ class Placement:
 
     @cached_property
     def sizes_known(self) -> dict[int | str, int]:
-        """What AlphaProblem.device_bytes_at has found, by rows that survive; and beside_bytes."""
+        """What AlphaProblem.device_bytes_at has found, by rows that survive; "beside": its beside_bytes."""
         return {}
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
