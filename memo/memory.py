@@ -26,9 +26,10 @@ from memo.decide import (
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
-from memo.estimate.budget import Estimate, Line, activation_lines, cpu_spare, states
+from memo.estimate.budget import Estimate
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
+from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.report import as_dict as estimate_dict
 from memo.formulas import percent
 from memo.launch import Launch
@@ -204,7 +205,7 @@ def plan_memory(cfg: Config, model: "GPT") -> None:
 
 
 def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Optimizer) -> list[Line]:
-    """[budget.Line] of a rank, which add up to all that is held from step to step."""
+    """[Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
     grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0

@@ -20,9 +20,10 @@ from memo.decide import Decision, fewest, numbers_of, with_stages
 from memo.device import device_name, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import Estimate, Line, chosen, estimate, untimed
+from memo.estimate.budget import Estimate, chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
+from memo.estimate.regions import Line
 from memo.files import read_text
 from memo.launch import Launch, same_everywhere, together
 from memo.layout import stage_of

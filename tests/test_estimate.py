@@ -22,7 +22,7 @@ from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import budget, calibrate, expected, hardware, report, search
+from memo.estimate import budget, calibrate, expected, hardware, regions, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.host import granting
 from memo.estimate.roofline import LayerSeconds
@@ -76,9 +76,9 @@ def paper(S, gpus=8, model="7B", **keys):
 def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, metp, made):
     """As tests/test_mesh.py counts them: `world` has its own only where no other axis has all ranks."""
     cfg = paper_config("7B", 65536, tp=tp, cp=cp, gradient_accumulation_steps=dp, **METP if metp else {})
-    *_, lines = budget.states(cfg, A800, tp * cp * dp, 2)
+    *_, lines = regions.states(cfg, A800, tp * cp * dp, 2)
     [line] = ([line for line in lines if line.region == "communication"]
-              or [budget.Line("", "0 NCCL communicators", 0)])
+              or [regions.Line("", "0 NCCL communicators", 0)])
     assert line.device_bytes == made * hardware.COMMUNICATOR_BYTES
     assert line.what == f"{made} NCCL communicator{'s' * (made != 1)}"
 
@@ -269,7 +269,7 @@ def test_a_run_finds_what_was_estimated(dataset, tmp_path, family):
 
 
 def lines_of_a_rank(host, cfgs):
-    """[budget.Line] of each config as a run has them, with the arena of its steps."""
+    """[regions.Line] of each config as a run has them, with the arena of its steps."""
     mesh, found = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
         model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)

@@ -10,7 +10,7 @@ import torch
 from memo import checkpoint, flat
 from memo.config import Config
 from memo.estimate import hardware
-from memo.estimate.budget import states
+from memo.estimate.regions import states
 from memo.optim import Optimizer, square_sum
 from memo.parallel.mesh import ALONE
 from model import GPT

@@ -14,7 +14,7 @@ from memo import memory
 from memo.config import Config
 from memo.decide import Decision, numbers_of, with_stages
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import budget, hardware, pipeline_seconds, report, search
+from memo.estimate import budget, hardware, pipeline_seconds, regions, report, search
 from memo.estimate.arena import fast_arena, head_bytes, traced_arena
 from memo.launch import Launch
 from memo.load_config import load_config
@@ -219,8 +219,8 @@ def test_table_and_json_of_stages(capsys):
 
 def test_it_is_only_tight_where_each_stage_would_fit_without_its_margin():
     got = pipeline(2, "--activation=keep")
-    tight, full = (replace(stage, lacks=None, lines=(budget.Line("margin", "", margin),
-                                                     budget.Line("params", "", params)))
+    tight, full = (replace(stage, lacks=None, lines=(regions.Line("margin", "", margin),
+                                                     regions.Line("params", "", params)))
                    for stage, margin, params in zip(got.stages, (10, 1), (95, 103), strict=True))
     got = replace(got, shown=tight, stages=(tight, full), capacity=100, reason="oom")  # 5 and 4 bytes lack
     assert not got.only_tight

@@ -14,9 +14,10 @@ from memo.decide import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, head_bytes
-from memo.estimate.budget import estimate, states
+from memo.estimate.budget import estimate
 from memo.estimate.expected import machine_of
 from memo.estimate.host import granting, host_capacity
+from memo.estimate.regions import states
 from memo.formulas import parameters
 from memo.launch import Launch
 from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
@@ -338,6 +339,9 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
     # what a node of GPUs grants by hand is granted to whatever stages a search tries
     one, gpus = granting(replace(cfg, pp=1), replace(hardware.machine("h100-80gb"), node=here), 6, 10**8)
     assert host_capacity(replace(one, pp=3), gpus, 6) == 10**8
+    undecided = replace(cfg, pp="auto", gradient_accumulation_steps=6)
+    one, cpus = granting(undecided, replace(machine, node=replace(here, gpus_per_node=2)), 6, 10**8)
+    assert {host_capacity(replace(one, pp=pp), cpus, 6) for pp in (1, 2)} == {10**8}
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from memo.config import Config
 from memo.decide import Room, problem_of
-from memo.estimate.budget import activation_lines
+from memo.estimate.regions import activation_lines
 from memo.estimate.step_seconds import swap_s
 from memo.layer import gpt_layer, groups_of
 from memo.optim import Optimizer

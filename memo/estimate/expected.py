@@ -73,7 +73,7 @@ def lack_of_memory(e: RuntimeError) -> str | None:
 
 @contextlib.contextmanager
 def naming_region(expected: Estimate | None, device: torch.device, region: str) -> Iterator[None]:
-    """Turns a lack of memory inside the block into an OutOfMemory that names `region`, a budget.Line.region:
+    """Turns a lack of memory inside the block into an OutOfMemory that names `region`, a regions.Line.region:
     the memory that the block takes."""
     try:
         yield

@@ -10,9 +10,10 @@ from memo.config import Config
 from memo.decide import LEAST_TOKENS, degrees_of, numbers_of, stage_keys, stage_numbers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
-from memo.estimate.budget import Estimate, chosen, estimate, states, untimed
+from memo.estimate.budget import Estimate, chosen, estimate, untimed
 from memo.estimate.hardware import Machine
 from memo.estimate.pipeline_seconds import least_s
+from memo.estimate.regions import states
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import tgs
 from memo.layer import KEYS_VALUES, keys_dealt, tensors_of

@@ -1,0 +1,88 @@
+"""Bytes of every region of a rank but for temporary tensors: model states, activations. The run and the
+estimate have them from here. Plain arithmetic."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from memo.config import Config
+from memo.estimate.arena import fast_arena
+from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
+from memo.estimate.host import STATES_BYTES
+from memo.estimate.step_seconds import micro_batches
+from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
+from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
+from memo.layout import communicators, stage_communicators
+from memo.swap.placement import Placement
+
+
+class Line(NamedTuple):
+    """Bytes of a rank under one heading; `region` as in plan.json, `what` for people."""
+
+    region: str
+    what: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
+    """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend
+    on the activations)."""
+    data = world // (cfg.pp * cfg.tp)
+    layout, buckets = local_layout(cfg, cfg.tp, data)
+    T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micro_batches(cfg, world)
+    numel, on_host = buckets[-1][1], cfg.optimizer_device == "cpu"
+    whole = data == 1 and itemsize == 4 and not on_host  # the weights are the masters
+    optimizer = (STATES_BYTES - 4 * whole) * numel // data
+    grads, staged = 4 * gradient_places(buckets, gradient_slots(cfg, micros))[1], 0
+    if on_host:  # see memo/staging.py
+        grads, staged = grads + 4 * shared_numel(layout, cfg.tp), 4 * (numel // data + 1)
+    # rows of rotations: with METP of own rows alone
+    turned = 0 if cfg.position != "rope" else n_rows(cfg) if cfg.metp else cfg.batch_size * T
+    lines = [Line("params", "parameters", itemsize * numel), Line("grads", "gradients", grads, staged),
+             Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
+             Line("positions", "positions", 8 * cfg.batch_size * T + 8 * D // 2 * turned)]
+    if not machine.cpu:
+        made = len(set(communicators(cfg.tp, cfg.cp, data // cfg.cp, cfg.metp, cfg.pp).values()))
+        made += stage_communicators(cfg)
+        lines += [Line("batch", "tokens and targets", 16 * cfg.batch_size * T * micros),
+                  Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}",
+                       made * COMMUNICATOR_BYTES),
+                  Line("context", "CUDA's context", CONTEXT_BYTES)]
+    return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
+
+
+def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[Line]:
+    """[Line] of the skeletal activations, on device and host."""
+    p, tensors = placement, tensors_of(cfg, itemsize)
+    buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
+    inputs = buffers.pop(INPUT)
+    always = ", ".join(name for name, t in tensors.items()
+                       if not t.group and name != INPUT and not p.apart(name))
+    swapped = {INPUT: 0, always: 0, "others": 0}
+    for k, units in Counter(p.like).items():
+        for name, (_, nbytes) in p.swapped(k, tensors).items():
+            swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += units * nbytes
+    of, swaps = f"{L} layer{'s' * (L > 1)}", f"{p.n_swapped} swapped layers"
+    if p.several:
+        of, swaps = f"{L} x {p.subsequences} units", f"{p.n_swapped} swapped units"
+    layers = [f"{held} layer{'s' * (held > 1)}" for held in
+              (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
+    what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
+            "stream": "stream between two layers" if p.stream == "whole" else "places of the stream",
+            "resident": "rows whose copy is here",
+            "sweep": "inputs to make keys again"}
+    regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_swapped(tensors)
+    lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
+             Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
+             *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
+             *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]
+    stream = p.stream_bytes(tensors)
+    lines += [Line("swap", "stream between the layers", 0, stream)] * bool(stream)
+    return lines + [Line("swap", f"keys and values of {len(keys)} units", 0, sum(keys.values()))] * bool(keys)
+
+
+def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> int:
+    """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the
+    host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors. The same
+    in the run."""
+    return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
