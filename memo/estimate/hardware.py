@@ -255,6 +255,7 @@ OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward
 # that calibrations of before lack, and whose speeds they have in their place
 LIKE = {"rms norm": "norm", "swiglu": "gelu", "attention full": "attention"}
 ADDED = {f"{op} {way}": f"{like} {way}" for op, like in LIKE.items() for way in ("forward", "backward")}
+ADDED["merge"] = "copy"
 
 
 def calibration_path(ranks: int) -> Path:

@@ -24,7 +24,7 @@ def modelled_run(name, folder, dataset):
     return trained(folder, f"--subsequences={N}", "--subsequence_cut=equal", "--unit_order=layer",
                    f"--n_layer={layers}", "--n_head=32", "--n_embd=4096", "--vocab_size=50257",
                    f"--block_size={S}", f"--dataset={dataset}", "--max_iters=2", "--warmup_iters=1",
-                   "--eval_interval=0", "--save_interval=0", "--subsequences=1",
+                   "--eval_interval=0", "--save_interval=0",
                    job=dict(figures=figures, host_bytes=2 * 10**12, sparse=True, saves=False))
 
 
