@@ -25,7 +25,7 @@ from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, rests
 from memo.swap.schedule import Step
 
-WORTH = 1.01  # times what a stage copies alone; less more is not worth the simulations
+WORTH = 1.01  # times what a stage copies alone: a smaller gain is not worth the simulations
 HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
 
 
@@ -83,7 +83,7 @@ def copied(placed: Placed) -> int:
     return plan.host_bytes if plan else 0
 
 
-def step_s(stages: Sequence[StageFacts], placements: Sequence[Placement]) -> float:
+def micro_batch_s(stages: Sequence[StageFacts], placements: Sequence[Placement]) -> float:
     """Seconds of a micro batch."""
     seconds = [stage.seconds(p) for stage, p in zip(stages, placements, strict=True)]
     schedules = [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
@@ -136,13 +136,13 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
     adaptive = [k for k in problems if copied(of(k, 1.0)) > WORTH * copied(alone[k])]
     if not adaptive:
         return found
-    best = step_s(stages, [p for p, _ in found])
+    best = micro_batch_s(stages, [p for p, _ in found])
 
     def take(those: Sequence[int], part: float) -> bool:
         """Whether these stages go on with that part, for the step is no slower then."""
         nonlocal best, found
         tried = [of(k, part) if k in those else one for k, one in enumerate(found)]
-        seconds = step_s(stages, [p for p, _ in tried])
+        seconds = micro_batch_s(stages, [p for p, _ in tried])
         if seconds > best * (1 + STALL):
             return False
         best, found = min(best, seconds), tried

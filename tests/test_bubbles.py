@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import train
-from memo.bubbles import StageFacts, step_s, with_bubbles
+from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.config import Config
 from memo.decide import Rates, Room
 from memo.estimate.step_seconds import Ends, compute_seconds, swap_s
@@ -51,7 +51,7 @@ def apart(stages):
 
 
 def seconds(stages, answers):
-    return step_s(stages, [placement for placement, _ in answers])
+    return micro_batch_s(stages, [placement for placement, _ in answers])
 
 
 def alone_s(stage, placement):
@@ -125,13 +125,13 @@ def test_it_is_near_the_best_alphas_in_eighths(seed):
     found = with_bubbles(stages, apart(stages))
     best = [placement for placement, _ in found]
     all_of = [[*in_eighths(stage)] for stage in stages]
-    least, before = step_s(stages, best), inf
+    least, before = micro_batch_s(stages, best), inf
     while least < before:
         before = least
         for k, every in enumerate(all_of):
             each = [[*best[:k], one, *best[k + 1:]] for one in every]
-            best = min([best, *each], key=lambda those: step_s(stages, those))
-        least = step_s(stages, best)
+            best = min([best, *each], key=lambda those: micro_batch_s(stages, those))
+        least = micro_batch_s(stages, best)
     assert seconds(stages, found) <= 1.03 * least
 
 
