@@ -330,7 +330,8 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sequence")]
         return line
     monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)
-    keys = dict(block_size=512, n_layer=3, alpha=0.5, batch_size=1, lr_decay_iters=4, save_interval=2)
+    keys = dict(block_size=512, n_layer=3, alpha=0.5, batch_size=1, lr_decay_iters=4, save_interval=2,
+                solver="greedy")
     toss(4)
     train.main(argv(dataset, tmp_path / "whole", **keys | dict(max_iters=4)))
     train.main(argv(dataset, tmp_path / "halves", **keys | dict(max_iters=2)))

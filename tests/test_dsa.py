@@ -102,7 +102,7 @@ def test_the_proven_optimum_is_that_of_brute_force(solver, instances, helped, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, solver", [(GAPS[0], "auto"), *product(GAPS, ["cpsat", "mip"])])
+@pytest.mark.parametrize("rows, solver", [(GAPS[0], "auto"), *product(GAPS[1:], ["cpsat", "mip"])])
 def test_a_least_peak_above_the_load_is_proven(rows, solver):
     problem = problem_of(rows)
     solution = solve(problem, solver)

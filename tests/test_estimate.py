@@ -287,7 +287,7 @@ def lines_of_a_rank(host, cfgs):
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(cp=2), dict(METP, tp=2)])
 def test_ranks_hold_what_was_estimated(layout):
     cfgs = [Config(**layout, n_layer=3, n_head=2, n_embd=32, vocab_size=50, block_size=2048, alpha=0.5,
-                   subsequences=n, solver="greedy") for n in (1, 4, 8)]
+                   subsequences=n, solver="greedy") for n in (1, 8)]
     here = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
     estimates = [budget.estimate(cfg, here, 2, partial(arena_here, trace_step)) for cfg in cfgs]
     for rank in pool(2).run(lines_of_a_rank, cfgs):
