@@ -83,11 +83,14 @@ def copied(placed: Placed) -> int:
     return plan.host_bytes if plan else 0
 
 
+def schedules_of(placements: Sequence[Placement]) -> list[list[Step]]:
+    return [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
+
+
 def micro_batch_s(stages: Sequence[StageFacts], placements: Sequence[Placement]) -> float:
     """Seconds of a micro batch."""
     seconds = [stage.seconds(p) for stage, p in zip(stages, placements, strict=True)]
-    schedules = [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
-    every = times_of_stages(schedules, lambda k, step: seconds[k](step))
+    every = times_of_stages(schedules_of(placements), lambda k, step: seconds[k](step))
     return max(end for one in every for _, end in one.spans.values())
 
 

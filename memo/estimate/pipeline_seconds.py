@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import fsum
 from typing import TYPE_CHECKING
 
+from memo.bubbles import schedules_of
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
@@ -21,7 +22,6 @@ from memo.estimate.step_seconds import (
 from memo.layer import INPUT, n_rows, tensors_of
 from memo.parallel.pp import times_of_stages
 from memo.subsequences import unit_rows
-from memo.swap.periods import steps_of
 from memo.swap.schedule import Step, Times
 from memo.swap.spans import Span, simulated_spans
 
@@ -68,23 +68,19 @@ def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
                          ends_of(stage.cfg, machine, world, itemsize, layer.speeds))
 
 
-def schedules_of(stages: Sequence["Stage"]) -> list[list[Step]]:
-    placements = [stage.placement for stage in stages]
-    return [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
-
-
 def pipeline_times(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds | LayerOfUnits) -> list[Times]:
     """The Times of each stage in a micro batch, all on one clock."""
     seconds = [seconds_of(stage, machine, world, itemsize, layer) for stage in stages]
-    return times_of_stages(schedules_of(stages), lambda k, step: seconds[k](step))
+    schedules = schedules_of([stage.placement for stage in stages])
+    return times_of_stages(schedules, lambda k, step: seconds[k](step))
 
 
 def pipeline_spans(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds | LayerOfUnits) -> list[list[Span]]:
     """The same as spans of each stage."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
-    return [*map(simulated_spans, schedules_of(stages), times)]
+    return [*map(simulated_spans, schedules_of([stage.placement for stage in stages]), times)]
 
 
 def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOfUnits) -> float:
