@@ -48,23 +48,24 @@ def random_problem(rng):
 
 @cache
 def least_peak(problem):
-    """Brute force: every order from the bottom up, each buffer right above those that it meets."""
+    """Brute force: every order from the bottom up, each buffer right above those that it meets, and none
+    below the one before it: the lowest placement has its buffers in such an order."""
     buffers = {b: b.size + -b.size % problem.alignment for b in problem.buffers}
     load = max(sum(size for b, size in buffers.items() if b.lower <= t < b.upper)
                for t in {b.lower for b in buffers})
     best = sum(buffers.values())
 
-    def place(left, placed, peak):
+    def place(left, placed, peak, floor):
         nonlocal best
         best = best if left else min(best, peak)
         for b in left:
             at = max((top for other, top in placed if other.lower < b.upper and b.lower < other.upper),
                      default=0)
             top = at + buffers[b]
-            if max(peak, top) < best > load:
-                place([other for other in left if other is not b], placed + [(b, top)], max(peak, top))
+            if at >= floor and max(peak, top) < best > load:
+                place([other for other in left if other is not b], placed + [(b, top)], max(peak, top), at)
 
-    place(list(buffers), [], 0)
+    place(list(buffers), [], 0, 0)
     return best
 
 

@@ -32,19 +32,19 @@ from tests.layouts import (
 CPU = torch.device("cpu")
 S = 2048
 KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S)
-# sequences of 512 and 1,024 tokens, 2,048 in all: of short ones attention takes less time
-FAMILIES = {"rope": dict(batch_size=4, block_size=512),
-            "learned": dict(position="learned", bias=True, gelu="tanh", batch_size=4, block_size=512),
+# sequences of 256 and 512 tokens, 2,048 in all: of short ones attention takes less time
+FAMILIES = {"rope": dict(batch_size=8, block_size=256),
+            "learned": dict(position="learned", bias=True, gelu="tanh", batch_size=8, block_size=256),
             # H D between C and F, and below C: the gradient of attention's output has another's place then
-            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=4, block_size=512),
-            "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True, batch_size=2, block_size=1024)}
+            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=8, block_size=256),
+            "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True, batch_size=4, block_size=512)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 cp2 dp2"],
            "learned": ["tp2", "cp2", "tp2 cp2 dp2"],
            "llama": ["tp2", "cp2", "tp2 cp2 dp2"], "qwen": ["tp4", "tp2 cp2"]}
-FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=4, block_size=512)  # two heads of keys
+FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=8, block_size=256)  # two heads of keys
 METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp2 cp2 dp2"], "learned": ["tp4", "tp2 cp2"],
                 "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp4"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts

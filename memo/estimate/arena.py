@@ -28,7 +28,7 @@ from memo.layer import (
     head_rows,
     travelling,
 )
-from memo.planner.plan import ALIGNMENT, PLANNING_S, cached_plan
+from memo.planner.plan import ALIGNMENT, cached_plan
 from memo.planner.trace import Trace, parse_trace
 from memo.subsequences import subsequence_lengths
 
@@ -80,7 +80,7 @@ TraceOf = Callable[[dict[str, Any]], Trace]
 def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
     """The ArenaBytes of a step's Trace, planned as the run plans it."""
     def peak(trace: Trace) -> int:
-        return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device], PLANNING_S).arena_bytes
+        return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device]).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head")
               for event in events]
     return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))

@@ -28,7 +28,7 @@ import torch
 from memo.command import progress
 from memo.errors import warn
 from memo.files import cache_folder, cache_place, open_file, ours_alone
-from memo.planner.plan import ALIGNMENT, PLANNING_S, Plan, cached_plan
+from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import LogError, Trace, parse_trace
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -207,7 +207,7 @@ class Arena:
 
     def replay(self, trace: Trace) -> None:
         """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
-        plan = cached_plan(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type], PLANNING_S)
+        plan = cached_plan(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type])
         self.install(plan)
         self.plans.append(Planned(trace, plan))
 

@@ -188,11 +188,10 @@ def one_level(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit
     return compose(trace, solver, alignment, time_limit, by_segment=False)
 
 
-def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignment: int = 1,
-                time_limit: float = 60.0) -> Plan:
+def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignment: int = 1) -> Plan:
     """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or
     None, costs time only."""
-    key = hashlib.sha256(f"{trace.text}{solver} {alignment} {time_limit}".encode())
+    key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S}".encode())
     # a better solver's plan is another
     sources = (problem.__file__, solvers.__file__, gaps.__file__)
     for module in (__file__, Path(__file__).with_name("trace.py"), *sources):
@@ -201,7 +200,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     if folder is not None:
         with suppress(Exception):  # not there, or not what was written: whatever it is, it is made again
             return believed_plan(Plan.from_json(read_text(folder / name)), trace, solver, alignment)
-    plan = bilevel(trace, solver, alignment, time_limit)
+    plan = bilevel(trace, solver, alignment, PLANNING_S)
     keep_json(asdict(plan), folder, name)
     return plan
 
