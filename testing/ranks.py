@@ -1,30 +1,42 @@
-"""Pools of processes that stand for ranks: they talk over gloo, and stay for the next test."""
+"""Processes that stand for ranks. Pools of them talk over gloo, and stay for the next test; all are forked
+from a server that has imported torch: a process of its own takes two seconds for that."""
 
 import atexit
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
+from memo import launch
 from memo.command import run
 from memo.launch import Launch
 from memo.parallel.mesh import connected
 from memo.planner.allocator import Unavailable, load_library
 
 TIMEOUT_S = 300
-PROCESSES = multiprocessing.get_context("forkserver")  # forks from a server that imports torch once
+PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["testing.ranks", "train", "torch._dynamo", "torch.distributed.checkpoint"])
 
 
 def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    launch.LOST_S = 10**6  # a pool without work is stopped, and says nothing
+    # even a stopped rank ends with the server, which ends with the tests: none of its ranks holds it back
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     with connected(Launch(rank, size, rank, size, 0, "")) as host:
@@ -53,10 +65,16 @@ class Ranks:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, work: Callable, *args: object) -> list:
-        """[work(host, *args) of every rank]. What one of them raises is raised here, and the pool is gone."""
+    def start(self, work: Callable, *args: object) -> None:
+        """work(host, *args) begins on every rank."""
+        self.send_signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((work, args))
+
+    def run(self, work: Callable, *args: object) -> list:
+        """[work(host, *args) of every rank]. What one of them raises is raised here, and the pool is gone.
+        Behind it the ranks are stopped: each of gloo's threads would wake up a hundred times a second."""
+        self.start(work, *args)
         results, waiting = {}, dict(enumerate(self.pipes))
         while waiting:
             ready = multiprocessing.connection.wait(waiting.values(), TIMEOUT_S)
@@ -69,9 +87,16 @@ class Ranks:
                     process.kill()
                 pool.cache_clear()
                 raise AssertionError(failed)
+        self.send_signal(signal.SIGSTOP)
         return [results[rank] for rank in range(len(self.pipes))]
 
+    def send_signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.pid and process.is_alive():
+                os.kill(process.pid, number)
+
     def close(self) -> None:
+        self.send_signal(signal.SIGCONT)
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -79,11 +104,16 @@ class Ranks:
             process.join(10)
 
 
+def redirect(said: Path) -> None:
+    """What this process says lies in `said`.out and .err from now on."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{said}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+
+
 def enter(main: Callable, argv: list[str], rank: int, size: int, port: int, said: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{said}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+    redirect(said)
     torch.set_num_threads(1)
     code = run(main, argv)
     sys.stdout.flush()
@@ -100,6 +130,22 @@ def start_ranks(main: Callable, argv: list[str], size: int, folder: Path) -> lis
     for process in ranks:
         process.start()
     return ranks
+
+
+def agent(main: Callable, argv: list[str], options: list[str], said: Path) -> None:
+    redirect(said)
+    sys.stdout = os.fdopen(1, "w", 1)  # line by line: a rank may be killed
+    os.environ["OMP_NUM_THREADS"] = "1"
+    config, *_ = config_from_args(parse_args([*options, "--start-method=fork", "train.py"]))
+    elastic_launch(config, main)(argv)
+
+
+def start_agent(main: Callable, argv: list[str], *options: str, said: Path) -> BaseProcess:
+    """The process of a torchrun with these options, without its seconds of imports: its ranks, main(argv),
+    are forked. What all of them say lies in `said`.out and .err."""
+    process = PROCESSES.Process(target=agent, args=(main, argv, list(options), said))
+    process.start()
+    return process
 
 
 def children(pid: int) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from memo import checkpoint, convert
+from memo import checkpoint, convert, profiler
 from memo.command import run
 from memo.config import as_keys
 from memo.layer import model_parameters
@@ -46,6 +46,14 @@ def losses(out):
 
 def no_picture(run, name, work):
     """In the place of memo.report.draw_picture."""
+
+
+def small_measures(m):
+    """Runs choose from several subsequences at small lengths, and measure the machine on small tensors."""
+    m.setattr("memo.decide.LEAST_TOKENS", 128)
+    m.setitem(profiler.MOST_TOKENS, "cpu", 256)
+    m.setitem(profiler.PASSED_BYTES, "cpu", (2**14, 2**16))
+    m.setitem(profiler.PRODUCT_ROWS, "cpu", 64)
 
 
 # --- models ---
@@ -104,13 +112,16 @@ def fails(capsys, message, *argv):
 
 # --- ranks ---
 
-MESHES = {}  # of this process: groups have threads
+MESHES = {}  # of this process, the last one alone: each group has a thread that never sleeps for long
 
 
 def mesh_of(host, cfg):
-    """The Mesh of a layout, opened once."""
+    """The Mesh of a layout, which stays until another one is asked for."""
     key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp, cfg.ties_stages
     if key not in MESHES:
+        for mesh in MESHES.values():
+            mesh.close()
+        MESHES.clear()
         MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp, pp=cfg.pp, tied=cfg.ties_stages)
     return MESHES[key]
 

@@ -12,6 +12,7 @@ import train
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.config import Config
 from memo.decide import Rates, Room
+from memo.estimate.arena import fast_arena
 from memo.estimate.step_seconds import Ends, compute_seconds, swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, tensors_of
@@ -148,7 +149,8 @@ def decided(host, args):
     def spied(stages, alone):
         seen.append((stages, alone, with_bubbles(stages, alone)))
         return seen[0][-1]
-    with patch("memo.memory.with_bubbles", spied):
+    bound = patch("memo.run.arena_here", lambda _, *args: fast_arena(*args))  # a trace takes seconds
+    with patch("memo.memory.with_bubbles", spied), bound:
         run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
     found = *seen[0], run.decision.placement, run.decision.rates
     run.close()

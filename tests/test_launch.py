@@ -28,18 +28,19 @@ from memo import checkpoint, command, convert, evaluate, out_dir, report, sample
 from memo.config import Config
 from memo.ending import complete
 from memo.errors import TrainingError
+from memo.estimate.arena import fast_arena
 from memo.launch import Launch, rank_errors
 from memo.layout import stage_of
 from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
-from testing.ranks import Ranks, children, free_port, pool, start_ranks
-from tests.helpers import LLAMA, ROOT, error, mesh_of, no_picture, step
+from testing.ranks import Ranks, children, free_port, pool, start_agent, start_ranks
+from tests.helpers import LLAMA, ROOT, error, mesh_of, no_picture, small_measures, step
 from tests.layouts import build
 
 MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
-             gradient_accumulation_steps=2, max_iters=10, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
-             eval_interval=5, eval_iters=2, save_interval=0, device="cpu")
+             gradient_accumulation_steps=2, max_iters=6, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
+             eval_interval=3, eval_iters=2, save_interval=0, device="cpu")
 UNTIED = LLAMA | dict(n_kv_head=4, position="rope", bias=False)
 FOUR = dict(tp=2, cp=2)
 IN_ORDER = dict(subsequences=2, subsequence_cut="equal", unit_order="subsequence")  # as stages want it
@@ -70,6 +71,7 @@ def here(host, argv, console=os.devnull):
     path = f"{console}{host.rank}" if console != os.devnull else console
     with open(path, "w") as file, contextlib.redirect_stdout(file), pytest.MonkeyPatch.context() as m:
         m.setattr("memo.report.draw_picture", no_picture)
+        m.setattr("memo.run.arena_here", lambda _, *args: fast_arena(*args))  # a trace takes a second
         try:
             run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
         except Exception as e:
@@ -206,6 +208,7 @@ def test_weights_of_transformers_start_in_stages(dataset, tmp_path, ended, model
 def here_choosing(host, argv):
     """here(), where each rank would choose another number of subsequences, if it were asked."""
     with pytest.MonkeyPatch.context() as m:
+        small_measures(m)
         m.setattr("memo.decide.LEAST_TOKENS", 16)
         m.setattr("memo.decide.ALIGNED", 1)
         m.setattr("memo.run.chosen", lambda cfg, *_: (replace(
@@ -224,7 +227,7 @@ def test_all_ranks_take_what_rank_0_chooses(dataset, tmp_path, layout):
 
 # --- checkpoints ---
 
-HALF = dict(max_iters=5, lr_decay_iters=10)  # after five of the ten steps the run ends
+HALF = dict(max_iters=3, lr_decay_iters=6)  # after three of the six steps the run ends
 STAGES = dict(pp=2, tp=2, **IN_ORDER)
 OTHERS = {"tp4": (4, dict(tp=4)), "cp2 dp2": (4, dict(cp=2)), "pp4": (4, dict(pp=4, **IN_ORDER)),
           "pp2 tp2": (4, STAGES), "one": (1, {})}
@@ -233,7 +236,7 @@ OTHERS = {"tp4": (4, dict(tp=4)), "cp2 dp2": (4, dict(cp=2)), "pp4": (4, dict(pp
 def resumed(halfway, out, ranks, **keys):
     """The rest of the run in a copy of its out_dir, with other keys."""
     shutil.copytree(halfway, out)
-    keys |= dict(init_from="resume", out_dir=out, max_iters=10)
+    keys |= dict(init_from="resume", out_dir=out, max_iters=6)
     run(ranks, [f"--{k}={v}" for k, v in keys.items()])
 
 
@@ -243,7 +246,7 @@ def resumed(halfway, out, ranks, **keys):
     (STAGES, UNTIED, ("one", "pp4"))], ids=["tp2 cp2", "pp2 tp2", "pp2 tp2 untied"])
 def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, ended, keys, model, others):
     halfway, alone = ended(4, **keys, **HALF, **model), ended(**model)
-    assert len(list((halfway / "ckpt" / "5").glob("*.distcp"))) == 4
+    assert len(list((halfway / "ckpt" / "3").glob("*.distcp"))) == 4
     for name in others:
         ranks, other = OTHERS[name]
         resumed(halfway, tmp_path / name, ranks, **dict(tp=1, cp=1, pp=1) | other)
@@ -443,8 +446,7 @@ def without_memory(host, argv, said, rank, steps):
     (3, dict(pp=3, **IN_ORDER), 2, 2)])
 def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path, size, keys, rank, steps):
     ranks, said = Ranks(size), tmp_path / "said "
-    for pipe in ranks.pipes:
-        pipe.send((without_memory, (argv(dataset, tmp_path / "out", **keys), said, rank, steps)))
+    ranks.start(without_memory, argv(dataset, tmp_path / "out", **keys), said, rank, steps)
     for process in ranks.processes:
         process.join(60)
     assert [process.exitcode for process in ranks.processes] == [1] * size
@@ -510,18 +512,20 @@ def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path, layout):
 
 
 @pytest.mark.ranks
-def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_a_rank(dataset, tmp_path, torchrun):
+def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_a_rank(dataset, tmp_path):
     """Each has two ranks, of one stage."""
-    keys, port = LONG | dict(pp=2, **IN_ORDER), free_port()
-    nodes = [torchrun(argv(dataset, tmp_path / "two", **keys), "--nnodes=2", "--rdzv-backend=c10d",
-                      "--max-restarts=3", f"--rdzv-endpoint=127.0.0.1:{port}", ranks=2) for _ in range(2)]
+    keys = LONG | dict(pp=2, **IN_ORDER)
+    options = ["--nproc_per_node=2", "--nnodes=2", "--rdzv-backend=c10d", "--max-restarts=3",
+               f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    nodes = [start_agent(train_main, argv(dataset, tmp_path / "two", **keys), *options, said=tmp_path / name)
+             for name in "ab"]
     wait_for_rows(tmp_path / "two", 8)
     os.kill(children(nodes[1].pid)[0], signal.SIGKILL)
-    said = lines = ""
     for node in nodes:
-        out, err = node.communicate(timeout=400)
-        assert node.returncode == 0, err
-        said, lines = said + out, lines + err
+        node.join(400)
+        assert node.exitcode == 0
+    said, lines = ("".join((tmp_path / f"{name}.{kind}").read_text() for name in "ab")
+                   for kind in ("out", "err"))
     assert LOST.search(lines), lines
     assert pool(4).run(here, argv(dataset, tmp_path / "one", **keys)) == [0] * 4
     assert losses(tmp_path / "two") == losses(tmp_path / "one")

@@ -189,8 +189,7 @@ def faulty(host, path, fault):
     ("silent", "no answer within 2 s", "not set")])
 def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, fault, said, interface):
     ranks = Ranks(2)
-    for pipe in ranks.pipes:
-        pipe.send((faulty, (str(tmp_path), fault)))
+    ranks.start(faulty, str(tmp_path), fault)
     ranks.processes[0].join(30)
     assert ranks.processes[0].exitcode == 1
     ranks.processes[1].join(30)
@@ -217,8 +216,7 @@ def suspended(host, path):
 @pytest.mark.ranks
 def test_a_rank_that_says_nothing_for_long_is_lost(tmp_path):
     ranks = Ranks(2)
-    for pipe in ranks.pipes:
-        pipe.send((suspended, (str(tmp_path),)))
+    ranks.start(suspended, str(tmp_path))
     ranks.processes[0].join(30)
     assert ranks.processes[0].exitcode == 1
     ranks.processes[1].kill()
@@ -284,8 +282,7 @@ def stuck(host):
 def test_ranks_end_when_the_one_before_them_is_gone_whatever_they_do():
     ranks = Ranks(3)
     assert ranks.run(fail, [], True) == [0, 1, 2]
-    for pipe in ranks.pipes:
-        pipe.send((stuck, ()))
+    ranks.start(stuck)
     for process in ranks.processes:
         process.join(30)
     assert [process.exitcode for process in ranks.processes] == [1, 9, 1]
