@@ -216,7 +216,7 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
             (2, f"--tensor_parallel=metp {LLAMA} --tp=2 --n_layer=4 --n_embd=256 --n_head=4 "
                 "--block_size=8192 --activation=recompute")]
 # with 1, 4 and 8 subsequences, and as memo chooses, over four layouts
-SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=4 --n_embd=128 --n_head=2 --block_size=4096 "
+SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=3 --n_embd=256 --n_head=4 --block_size=8192 "
                             f"--alpha=0.5{layout}")
                     for ranks, layout in ((1, ""), (2, " --tp=2"), (2, " --cp=2"),
                                           (2, " --tp=2 --tensor_parallel=metp"))

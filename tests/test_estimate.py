@@ -816,7 +816,7 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     profiler.main(["--calibrate", "--device=cpu"])
     out, err = capsys.readouterr()
     assert "matmul" in out
-    assert re.search(r"^measuring (matmul|attention|gelu|norm).*, [\d.e+]+ (FLOPs|bytes), 0 s so far$", err,
+    assert re.search(r"^measuring (matmul|attention|gelu|norm).*, [\d.e+]+ (FLOPs|bytes), \d+ s so far$", err,
                      re.MULTILINE)
     here = hardware.machine("here")
     assert here.cpu and here.threads == torch.get_num_threads() and here.speeds.itemsize == 4

@@ -163,12 +163,12 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
         for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
             call, flops = matmuls(size, 2**16 if cuda else 4096, dtype, device)
             measure({"matmul": (call, flops)}, size, size)
-        for T in (2048, 8192, 32768, 65536) if cuda else (512, 1024, 2048, 4096, 8192):
+        for T in (2048, 8192, 32768, 65536) if cuda else (128, 512, 1024, 2048, 4096, 8192):
             for causal in (True, False):
                 measure(attentions(T, 128 if cuda else 64, dtype, device, "auto", causal), T, T)
-        for nbytes in (2**24, 2**26, 2**28) if cuda else (2**19, 2**21, 2**23, 2**25):
+        for nbytes in (2**24, 2**26, 2**28) if cuda else (2**16, 2**19, 2**21, 2**23, 2**25):
             measure(row_passes(nbytes, dtype, device), None, nbytes)
-    for nbytes in (2**16, 2**20, 2**23, 2**26) if axis.size > 1 else ():
+    for nbytes in (2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
         for op, (call, amount) in messages(nbytes, axis, device).items():
             note(op, amount, amount, call)
     table["memory"] = table["copy"]

@@ -25,6 +25,7 @@ LONGEST = 2**27  # tokens; where the search for the longest context stops
 MODES: tuple[dict[str, Any], ...] = (
     dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
     dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor"))
+FARTHEST = MODES[1], MODES[-1]  # with the longest contexts: recompute where the host is small
 Suits = Callable[[Estimate], bool]
 
 
@@ -161,11 +162,13 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
         return got if got and got.fits and suits(got) else None
 
     def fitting(arena: ArenaOf) -> int:
-        """The greatest number of units, 0 where not one fits: twice as many until they do not fit, then by
-        bisection, for memory grows with the sequence, and what fits is judged faster."""
+        """The greatest number of units, 0 where not one fits: by steps twice as long each until
+        they do not fit, then by bisection, for memory grows with the sequence, and what fits is judged
+        faster."""
         most, low, high = max(least, LONGEST // unit), least - 1, max(least, known // unit)
+        step = 1 if known else high
         while high <= most and of(high, arena):
-            low, high = high, 2 * high
+            low, high, step = high, high + step, 2 * step
         high = min(high, most + 1)
         while high - low > 1:
             middle = (low + high) // 2
@@ -193,11 +196,11 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
 
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-                       best: int = 5, modes: Sequence[dict] = MODES,
+                       best: int = 5, modes: Sequence[dict] = FARTHEST,
                        suits: Suits = lambda got: got.fits) -> list[Estimate]:
     """Of the `best` layouts with the longest contexts the Estimate of each one's longest that `suits`, the
-    longest first; judged by the fast bound first, then by `arena`. Empty where no layout fits."""
-    every, tried = [*layouts(cfg, machine, world, modes)], 0
+    longest first; judged by the fast bound, the longest by `arena`, too. Empty where no layout fits."""
+    every, tried, alone = [*layouts(cfg, machine, world, modes)], 0, untimed(machine)
     every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
     found: dict[tuple, Estimate] = {}
 
@@ -213,16 +216,16 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
             unit = MULTIPLE * one.cp * one.tp
             known = max(unit, -(-least // unit) * unit)
             at_least = config_with(one, block_size=known) if least else None
-            got = estimate_or_none(at_least, untimed(machine), world, fast_arena)
+            got = estimate_or_none(at_least, alone, world, fast_arena)
             if least and not (got and got.fits and suits(got)):
                 continue  # most layouts end here: with one estimate
-            most = longest(one, machine, world, fast_arena, suits, known if least else 0)
+            most = longest(one, alone, world, fast_arena, suits, known if least else 0)
             if most and (likeness not in found or length(most) > length(found[likeness])):
                 found[likeness] = most
         taken = sorted(found.values(), key=length, reverse=True)[:best]
-        if arena is not fast_arena:
-            taken = [*filter(None, (longest(got.asked, machine, world, arena, suits) for got in taken))]
-        return sorted(taken, key=length, reverse=True)
+        with_seconds = (longest(got.asked, machine, world, fast_arena if n else arena, suits,
+                                got.cfg.block_size) for n, got in enumerate(taken))
+        return sorted(filter(None, with_seconds), key=length, reverse=True)
 
 
 def at_its_end(got: Estimate) -> bool:
