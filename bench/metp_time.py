@@ -1,9 +1,10 @@
 """METP in seconds, on processes that talk over gloo: how far messages hide, and what one process pays.
 
     python -m bench.metp_time overlap    ranks whose messages take a while per byte
+    python -m bench.metp_time replay     what their order allows, simulated: shapes alone, nothing is timed
     python -m bench.metp_time cpu        one process, 8 groups of heads, beside a layer that keeps everything
 
-Both at once; without an argument both, too. Writes bench/results/metp_time.json and metp_overlap.png. No
+Several at once; without an argument all. Writes bench/results/metp_time.json and metp_overlap.png. No
 network is measured: a message ends no earlier than its bytes times the seconds a byte behind the message
 before it on its communicator. Ranks that share cores would slow each other: their products are paced. Each
 lasts as its FLOPs say, of which a rank computes a small part, with one thread, and sleeps the rest.
@@ -23,6 +24,7 @@ from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
 from memo.plots import plain
 from memo.profiler import layer_rates
+from memo.swap.streams import open_streams
 from model import GPT, initial_weights
 from testing.ranks import pool
 
@@ -64,14 +66,19 @@ def sleep_until(when):
 # --- messages that take a while ---
 
 class Tape(list):
-    """What a rank does, in order: (seconds of computing, what follows them, arguments of that)."""
+    """What a rank does, in order: (seconds of computing, what follows them, arguments of that). `clock`: what
+    seconds are counted by."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
 
     def note(self, *what):
-        self.append((time.perf_counter() - self.since, *what))
+        self.append((self.clock() - self.since, *what))
         self.go_on()
 
     def go_on(self):
-        self.since = time.perf_counter()
+        self.since = self.clock()
 
 
 class Slow(Axis):
@@ -141,20 +148,23 @@ class Bench:
     """A layer of METP on slow communicators. The first messages of a half are posted where a step posts them,
     before the half that precedes it, and the MLP's last gradients come home beside attention."""
 
-    def __init__(self, host, keys):
-        cfg, p = Config(**keys, tp=host.size, tensor_parallel="metp"), host.size
-        self.host = host
-        self.axes = {name: Slow(name, p, host.rank, host.another()) for name in ("tp", "hops", "cp")}
+    def __init__(self, host, keys, device=CPU, clock=time.perf_counter):
+        cfg, p = Config(**keys, tp=host.size, tensor_parallel="metp", attention="cpu"), host.size
+        self.host, self.clock = host, clock
+        self.axes = {name: Slow(name, p, host.rank, host.group and host.another())
+                     for name in ("tp", "hops", "cp")}
         mesh = Mesh(weights=self.axes["tp"], hops=self.axes["hops"], tokens=self.axes["cp"], host=host,
                     peers=host)
-        self.prepare([dict.fromkeys(self.axes, 0.0)] * 2, False)
-        self.model = GPT(cfg, CPU, torch.float32, mesh=mesh)
-        self.model.load(initial_weights(cfg, 0, CPU))
-        self.model.reserve(1, cfg.block_size)
-        self.x = torch.randn(self.model.swap.layers[0].x.shape)
+        self.nothing = [dict.fromkeys(self.axes, 0.0)] * 2  # seconds a byte
+        self.prepare(self.nothing, False)
+        self.model = GPT(cfg, device, torch.float32, mesh=mesh)
+        if host.group:
+            self.model.load(initial_weights(cfg, 0, CPU))
+        self.model.reserve(1, cfg.block_size, streams=open_streams(CPU))
+        self.x = torch.randn(self.model.swap.layers[0].x.shape, device=device)
 
     def prepare(self, rates, at_once, phase=0):
-        self.tape = self.tape if phase else Tape()
+        self.tape = self.tape if phase else Tape(self.clock)
         for name, axis in self.axes.items():
             axis.prepare(self.tape, rates[phase][name], at_once)
 
@@ -209,14 +219,13 @@ class Bench:
 def slow_layer(host, keys, rounds):
     """(seconds of a layer whose products are not paced, rows of RATIOS and PARTS of one whose are)."""
     bench = Bench(host, keys)
-    nothing = [dict.fromkeys(bench.axes, 0.0)] * 2
     with Paced(0.0) as paced:
-        bench.run(nothing)
+        bench.run(bench.nothing)
         paced.flops = 0
-        unpaced_s = sum(bench.run(nothing))
+        unpaced_s = sum(bench.run(bench.nothing))
         paced.s_per_flop = PACED_S / paced.flops
         # other processes only add to the seconds: the fastest round counts
-        alone = [(bench.run(nothing), bench.tape) for _ in range(3 * rounds)]
+        alone = [(bench.run(bench.nothing), bench.tape) for _ in range(3 * rounds)]
         compute = [min(lap) for lap in zip(*(laps for laps, _ in alone), strict=True)]
         _, tape = min(alone, key=lambda run: sum(run[0]))
         rows = []
@@ -243,19 +252,52 @@ TOKENS, PACED_S = 256, 3.0  # of a rank; seconds that a layer's products last, f
 GROUPS = 16  # of heads: as many as `auto` takes for LLaMA-7B with 64K tokens a rank
 
 
-def overlap(rounds):
-    """Rows of four models' layers, a sixteenth as wide: forward and backward of their halves and of both,
-    where messages on a half's busiest communicator take so many times as long as its computing."""
-    rows = []
+def shapes():
+    """(ranks, a model's name, keys of its layer, a sixteenth as wide)."""
     for p in RANKS:
         for name, (h, heads) in MODELS.items():
-            keys = dict(n_layer=1, n_embd=h // 16, n_head=heads, block_size=p * TOKENS, vocab_size=128,
-                        head_groups=GROUPS)
-            unpaced_s, found = pool(p).run(slow_layer, keys, rounds)[0]
-            print(f"{name}, {p} ranks: {h // 16} wide, {heads} heads, {unpaced_s:.2f} s if nothing sleeps")
-            for row in found:
-                show(row)
-                rows.append(dict(model=name, h=h // 16, heads=heads, p=p, unpaced_s=unpaced_s) | row)
+            yield p, name, dict(n_layer=1, n_embd=h // 16, n_head=heads, block_size=p * TOKENS,
+                                vocab_size=128, head_groups=GROUPS)
+
+
+def overlap(rounds):
+    """Rows of four models' layers: forward and backward of their halves and of both, where messages on a
+    half's busiest communicator take so many times as long as its computing."""
+    rows = []
+    for p, name, keys in shapes():
+        unpaced_s, found = pool(p).run(slow_layer, keys, rounds)[0]
+        h, heads = keys["n_embd"], keys["n_head"]
+        print(f"{name}, {p} ranks: {h} wide, {heads} heads, {unpaced_s:.2f} s if nothing sleeps")
+        for row in found:
+            show(row)
+            rows.append(dict(model=name, h=h, heads=heads, p=p, unpaced_s=unpaced_s) | row)
+    return rows
+
+
+def replay():
+    """Rows of the same layers, simulated: what their order of messages allows where computing takes as long
+    as its FLOPs say, and nothing else takes time. The ranks do the same at the same time: one is played."""
+    rows = []
+    for p, name, keys in shapes():
+        with Paced(0.0) as paced:
+            bench = Bench(Axis("host", p), keys, torch.device("meta"), lambda paced=paced: paced.flops)
+            bench.run(bench.nothing)
+            bench.model.close()
+        compute, _ = replayed(bench.tape, bench.nothing)
+        for ratio in RATIOS:
+            order, exposed = replayed(bench.tape, bench.rates(compute, ratio))
+            for half, way, laps in PARTS:
+                computed, allowed = (sum(of[i] for i in laps) for of in (compute, order))
+                waited = sum((Counter({m: n / computed}) for (lap, m), n in exposed.items() if lap in laps),
+                             Counter())
+                rows.append(dict(model=name, p=p, half=half, way=way, ratio=ratio,
+                                 over_longer=allowed / max(1, ratio) / computed, exposed=dict(waited)))
+    print("simulated: time over the longer of computing and messages, which take 0.25, 0.5, 1, 2 of it")
+    for i in range(0, len(rows), len(RATIOS) * len(PARTS)):
+        for j, (half, way, _) in enumerate(PARTS):
+            found = rows[i + j:i + len(RATIOS) * len(PARTS):len(PARTS)]
+            print(f"{found[0]['p']} ranks  {found[0]['model']:11} {half:9} {way:8} ",
+                  *(f"{row['over_longer']:.3f}" for row in found))
     return rows
 
 
@@ -312,7 +354,8 @@ def cpu(rounds):
 
 
 def main():
-    found = store_parts(__doc__, RESULTS / "metp_time.json", dict(overlap=overlap, cpu=cpu))
+    found = store_parts(__doc__, RESULTS / "metp_time.json", dict(
+        overlap=overlap, replay=lambda rounds: replay(), cpu=cpu))
     if "overlap" in found:
         plot_overlap(found["overlap"], RESULTS / "metp_overlap.png")
 
