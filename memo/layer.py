@@ -306,6 +306,12 @@ def head_groups(cfg: "Config") -> int:
     return next((n for n in possible if n >= least and elements // n <= METP_ELEMENTS), possible[-1])
 
 
+def makes_queries_early(cfg: "Config") -> bool:
+    """Whether METP's backward makes the next group's queries, and keys and values two groups ahead, beside
+    the own block: in a ring of two ranks, unless its groups are as large as can be."""
+    return cfg.token_ranks == 2 < head_groups(cfg)
+
+
 def possible_groups(H: int, Hkv: int, tp: int = 1) -> list[int]:
     """Into how many groups H query heads can be cut, in ascending order: equally many heads in each, all of
     one tp rank, which share the Hkv heads of keys evenly."""

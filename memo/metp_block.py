@@ -20,7 +20,7 @@ import torch
 from memo.attention import Attention, Gradients, attend, attend_backward, start_keys
 from memo.block import EVERY_ROW, Block
 from memo.config import Config
-from memo.layer import head_groups, layer_of
+from memo.layer import head_groups, layer_of, makes_queries_early
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh, Works
 from memo.parallel.metp import (
@@ -28,6 +28,8 @@ from memo.parallel.metp import (
     Ahead,
     Broadcasts,
     Heads,
+    Matrices,
+    Projection,
     Reductions,
     add_all,
     add_or_write,
@@ -48,10 +50,12 @@ class MetpBlock(Block):
     def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
         super().__init__(cfg, w, dw, attention, prefix, ops, mesh)
-        layer, self.hops, self.two = layer_of(cfg), mesh.hops, mesh.tokens.size == 2
+        layer, self.hops = layer_of(cfg), mesh.hops
         self.kind, self.has_mean = cfg.mlp, cfg.norm == "layernorm"
         self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
-        self.projections = [name for name in ("q_w", "q_b", "k_w", "k_b", "v_w", "v_b")
+        self.early = makes_queries_early(cfg)
+        # keys leave first; the last product of a group that waits for a message is that of the queries
+        self.projections = [name for name in ("k_w", "k_b", "v_w", "v_b", "q_w", "q_b")
                             if name in layer.parameters]
         self.mlp_names = [name for name in ("fc1_w", "fc1_b", "fc2_w", "gate_w", "up_w", "down_w")
                           if name in layer.parameters]
@@ -68,7 +72,10 @@ class MetpBlock(Block):
         if len(s.attn_out[rows["attn_out"]]):
             self.attention_half(s, turn, torch.empty_like(s.x), rows["mid"], again=True)
         elif len(s.mid[rows["mid"]]):
-            self.project(s, self.tp.start_gather(self.w.proj_w), rows["mid"])
+            projection = self.projected(s, rows["mid"])
+            projection.start(self.tp.size)
+            for _ in range(self.tp.size):
+                projection.add()
 
     def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         coming = self.broadcasts(*self.names_of("kv"), keys_at=lambda group: group.first)
@@ -82,13 +89,17 @@ class MetpBlock(Block):
         """attn_out and lse from x, and rows r of mid. `normed` (n, C): memory for the norm's output. `again`:
         the unit's own piece is there already, where it has one. Source: METP, algorithms 3 and 4."""
         names = self.names_of("q") if again and s.pieces else self.projections
-        coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces)
+        projection = self.projected(s, r)
+
+        def behind(heads: Heads) -> None:  # a piece of the projection's matrix for each part of attn_out
+            projection.start(self.begins_part(heads) + (heads is self.groups[-1]))
+        coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces, behind=behind)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
         ahead = self.groups_ahead(coming, s, normed, turn)
         for heads, matrices, kv, others in ahead:
-            if heads is self.groups[-2:][0]:  # the last broadcast is posted: none waits for this message
-                whole = self.tp.start_gather(self.w.proj_w)  # comes while the last two groups compute
             [q] = self.made("q", normed, matrices, turn, s.lse)
+            if self.begins_part(heads):
+                projection.add()  # the part before
             out, lse = self.of_heads(s.attn_out, s.lse, heads)
             if s.pieces:
                 self.fill_piece(s, normed, heads, matrices, turn)
@@ -99,14 +110,14 @@ class MetpBlock(Block):
                 attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, others,
                        others and ahead.prepare)
             del q, kv, others
-        self.project(s, whole, r)
+        projection.add()
 
     def groups_ahead(self, coming: Broadcasts, s: SimpleNamespace, normed: torch.Tensor,
                      turn: torch.Tensor | None) -> Ahead:
         """Of each group of heads (Heads, its matrices, [k, v], those of the other ranks); without the last
         two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
         has its keys on their way beside the group before."""
-        def send_keys(item: tuple[Heads, dict[str, torch.Tensor]]) -> tuple:
+        def send_keys(item: tuple[Heads, Matrices]) -> tuple:
             heads, matrices = item
             if s.pieces:
                 return heads, matrices, [], None
@@ -114,15 +125,15 @@ class MetpBlock(Block):
             return heads, matrices, kv, start_keys(self.attention_at(turn), heads.q.stop - heads.q.start, *kv)
         return Ahead(map(send_keys, coming))
 
-    def made(self, names: str, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
-             turn: torch.Tensor | None, lse: torch.Tensor) -> list[torch.Tensor]:
+    def made(self, names: str, normed: torch.Tensor, matrices: Matrices, turn: torch.Tensor | None,
+             lse: torch.Tensor) -> list[torch.Tensor]:
         """Those of q, k, v of a group of heads, (B, T, heads, D), from (n, C)."""
         new = [self.one_made(name, normed, matrices, turn,
                              normed.new_empty(len(normed), len(matrices[f"{name}_w"]))) for name in names]
         return self.heads(*new, like=lse)
 
-    def one_made(self, name: str, normed: torch.Tensor, matrices: dict[str, torch.Tensor],
-                 turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    def one_made(self, name: str, normed: torch.Tensor, matrices: Matrices, turn: torch.Tensor | None,
+                 out: torch.Tensor) -> torch.Tensor:
         """q, k or v of a group of heads from (n, C), over `out` (n, heads * D)."""
         for r in row_pieces(len(normed)):
             linear(normed[r], matrices[f"{name}_w"], matrices.get(f"{name}_b"), out=out[r])
@@ -130,8 +141,8 @@ class MetpBlock(Block):
             self.rotate(out, turn, back=False)
         return out
 
-    def fill_piece(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
-                   matrices: dict[str, torch.Tensor], turn: torch.Tensor | None) -> None:
+    def fill_piece(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads, matrices: Matrices,
+                   turn: torch.Tensor | None) -> None:
         """The group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
             return
@@ -144,16 +155,10 @@ class MetpBlock(Block):
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, normed, matrices, turn, out=place.flatten(2).flatten(0, 1))
 
-    def project(self, s: SimpleNamespace, whole: Works, r: slice) -> None:
-        """Rows r of mid, from x and attn_out. `whole`: Works of the ranks' parts of the matrix (p, C, Q/p).
-        Part by part, not group by group as in the paper: each sum rounds x in the run's dtype."""
-        before, mid, attn_out = s.x[r], s.mid[r], s.attn_out[r]
-        for w, columns in zip(whole.wait(), attn_out.chunk(self.tp.size, 1), strict=True):
-            for piece in row_pieces(len(mid)):
-                torch.addmm(before[piece], columns[piece], w.t(), out=mid[piece])
-            before = mid
-        if self.w.proj_b is not None:
-            mid += self.w.proj_b
+    def projected(self, s: SimpleNamespace, r: slice) -> Projection:
+        """Rows r of mid, of x and attn_out. Part by part of the ranks' heads, not group by group as in the
+        paper: there would be more sums."""
+        return Projection(self.tp, self.w.proj_w, self.w.proj_b, s.x[r], s.attn_out[r], s.mid[r])
 
     def mlp_half(self, s: SimpleNamespace, out: torch.Tensor, visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
@@ -195,23 +200,20 @@ class MetpBlock(Block):
         normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)  # nothing needs mid any more
         bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.head_dim)
-        ahead = self.groups_ahead(coming, s, normed, turn)
-        for heads, matrices, kv, others in ahead:
-            places = home.places(heads, matrices)
-            [q] = self.made("q", normed, matrices, turn, s.lse)
-            dout = torch.empty_like(q)
-            columns = s.attn_out[:, self.columns_of(heads)]
-            for r in row_pieces(len(dy)):
-                accumulate_product(places["proj_w"], dy[r].t(), columns[r])
-                torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
-            home.start(heads, places, "proj_w")
+        keys = self.groups_ahead(coming, s, normed, turn)
+        ahead = Ahead(map(partial(self.with_queries, dy, s, normed, turn, home), keys))
+
+        def meanwhile() -> None:
+            if self.early:  # gradients of keys have the own block alone to hide behind: more is done there,
+                ahead.prepare()  # so that the ring does not rest until the next group's block has gradients
+            keys.prepare()
+        for heads, matrices, kv, others, q, dout in ahead:
             gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, others,
-                                                   others and ahead.prepare)
+                                                   others and meanwhile)
             del dout, q, kv, others
-            if self.two and not s.pieces:  # in place of this group's keys, so that a ring of two does not
-                ahead.prepare(2)           # rest until the next group's first block has gradients
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
+            places = home.places(heads, [name for name in self.projections if name[0] in names])
             for name, g in zip(names, parts, strict=True):
                 if name != "v":
                     self.rotate(g, turn, back=True)
@@ -225,17 +227,31 @@ class MetpBlock(Block):
             for r in row_pieces(len(dy)):
                 add_or_write(dx[r], dqkv[r], qkv_w, write=heads.q.start == 0)
             del dqkv, qkv_w, matrices
-            home.finish(but=heads)  # the group before's, beside this one
+            home.finish(before=heads)  # the group before's, beside this one
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
         home.finish()  # the last group's
         if mlp_home is not None:
             add_all(self.mlp_parts(dw), mlp_home.wait())
         return s.x
 
+    def with_queries(self, dy: torch.Tensor, s: SimpleNamespace, normed: torch.Tensor,
+                     turn: torch.Tensor | None, home: Reductions, item: tuple) -> tuple:
+        """A group of groups_ahead(), with q and the gradient of attention's output. That of the projection's
+        matrix leaves."""
+        heads, matrices, *kv_others = item
+        [q] = self.made("q", normed, matrices, turn, s.lse)
+        dout, columns = torch.empty_like(q), s.attn_out[:, self.columns_of(heads)]
+        places = home.places(heads, ["proj_w"])
+        for r in row_pieces(len(dy)):
+            accumulate_product(places["proj_w"], dy[r].t(), columns[r])
+            torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
+        home.start(heads, places, "proj_w")
+        return heads, matrices, *kv_others, q, dout
+
     def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
-                              matrices: dict[str, torch.Tensor], turn: torch.Tensor | None,
-                              dout: torch.Tensor, q: torch.Tensor, kv: Sequence[torch.Tensor],
-                              others: Visits | None, meanwhile: Callable | None) -> Gradients:
+                              matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
+                              q: torch.Tensor, kv: Sequence[torch.Tensor], others: Visits | None,
+                              meanwhile: Callable | None) -> Gradients:
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
@@ -261,8 +277,12 @@ class MetpBlock(Block):
         """The rank's part of the MLP, of parameters or gradients."""
         return [getattr(of, name) for name in self.mlp_names]
 
-    def broadcasts(self, *names: str, keys_at: Callable[[Heads], bool] = lambda group: True) -> Broadcasts:
-        return Broadcasts(self.tp, self.w, names, self.groups, self.head_dim, keys_at)
+    def broadcasts(self, *names: str, **how: Callable) -> Broadcasts:
+        return Broadcasts(self.tp, self.w, names, self.groups, self.head_dim, **how)
+
+    def begins_part(self, heads: Heads) -> bool:
+        """Whether the heads before the group are those of whole ranks of `tp`."""
+        return heads.q.start > 0 and heads.q.start * self.tp.size % self.groups[-1].q.stop == 0
 
     def names_of(self, which: str) -> list[str]:
         """The parameters that make q, k, v."""

@@ -121,7 +121,7 @@ def in_four(order, *family, **keys):
     pytest.param("cp4", "ring", in_four("subsequence", micros=2), marks=SLOW),
     pytest.param("tp2 cp2", "ring", in_four("layer", ("subsequence_cut", "flops")), marks=SLOW),
     pytest.param("cp4", "ulysses", in_four("layer", *GROUPED), marks=SLOW),
-    pytest.param("tp4", "metp", in_four("layer", *GROUPED), marks=SLOW),
+    pytest.param("tp4", "metp", in_four("layer", *GROUPED, ("qkv_bias", True)), marks=SLOW),
     pytest.param("tp2 cp2", "metp", in_four("subsequence"), marks=SLOW),
     pytest.param("tp8", "metp", {}, marks=SLOW), pytest.param("tp2 cp2 dp2", "metp", {}, marks=SLOW),
     pytest.param("tp2 cp2 dp2", "ring", {}, marks=SLOW)])
@@ -143,12 +143,21 @@ def places(program, name, **wanted):
             and all(getattr(step, attribute) == value for attribute, value in wanted.items())]
 
 
-def test_the_projections_matrix_comes_beside_the_last_two_groups():
+def test_the_projections_matrix_comes_with_the_heads_that_it_multiplies():
+    """A piece behind the first broadcasts of the second rank's groups, one behind the last."""
     program = real_programs("tp2", "metp")[0]
-    gather = places(program, "tp", kind="gather")[0]
-    assert len(places(program[:gather], "tp", kind="broadcast")) > 3  # the embedding is summed by a scatter
-    meanwhile = program[gather + 1:program.index(Wait(gather))]  # the last group's keys, and no broadcast
-    assert [step.communicator.name for step in meanwhile if isinstance(step, Post)] == ["cp"]
+    pieces, broadcasts = places(program, "tp", kind="gather")[:2], places(program, "tp", kind="broadcast")
+    ends = [broadcasts[3 * group - 1] for group in (GROUPS // 2 + 1, GROUPS)]  # of keys, values, queries
+    assert pieces == [end + 1 for end in ends]
+    for piece, end in zip(pieces, ends, strict=True):
+        assert program.index(Wait(end)) < program.index(Wait(piece))
+    assert pieces[1] < broadcasts[3 * GROUPS]  # of the next layer
+
+
+def test_a_group_waits_for_one_matrix_after_the_other():
+    program = real_programs("tp2", "metp")[0]
+    keys, values, queries = (program.index(Wait(at)) for at in places(program, "tp", kind="broadcast")[:3])
+    assert keys < values < places(program, "cp")[0] < queries
 
 
 def test_a_groups_keys_leave_before_the_last_block_of_the_group_before():
@@ -164,9 +173,9 @@ def most_under_way(program, hops):
     return max(accumulate(steps))
 
 
-@pytest.mark.parametrize("text,kind,hops", [("cp4", "ring", 1), ("tp4", "metp", 3)])
+@pytest.mark.parametrize("text,kind,hops", [("cp4", "ring", 1), ("tp4", "metp", 4)])
 def test_so_many_blocks_of_keys_are_on_their_way(text, kind, hops):
-    """One; with METP, where they are of one group of heads, two, and the last one of the group before."""
+    """One; with METP, where they are of one group of heads, two, and the last two of the group before."""
     program = real_programs(text, kind)[0]
     ring = places(program, "cp")
     keys = [at for at in ring if program[at].nbytes == program[ring[0]].nbytes]
@@ -181,22 +190,31 @@ def of_two_ranks_backward(program):
     return [at for at in ring if at not in gradients], gradients
 
 
+def of_reductions(program):
+    """(places of a backward's reductions of the projection's gradients, of the queries'), group by group."""
+    reduces = places(program, "tp", kind="reduce")[-4 * GROUPS:]  # of the projection, then q, k, v; the next
+    return reduces[:1] + reduces[1:-3:4], reduces[2:-3:4] + reduces[-3:-2]  # group's projection before these
+
+
 def test_between_two_ranks_keys_leave_two_groups_ahead():
+    """Beside the own block, behind the gradients that hide there, too."""
     program = real_programs("tp2", "metp")[0]
     keys, gradients = of_two_ranks_backward(program)
-    others = [reduces[1] for reduces in zip(*[iter(places(program, "tp", kind="reduce"))] * 4, strict=True)]
-    assert len(keys) == len(gradients) == GROUPS and keys[1] < program.index(Wait(gradients[0]))
-    for home, following, reduce in zip(gradients, keys[2:], others[-GROUPS:], strict=False):
-        assert program.index(Wait(home)) < following < reduce  # beside what is left of the group
+    assert len(keys) == len(gradients) == GROUPS and gradients[0] < keys[1]
+    for home, following in zip(gradients, keys[2:], strict=False):
+        assert home < following < program.index(Wait(home))
 
 
 def test_gradients_of_a_groups_matrices_leave_as_soon_as_they_are_made():
-    """Those of the projection before attention, all before the next group's attention."""
+    """Those of the projection before attention, beside the group before; all before the next group's
+    attention."""
     program = real_programs("tp2", "metp")[0]
-    reduces = places(program, "tp", kind="reduce")[-4 * GROUPS:]  # of projection, q, k, v
-    for group, (hop, gradients) in enumerate(zip(*of_two_ranks_backward(program), strict=True)):
-        projection, *others = reduces[4 * group:4 * group + 4]
-        assert projection < program.index(Wait(hop)) < gradients < program.index(Wait(gradients)) < others[0]
+    keys, gradients = of_two_ranks_backward(program)
+    for group, (projection, others) in enumerate(zip(*of_reductions(program), strict=True)):
+        home = gradients[group]
+        assert projection < program.index(Wait(keys[group])) < home < program.index(Wait(home)) < others
+        if group:
+            assert gradients[group - 1] < projection < program.index(Wait(gradients[group - 1]))
 
 
 def test_the_mlps_last_gradients_are_on_their_way_as_long_as_attention_takes():

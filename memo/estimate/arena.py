@@ -26,6 +26,7 @@ from memo.layer import (
     group_heads,
     head_groups,
     head_rows,
+    makes_queries_early,
     travelling,
 )
 from memo.planner.plan import ALIGNMENT, cached_plan
@@ -197,6 +198,8 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     # the next group's own keys and values, and those that come: of two hops, where several blocks of a ring
     # lend memory to one
     ahead = 4 * kv * (cfg.token_ranks > 1)
+    if makes_queries_early(cfg):  # and the gradient of that group's output, and keys of one group more
+        ahead += 2 * q + 4 * kv
     halves = max(2 * q + 2 * kv + ahead + attention, piece * (C + hidden) * e, norm)
     return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
@@ -221,8 +224,9 @@ def message_bytes(cfg: Config, itemsize: int) -> int:
     part, group = travelling(cfg)
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
-    groups = 4 + (cfg.token_ranks == 2)  # one more: of one group those of q, k, v at once, too
-    attention = group * (groups * itemsize + 2 * 4)
+    early = makes_queries_early(cfg)  # of one group more, and the next group's of the projection
+    groups = 4 + early  # one more: of one group those of q, k, v at once, too
+    attention = group * (groups * itemsize + (2 + early) * 4)
     return max(mlp, attention + 2 * 4 * part)  # sent, and received
 
 

@@ -40,7 +40,7 @@ class MetpSeconds(LayerSeconds):
 
     # --- one operation ---
 
-    def parts_s(self, n: int, gives: int, takes: int) -> float:
+    def parts_s(self, n: int, gives: float, takes: float) -> float:
         """Seconds of own rows times n matrices of (gives, takes), whose results are added up. Where these are
         narrow, memory is slower than the products."""
         flops_s = self.speeds.seconds("matmul", 2 * self.own * gives * takes, sqrt(gives * takes))
@@ -99,28 +99,41 @@ class MetpSeconds(LayerSeconds):
         """(seconds, exposed seconds of broadcasts among them) to make attn_out and a part of mid's rows from
         x."""
         work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
-        nbytes = self.qkv_bytes  # the projection's come by themselves
-        coming, step = self.travel_s("gather", nbytes), work / self.groups
-        exposed = self.exposed_beside(coming, self.norm_s)
-        exposed += self.steps_s("gather", "", nbytes, 0, self.groups, step)
-        # behind the last broadcast, beside the last two groups
-        exposed += self.exposed_beside(self.projection_comes_s(), step + max(0.0, step - coming))
+        coming, piece = self.travel_s("gather", self.qkv_bytes), self.projection_piece_s()
+        step = work / self.groups
+        exposed = self.first_group_s()
+        # beside each group but the last the next one's; a piece of the projection's matrix beside the first
+        # group of each rank's heads but the first's, and beside the last group
+        exposed += (self.groups - self.tp) * self.exposed_beside(coming, step)
+        exposed += (self.tp - 1) * self.exposed_beside(coming + piece, step)
+        exposed += self.exposed_beside(piece, step)
         return self.norm_s + work + exposed, exposed
+
+    def first_group_s(self) -> float:
+        """Exposed seconds of the first group's matrices: of keys, which come beside a norm, of values and of
+        queries, each beside the product of the one before."""
+        queries, *others = self.widths
+        beside = [self.norm_s, *(self.parts_s(1, width, self.C) for width in others)]
+        nbytes = [self.qkv_bytes * width / sum(self.widths) for width in (*others, queries)]
+        return sum(self.exposed_beside(self.travel_s("gather", n), s)
+                   for n, s in zip(nbytes, beside, strict=True))
 
     def queries_keys_values_s(self) -> float:
         rotary = self.pass_s("rotary", self.turned) if self.turned else 0.0
         return sum(self.parts_s(self.groups, width, self.C) for width in self.widths) + rotary
 
     def projection_s(self) -> float:
-        return self.parts_s(self.tp, self.C, self.Q // self.tp)
+        return self.parts_s(self.tp**2, self.C / self.tp, self.Q / self.tp)
 
-    def projection_comes_s(self) -> float:
-        """Seconds of the gather of its matrix, whole."""
-        return self.travel_s("gather", self.C * self.Q * self.itemsize * (self.tp - 1) / self.tp)
+    def projection_piece_s(self) -> float:
+        """Seconds of the gather of a piece of its matrix, of as many as ranks."""
+        return self.travel_s("gather", self.C * self.Q * self.itemsize * (self.tp - 1) / self.tp**2)
 
     def projection_again_s(self, mid: float) -> float:
-        """Seconds of a part of mid's rows from attn_out."""
-        return mid * self.projection_s() + self.projection_comes_s()
+        """Seconds of a part of mid's rows from attn_out: all pieces are sent for at once."""
+        products, piece = mid * self.projection_s(), self.projection_piece_s()
+        beside = self.exposed_beside(piece, products / self.tp)
+        return products + piece + (self.tp - 1) * beside
 
     def mlp_s(self) -> float:
         """Seconds of the MLP's products and passes. Each part begins with the norm."""

@@ -77,8 +77,8 @@ def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
     return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
-# `coming`: ring_start(k, v). meanwhile() is called before the last block: what it sends has that block to
-# hide behind.
+# `coming`: ring_start(k, v). meanwhile() is called before the last two blocks of a forward, with two ranks
+# and in a backward before the last one: what it sends has these to hide behind.
 
 def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visits:
     return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
@@ -91,7 +91,7 @@ def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Callable, 
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     coming = coming or ring_start(axis, ahead, *kv)
     for step in range(axis.size):
-        if step == axis.size - 1:
+        if step == max(1, axis.size - 2):
             meanwhile()
         if step > 0:
             kv = next(coming)

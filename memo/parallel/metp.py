@@ -12,8 +12,8 @@ While one lot is used the next is on its way. Every matrix here is what a rank h
 fp32 in a fixed order. Source: METP (FITEE 2400602), algorithms 1 to 6.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -159,6 +159,11 @@ class Heads(NamedTuple):
         heads = self.kv if name[0] in "kv" else self.q
         return int(name == "proj_w"), heads.start * D, heads.stop * D
 
+    def shape_of(self, mine: torch.Tensor, name: str, D: int) -> list[int]:
+        """Of the group's columns of a parameter, of which `mine` is the part that a rank holds."""
+        dim, first, end = self.range_of(name, D)
+        return [end - first if d == dim else n for d, n in enumerate(mine.shape)]
+
     def own_columns(self, whole: torch.Tensor, name: str, D: int) -> torch.Tensor:
         """The group's columns of a parameter, or of its gradient, that one rank holds alone: a view."""
         dim, first, end = self.range_of(name, D)
@@ -191,43 +196,93 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
     return pieces
 
 
+class Matrices(Mapping[str, torch.Tensor]):
+    """{name: a group's columns of parameter `name`}. A matrix that is asked for is waited for first, with its
+    bias."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, torch.Tensor] = {}
+        self.works = defaultdict[str, list[Works]](list)  # by the first letter of the names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        for work in self.works.pop(name[0], ()):
+            work.wait()
+        return self.columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
 class Broadcasts:
-    """Iterating gives (Heads, {name: the group's columns of parameter `name`}) for each group, in the same
-    order on all ranks; the next group's are on their way meanwhile. The first group's start now. Those of
-    keys and values come with the groups of keys_at(group) alone."""
+    """Iterating gives (Heads, its Matrices) for each group, in the same order on all ranks; the next group's
+    are on their way meanwhile. The first group's start now. Those of keys and values come with the groups of
+    keys_at(group) alone. behind(group) is called when a group's are posted."""
 
     def __init__(self, axis: Axis, w: SimpleNamespace, names: Sequence[str], groups: Sequence[Heads], D: int,
-                 keys_at: Callable[[Heads], bool] = lambda group: True) -> None:
+                 keys_at: Callable[[Heads], bool] = lambda group: True,
+                 behind: Callable[[Heads], None] = lambda group: None) -> None:
         self.axis, self.w, self.names, self.groups, self.D = axis, w, names, groups, D
-        self.keys_at = keys_at
-        self.coming = self.start(groups[0])
+        self.keys_at, self.behind = keys_at, behind
+        self.coming = [self.start(groups[0])]
 
-    def __iter__(self) -> Iterator[tuple[Heads, dict[str, torch.Tensor]]]:
+    def __iter__(self) -> Iterator[tuple[Heads, Matrices]]:
         for i, group in enumerate(self.groups):
-            here, works = self.coming
-            for work in works:
-                work.wait()
-            self.coming = self.start(self.groups[i + 1]) if i + 1 < len(self.groups) else ({}, [])
+            here = self.coming.pop()
+            self.coming.extend(map(self.start, self.groups[i + 1:i + 2]))
             yield group, here
+            del here  # before the next but one group's take memory
 
-    def start(self, group: Heads) -> tuple[dict[str, torch.Tensor], list[Works]]:
-        here, works = {}, []
+    def start(self, group: Heads) -> Matrices:
+        here = Matrices()
         for name in self.names:
             if name[0] in "kv" and not self.keys_at(group):
                 continue
             mine = getattr(self.w, name)
             if self.axis.size == 1:
-                here[name] = group.own_columns(mine, name, self.D)
+                here.columns[name] = group.own_columns(mine, name, self.D)
                 continue
-            dim, first, end = group.range_of(name, self.D)
-            shape = list(mine.shape)
-            shape[dim] = end - first
-            here[name] = mine.new_empty(shape)
-            for rank, share, own in group.shares(here[name], mine, name, self.D):
+            columns = here.columns[name] = mine.new_empty(group.shape_of(mine, name, self.D))
+            for rank, share, own in group.shares(columns, mine, name, self.D):
                 if rank == self.axis.rank:
                     share.copy_(own)
-                works.append(self.axis.start_broadcast(share, rank))
-        return here, works
+                here.works[name[0]].append(self.axis.start_broadcast(share, rank))
+        self.behind(group)
+        return here
+
+
+class Projection:
+    """out = x + a w^T + b, of a w (C, Q) of which each of p ranks holds its part (C, Q/p). The parts of
+    a (m, Q) get ready one after the other, and p pieces of the rows of w come one after the other. Each
+    column of `out` is the sum of the parts in order, whatever comes first: each sum rounds in the run's
+    dtype."""
+
+    def __init__(self, axis: Axis, mine: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor,
+                 a: torch.Tensor, out: torch.Tensor) -> None:
+        p = self.p = axis.size
+        self.posts = map(axis.start_gather, mine.tensor_split(p))
+        self.coming, self.here = deque[Works](), list[torch.Tensor]()
+        self.bias, self.parts, self.out = bias, a.chunk(p, 1), out
+        self.columns = list(zip(x.tensor_split(p, 1), out.tensor_split(p, 1), strict=True))
+
+    def start(self, pieces: int) -> None:
+        """Sends for the next pieces of w."""
+        self.coming.extend(islice(self.posts, pieces))
+
+    def add(self) -> None:
+        """Adds the next part of a to the columns whose piece of w came with a part before; and then all parts
+        up to it to those of the piece that comes now. With the last part the bias."""
+        new = len(self.here)
+        for i, (x, out) in enumerate(self.columns[:new + 1]):
+            if i == new:
+                self.here.append(self.coming.popleft().wait())  # (p, C/p, Q/p)
+            for j in range(new if i < new else 0, new + 1):
+                for r in row_pieces(len(out)):
+                    torch.addmm((out if j else x)[r], self.parts[j][r], self.here[i][j].t(), out=out[r])
+        if new + 1 == self.p and self.bias is not None:
+            self.out += self.bias
 
 
 class Ahead:
@@ -255,11 +310,12 @@ class Reductions:
         self.axis, self.dw, self.D = axis, dw, D
         self.under_way: list[tuple[Heads, Works, torch.Tensor | None]] = []
 
-    def places(self, group: Heads, matrices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def places(self, group: Heads, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """{name: fp32 tensor to add the group's gradient to}."""
+        own = {name: getattr(self.dw, name) for name in names}
         if self.axis.size > 1:
-            return {name: torch.zeros_like(m, dtype=torch.float32) for name, m in matrices.items()}
-        return {name: group.own_columns(getattr(self.dw, name), name, self.D) for name in matrices}
+            return {name: dw.new_zeros(group.shape_of(dw, name, self.D)) for name, dw in own.items()}
+        return {name: group.own_columns(dw, name, self.D) for name, dw in own.items()}
 
     def start(self, group: Heads, places: dict[str, torch.Tensor], *names: str) -> None:
         """Takes these gradients, where there are such, out of `places`, and sends them where there are other
@@ -272,11 +328,14 @@ class Reductions:
                 work = self.axis.start_reduce(share, rank)
                 self.under_way.append((group, work, own if rank == self.axis.rank else None))
 
-    def finish(self, but: Heads | None = None) -> None:
-        """Waits for all gradients but those of group `but`."""
+    def finish(self, before: Heads | None = None) -> None:
+        """Waits for the gradients of all groups, or of those before one."""
+        later = []
         for group, work, own in self.under_way:
-            if group is not but:
-                total: Any = work.wait()
-                if own is not None:
-                    own += total
-        self.under_way = [message for message in self.under_way if message[0] is but]
+            if before is not None and group.q.start >= before.q.start:
+                later.append((group, work, own))
+                continue
+            total: Any = work.wait()
+            if own is not None:
+                own += total
+        self.under_way = later
