@@ -118,7 +118,9 @@ def longest_by_subsequences(model, name, suits=lambda got: got.fits):
     cfg, machine, world = machine_of(config_of(model), name)
     found = []
     for n in (1, 16):
-        of_n = longest_of_layouts(replace(cfg, subsequences=n), machine, world, fast_arena, 1, (MEMO,), suits)
+        # of equally long ones the fastest
+        of_n = longest_of_layouts(replace(cfg, subsequences=n), machine, world, fast_arena, modes=(MEMO,),
+                                  suits=suits)[:1]
         found += of_n
     more = [longest(replace(got.cfg, subsequences=64), machine, world, fast_arena, suits,
                     int(0.9 * got.cfg.block_size)) for got in of_n]
