@@ -20,7 +20,7 @@ from bench.machine import machine
 from memo.config import Config
 from memo.decide import GAPS
 from memo.estimate import hardware
-from memo.estimate.arena import fast_arena
+from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.search import config_with, longest
 from memo.layer import head_groups, n_rows, tensors_of
 from memo.load_config import load_config
@@ -217,11 +217,12 @@ def tokens_of_ten_units(got, gpu, ulysses):
 
 
 def contexts(gpu="a100-80gb"):
-    """Longest sequences on 1, 2, 4 and 8, with a group of heads for each rank, over those of others on 8."""
+    """Longest sequences on 1, 2, 4 and 8, with a group of heads for each rank, over those of others on 8. The
+    arena of temporary tensors is a bound; beside others' formulas, which have none, METP's is a trace's."""
     machine_, rows = hardware.machine(gpu), []
 
-    def estimate_of(cfg, world, **keys):
-        return longest(config_with(cfg, block_size=2**14, **keys), machine_, world, fast_arena)
+    def estimate_of(cfg, world, arena=fast_arena, **keys):
+        return longest(config_with(cfg, block_size=2**14, **keys), machine_, world, arena)
 
     def tokens(got):
         return got and got.cfg.block_size
@@ -232,13 +233,16 @@ def contexts(gpu="a100-80gb"):
             found = {p: estimate_of(cfg, p, tp=p, tensor_parallel="metp", head_groups=p, **how)
                      for p in (1, *RANKS)}
             ours = {p: tokens(got) for p, got in found.items()}
+            on_8 = {}  # METP's on 8 by a trace
             others = {"memo's TP": tokens(estimate_of(cfg, 8, tp=8, **how)),
                       "memo's Ulysses": tokens(estimate_of(cfg, 8, cp=8, context_parallel="ulysses", **how))}
             if mode == "keep":
                 others["a TP of 10 units"] = tokens_of_ten_units(found[8], machine_, ulysses=False)
                 others["a Ulysses of 10 units"] = tokens_of_ten_units(found[8], machine_, ulysses=True)
+                exact = estimate_of(cfg, 8, traced_arena, tp=8, tensor_parallel="metp", head_groups=8, **how)
+                on_8 = dict.fromkeys(["a TP of 10 units", "a Ulysses of 10 units"], tokens(exact))
             first = next(n for n in ours.values() if n)
-            over = {what: ours[8] / n for what, n in others.items() if n}
+            over = {what: on_8.get(what, ours[8]) / n for what, n in others.items() if n}
             rows.append(dict(model=name, gpu=gpu, activation=mode, tokens=ours, others=others, over=over))
             grown = "".join(f"{n / first:7.2f}" if n else f"{'none':>7}" for n in ours.values())
             beside = ", ".join(f"{what} {n:.2f}" for what, n in over.items())
