@@ -15,6 +15,7 @@ With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,7 @@ from memo.rope import parse_scaling, scaled
 from memo.subsequences import unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement, with_stream
-from memo.swap.schedule import FORWARD, Step
+from memo.swap.steps import LANES, SENT, Step, Unit, is_forward
 
 TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
@@ -102,16 +103,27 @@ class GPT:
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
         self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", TABLES))
                            for tensors in (weights, gradients))
-        self.blocks, absent = [], layer_of(cfg).absent
-        for i in cfg.layers:
-            w, dw = (SimpleNamespace(**self.named(tensors, f"h.{i}.", absent))
-                     for tensors in (weights, gradients))
-            block = MetpBlock if cfg.metp else BLOCKS[cfg.mlp]
-            self.blocks.append(block(cfg, w, dw, self.attention, self.prefix, self.ops, mesh))
+        self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
+        self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
         self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
+
+    def block(self, layer: int, weights: dict[str, torch.Tensor],
+              gradients: dict[str, torch.Tensor]) -> Block:
+        """What computes with the tensors of a layer among {name: tensor}."""
+        w, dw = (SimpleNamespace(**self.named(tensors, f"h.{layer}.", layer_of(self.cfg).absent))
+                 for tensors in (weights, gradients))
+        kind = MetpBlock if self.cfg.metp else BLOCKS[self.cfg.mlp]
+        return kind(self.cfg, w, dw, self.attention, self.prefix, self.ops, self.mesh)
+
+    def guest_block(self, weights: torch.Tensor, gradients: torch.Tensor) -> Block:
+        """What computes with the flat parameters of a layer, like those of the first one here."""
+        start, end = self.buckets[1]
+        layout = {name: replace(p, offset=p.offset - start) for name, p in self.layout.items()
+                  if start <= p.offset < end}
+        return self.block(self.cfg.layers[0], views(layout, weights), views(layout, gradients))
 
     @staticmethod
     def named(tensors: dict[str, torch.Tensor], prefix: str,
@@ -138,8 +150,12 @@ class GPT:
         # as many buffers as units: nobody takes turns, nothing is copied
         layers = len(self.blocks)
         placement = placement or Placement(layers, layers * N, B * T // tp.size, **several)
+        start, end = self.buckets[1]  # those of all layers are equally long, in all stages
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
-                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, **kw)
+                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start, **kw)
+        lending = self.swap.lending
+        self.guest_blocks = [self.guest_block(*place) for place in zip(
+            lending.weights, lending.gradients, strict=True)] if lending else []
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
@@ -198,7 +214,9 @@ class GPT:
         # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
         trains, swap = scale is not None, self.swap
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
-        self.follow([step for step in swap.steps if step.kind in FORWARD] if trains else swap.evaluation)
+        for bucket in list(self.arriving) if swap.placement.lent else ():
+            self.arrive(bucket)  # lent before anything here is computed with it
+        self.follow([step for step in swap.steps if is_forward(step.kind)] if trains else swap.evaluation)
         loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
         return loss
 
@@ -219,7 +237,9 @@ class GPT:
         are complete. Where the device has all of the stream, `swap.x[0]` is then the gradient of the first
         layer's input."""
         done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
-        self.follow([step for step in self.swap.steps if step.kind not in FORWARD], done)
+        if self.swap.placement.lent:
+            self.swap.buffers["key_gradients"].zero_()
+        self.follow([step for step in self.swap.steps if not is_forward(step.kind)], done)
         if not self.cfg.has_embedding:
             done(0)  # nothing, or the head's matrix: as in the first stage, its bucket is the last
 
@@ -231,8 +251,12 @@ class GPT:
         complete: list[int] = []
         B, T = self.shape
         self.swap.begin()
+        steps = list(steps)
+        # of each bucket the last step that adds to its gradients
+        last = {self.bucket_of(step): step.key for step in steps if step.kind in (
+            "backward", "embedding backward") or step.kind.startswith("add")}
         for step in steps:
-            if step.stream in ("send", "receive"):
+            if step.is_message:
                 self.swap.wait(step)
                 self.swap.launch(step, f"{step.kind} {self.swap.name(step.unit)}", self.exchange, step)
                 continue
@@ -246,61 +270,94 @@ class GPT:
                 done(complete.pop())
             bucket = self.bucket_of(step)
             self.swap.wait(step)  # for the copies that this step reads, or writes over
-            self.arrive(bucket)  # the optimizer's new parameters may still be on their way from other ranks
+            if bucket is not None:
+                self.arrive(bucket)  # its new parameters may still be on their way from other ranks
             if step.kind == "head":
                 self.arrive(0)  # the embedding's matrix may serve there
             label, *work = self.work_of(step, head)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
-            _, subsequence = step.unit
-            if step.kind in ("backward", "embedding backward") and subsequence == 0:  # the backward's last
+            if bucket is not None and last.get(bucket) == step.key:
                 complete.append(bucket)
         self.swap.end()
         while complete:
             done(complete.pop())
 
-    def bucket_of(self, step: Step) -> int:
+    def bucket_of(self, step: Step) -> int | None:
         """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
-        norm's."""
+        norm's. None: those of another stage."""
+        if step.unit[1] in self.swap.placement.guest_of:
+            return None
         layer, _ = step.unit
         others = {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}
         return others.get(step.kind, layer + 1)
 
     def exchange(self, step: Step) -> None:
         """What a stage sends to another one, or receives from there; the step's stream waits for it."""
-        x, y = self.swap.between[step.unit]
+        if step.kind.startswith((*LANES,)):
+            axis, sends = self.mesh.lanes[step.stream], step.kind.startswith(SENT)
+            tensors = self.swap.lending.message(step, self.swap.whole, self.layer_params)
+            (axis.send if sends else axis.receive)(*tensors).wait()
+            return
+        x, y = self.swap.whole[step.unit]
         message, t = {"receive": (self.mesh.before.x.receive, x), "send": (self.mesh.behind.x.send, y),
                       "receive gradient": (self.mesh.behind.dx.receive, y),
                       "send gradient": (self.mesh.before.dx.send, x)}[step.kind]
         message(t).wait()
 
+    def layer_params(self, layer: int) -> torch.Tensor:
+        """Of a layer of this stage, flat."""
+        return self.params[slice(*self.buckets[layer + 1])]
+
     def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
         plan. `head`: see follow()."""
         layer, i = step.unit
-        swap, turn, tokens, positions = self.swap, self.turn[i], self.tokens[i], self.positions[i]
-        s, block, name = swap.units[step.unit], self.blocks[layer], swap.name(step.unit)
-        (x, y), k = swap.between[step.unit], swap.placement.number[step.unit]
+        swap, name = self.swap, self.swap.name(step.unit)
+        if step.kind.startswith("add"):
+            return f"{step.kind} {name}", swap.lending.add, step, self.bucket_grads[layer + 1]
+        block, turn = self.of_unit(step.unit)
+        s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
+        k = swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
         match step.kind:
             case "embedding":
-                return f"embedding{alone}", self.embed, tokens, positions, x
+                return f"embedding{alone}", self.embed, self.tokens[i], self.positions[i], whole[0]
             case "forward":
                 return f"forward {name}", self.unit_forward, block, x, s, turn, y
             case "head" if head is not None:
-                return f"reader{alone}", head, i, y
+                return f"reader{alone}", head, i, whole[1]
             case "head":
                 label = "evaluation head" if self.scale is None else "head"
-                return f"{label}{alone}", self.head, y, self.targets[i], self.scale, self.loss
+                return f"{label}{alone}", self.head, whole[1], self.targets[i], self.scale, self.loss
             case "recompute":
                 return f"recompute {name}", block.recompute, s, turn, swap.missing[k]
             case "sweep":
                 x = swap.input_of_sweep(step.unit)
                 return f"sweep {name}", block.sweep, s, x, turn
             case "backward":
-                return f"backward {name}", self.unit_backward, block, y, s, turn, x
+                return f"backward {name}", self.unit_backward, block, y, s, turn, x, self.zeroed(step.unit)
             case "embedding backward":
-                return f"embedding backward{alone}", self.embed_backward, tokens, positions, x
+                return f"embedding backward{alone}", self.embed_backward, self.tokens[i], self.positions[i], (
+                    whole[0])
         raise ValueError(f"{step.kind} is no step that computes")
+
+    def of_unit(self, unit: Unit) -> tuple[Block, torch.Tensor | None]:
+        """What computes a unit, and the rotations of its rows."""
+        (layer, i), p = unit, self.swap.placement
+        guest = p.guest_of.get(i)
+        turn = self.turn[guest.subsequence if guest else i]
+        first, end = (guest.first, guest.end) if guest else (0, len(self.swap.units[unit].x))
+        block = self.guest_blocks[self.swap.lending.turn[unit]] if guest else self.blocks[layer]
+        return block, turn if turn is None else turn[first:end]
+
+    def zeroed(self, unit: Unit) -> list[torch.Tensor]:
+        """What is to be 0 before the backward of a unit, which adds to it."""
+        s, p = self.swap.units[unit], self.swap.placement
+        if unit[1] in p.guest_of:
+            return self.swap.lending.zeroed(unit)
+        # the first of the layer's to come; what helpers add to is 0 by then
+        first = s.pieces and len(s.pieces) == len(self.tokens) and not p.lent
+        return [t for pair in s.sums for t in pair] if first else []
 
     # With one subsequence the input of a unit lies where the layer below has written it. With several each
     # unit has a copy, which leaves for the host while the layer above already writes over the original.
@@ -314,11 +371,10 @@ class GPT:
         block.forward(s, turn, y)
 
     def unit_backward(self, block: Block, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
-                      dx: torch.Tensor) -> None:
+                      dx: torch.Tensor, zeroed: list[torch.Tensor]) -> None:
         """dy -> dx, (n, C)."""
-        if s.pieces and len(s.pieces) == len(self.tokens):  # the first of the layer's to come
-            for pair in s.sums:
-                torch._foreach_zero_(pair)
+        if zeroed:
+            torch._foreach_zero_(zeroed)
         block.backward(dy, s, turn)
         if dx is not s.x:
             dx.copy_(s.x)

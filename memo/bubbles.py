@@ -23,7 +23,7 @@ from memo.swap.alpha import AlphaProblem
 from memo.swap.periods import steps_of
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, rests
-from memo.swap.schedule import Step
+from memo.swap.steps import Step
 
 WORTH = 1.01  # times what a stage copies alone: a smaller gain is not worth the simulations
 HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
@@ -133,8 +133,9 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         """The stage's with this part of the seconds between its subsequences."""
         problem, rates = problems[k], stages[k].rates
         assert rates is not None
+        guests = [0.0] * len(problem.placement.guests)
         longer = tuple(s and s + part * more / problem.placement.n_layer  # 0: copies hide behind nothing
-                       for s, more in zip(problem.forward_s, between[k], strict=True))
+                       for s, more in zip(problem.forward_s, [*between[k], *guests], strict=True))
         return place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s)
     adaptive = [k for k in problems if copied(of(k, 1.0)) > WORTH * copied(alone[k])]
     if not adaptive:

@@ -8,6 +8,7 @@ from memo.errors import ConfigError
 from memo.formulas import parameters
 from memo.keys import check_value, key
 from memo.layer import possible_groups
+from memo.msp import Shares
 from memo.rope import parse_scaling
 from memo.stages import stage_layers
 
@@ -77,6 +78,8 @@ class Config:
     pp: int = key(1, "stages, each of which has some of the layers: pipeline parallelism, fed with "
                   "subsequences; auto takes as many as are fastest", least=1, most=2000,
                   why="no model has as many layers", auto=True)
+    msp: bool = key(False, "stages that have nothing of their own to compute, before their first subsequence "
+                    "and behind their last, compute part of those of other stages, where that is faster")
 
     activation: str = key("memo", "what becomes of a layer's activations until its backward: kept on the "
                           "device, recomputed from its input, swapped to the host, or swapped as far as "
@@ -145,7 +148,9 @@ class Config:
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
                     why="seeds have 63 bits")
 
-    stage: int = field(default=0)  # of pp, that of a rank: no key
+    # of pp, that of a rank, and what stages compute for each other: no keys
+    stage: int = field(default=0)
+    shares: Shares = field(default=())
 
     def __post_init__(self) -> None:
         for name, f in KEYS.items():
@@ -259,6 +264,24 @@ class Config:
             raise ConfigError(f"pp={self.pp} goes with unit_order=subsequence only, not layer (a stage hands "
                               "on what all its layers are done with); try "
                               "--unit_order=subsequence")
+        if self.msp:
+            self.check_msp()
+
+    def check_msp(self) -> None:
+        """Stages that help each other: what they share has rows of one sequence, on one rank or on tp's."""
+        rule = "stages that have nothing to compute help others"
+        if self.pp == 1:
+            raise ConfigError(f"msp=True goes with pp > 1 only, not pp=1 ({rule}); try --pp=2, or leave "
+                              "it out")
+        for name, wanted in (("cp", 1), ("tensor_parallel", "megatron"), ("batch_size", 1)):
+            if (value := getattr(self, name)) != wanted:
+                raise ConfigError(f"msp=True goes with {name}={wanted} only, not {name}={value} (pieces of a "
+                                  f"subsequence are its neighbouring rows); try --{name}={wanted}, or leave "
+                                  "msp out")
+        if self.subsequences != "auto" and self.subsequences < self.pp:
+            raise ConfigError(f"msp=True needs at least pp={self.pp} subsequences, not {self.subsequences} "
+                              f"({rule}, each only before or only behind its own); try "
+                              f"--subsequences={self.pp}")
 
     def check_metp(self) -> None:
         """Groups of heads must have equally many, of one tp rank, that share heads of keys evenly."""
@@ -329,7 +352,7 @@ class Config:
     @property
     def whole(self) -> "Config":
         """The same model in one stage."""
-        return replace(self, pp=1, stage=0)
+        return replace(self, pp=1, msp=False, stage=0, shares=())
 
     @property
     def kv_heads(self) -> int:

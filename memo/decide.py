@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.estimate.step_seconds import UnitRates, compute_seconds, swap_s
+from memo.estimate.step_seconds import UnitRates, compute_seconds, rates_of, swap_s
 from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
 from memo.layout import degrees
 from memo.subsequences import ALIGNED, subsequence_lengths
@@ -91,13 +91,15 @@ def ways_of(cfg: Config) -> list[dict[str, Any]]:
 
 def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, **way: Any) -> AlphaProblem:
     """The alpha program's problem with two buffers; without rates every copy hides. `way`: for placed()."""
-    N, rate = len(subsequence_lengths(cfg)), rates.offload_bytes_per_s if rates else 1.0
-    seconds = (inf,) * N
+    p, rate = placed(cfg, 2, n_rows(cfg), **way), rates.offload_bytes_per_s if rates else 1.0
+    seconds = (inf,) * len(p.lengths)
     if not room.cpu and not cfg.pin_memory:
-        seconds = (0.0,) * N  # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
+        # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
+        seconds = (0.0,) * len(p.lengths)
     elif rates:
-        seconds = tuple(unit.forward_s for unit in rates.units) if N > 1 else (rates.forward_s,)
-    return AlphaProblem(placed(cfg, 2, n_rows(cfg), **way), tensors_of(cfg, itemsize), seconds, rate,
+        seconds = tuple(unit.forward_s for unit in rates_of(p, rates.units)) if p.several else (
+            rates.forward_s,)
+    return AlphaProblem(p, tensors_of(cfg, itemsize), seconds, rate,
                         room.host_bytes, dealt=keys_dealt(cfg))
 
 

@@ -64,6 +64,12 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
     return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
 
 
+def layer_numel(cfg: Config, data: int) -> int:
+    """Elements of a layer's bucket in a rank's local_layout."""
+    start, end = local_layout(cfg, cfg.tp, data)[1][1]
+    return end - start
+
+
 # --- flat buffers ---
 
 def flat_layout(parameters: dict[str, Parameter], tp: int = 1,

@@ -50,6 +50,8 @@ def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1) ->
 
 def stage_communicators(cfg: Config) -> int:
     """How many a rank has with other stages: with each neighbour one for each direction, and one for the
-    gradients of a matrix that the first stage and the last one hold."""
+    gradients of a matrix that the first stage and the last one hold; where stages compute for each other, two
+    for each direction with each other stage."""
     neighbours = (not cfg.has_embedding) + (not cfg.has_head)
-    return 2 * neighbours + (cfg.ties_stages and (cfg.has_embedding or cfg.has_head))
+    return 2 * neighbours + 4 * (cfg.pp - 1) * cfg.msp + (
+        cfg.ties_stages and (cfg.has_embedding or cfg.has_head))

@@ -2,8 +2,10 @@
 tensors; what the startup and plan.json say of both."""
 
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,7 @@ from memo.decide import (
     ways_of,
     with_buffers,
 )
-from memo.device import device_name, free_bytes, settle
+from memo.device import device_name, free_bytes, settle, synchronize
 from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
 from memo.estimate.budget import Estimate
@@ -31,12 +33,16 @@ from memo.estimate.hardware import NODES, Machine
 from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.report import as_dict as estimate_dict
+from memo.estimate.step_seconds import Lanes
+from memo.flat import layer_numel
 from memo.formulas import percent
 from memo.launch import Launch
+from memo.msp import Piece, shares_lines
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
+from memo.sharing import shared
 from memo.stages import pipeline_line
 from memo.subsequences import subsequences_line
 from memo.swap.alpha import OutOfHostMemory, what_set_it
@@ -120,6 +126,27 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     return Room(limit, spare)
 
 
+def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
+    """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once;
+    all ranks must call it."""
+    start, end = model.buckets[1]
+    sent, came, seconds = model.params[start:end], model.params[start:end].clone(), inf
+    for _ in range(2):  # connections are made by the first
+        model.mesh.host.max(0)
+        synchronize(model.device)
+        begin, lanes, works = time.perf_counter(), model.mesh.lanes, []
+        if not cfg.has_head:
+            works.append(lanes[f"bulk to {cfg.stage + 1}"].send(sent))
+        if not cfg.has_embedding:
+            works.append(lanes[f"bulk from {cfg.stage - 1}"].receive(came))
+        for work in works:
+            work.wait()
+        synchronize(model.device)
+        seconds = time.perf_counter() - begin
+    [slowest] = model.mesh.host.max(seconds)
+    return Lanes((sent.nbytes / slowest,) * cfg.pp, end - start)
+
+
 def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
     must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
@@ -132,7 +159,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
     problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room)
     all_fit = cpu and not problem.n_swapped
-    if swaps_layers(cfg) and not all_fit:
+    if (swaps_layers(cfg) and not all_fit) or (cfg.msp and not cfg.deterministic):
         settle(model.device)
         model.reserve_forward(B, T, n_layer=1, **how)  # a unit's backward follows its forward
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, peers,
@@ -143,12 +170,16 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
             room = gpu_room(cfg, model, rates, limit)
     else:
         host.max(0)  # other stages may measure, and wait for all ranks before they copy
-    facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
+    ends = measured_ends(cfg, rates)
+    if ends and cfg.msp:
+        ends = ends._replace(lanes=measured_lanes(cfg, model))
+    facts = StageFacts(cfg, itemsize, None if cfg.msp and cfg.deterministic else rates, room, ends)
     if cfg.pp == 1:
         placement, swap_plan = facts.alone()
     else:  # copies also hide where a stage waits for others
         stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
-        placement, swap_plan = with_bubbles(stages, [one.alone() for one in stages])[cfg.stage]
+        together = with_bubbles(stages, [one.alone() for one in stages])
+        placement, swap_plan = (shared(stages, together) if cfg.msp else together)[cfg.stage]
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
 
@@ -212,7 +243,8 @@ def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Opt
     positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
-            *activation_lines(cfg, decision.placement, model.dtype.itemsize),
+            *activation_lines(cfg, decision.placement, model.dtype.itemsize,
+                              layer_numel(cfg, model.mesh.replicas.size)),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
             Line("positions", "positions", positions)]
 
@@ -283,7 +315,7 @@ def stage_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line
     return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
 
 
-def stages_table(records: list[dict]) -> list[str]:
+def stages_table(cfg: Config, records: list[dict]) -> list[str]:
     """The startup's table of what the first rank of each stage holds. `records`: stage_record() of each."""
     lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
     for one in records:
@@ -292,4 +324,5 @@ def stages_table(records: list[dict]) -> list[str]:
         alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
         device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
         lines.append(f"            {what:32}{device:>9}{host:>9}{alpha}".rstrip())
-    return lines
+    lent = [Piece(**piece) for one in records for piece in one["placement"].get("lent", ())]
+    return lines + (shares_lines(lent, cfg.pp, cfg.n_subsequences) if cfg.msp and records else [])

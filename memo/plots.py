@@ -97,14 +97,15 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> None:
     """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three
-    rows, compute, offload and prefetch, layer by layer; of a stage also send and receive. Red is the time
+    rows, compute, offload and prefetch, layer by layer; of a stage also those of messages. Red is the time
     that the compute stream waited for copies."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
-    rows = STREAMS[:5 if any(s.stream in STREAMS[3:] for s in shown) else 3]
+    rows = [*STREAMS[:5 if any(s.stream in STREAMS[3:] for s in shown) else 3],
+            *sorted({s.stream for s in shown} - {*STREAMS})]
     events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row))
               for i, row in enumerate(rows)]
     events += [dict(name=s.label if s.kind == "launch" else f"stall: {s.label}", cat=s.kind, ph="X", pid=0,
-                    tid=STREAMS.index(s.stream), ts=s.start_s * 1e6, dur=(s.end_s - s.start_s) * 1e6)
+                    tid=rows.index(s.stream), ts=s.start_s * 1e6, dur=(s.end_s - s.start_s) * 1e6)
                for s in shown]
     json_path.write_text(json.dumps(dict(traceEvents=events, displayTimeUnit="ms")) + "\n")
     plt = pyplot()
@@ -113,7 +114,7 @@ def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> 
     for s in shown:
         work, _, unit = s.label.rpartition(" ")
         colour = KINDS.get("stall" if s.kind == "wait" else work.partition(" ")[0], GREY)
-        y, width = -STREAMS.index(s.stream), s.end_s - s.start_s
+        y, width = -rows.index(s.stream), s.end_s - s.start_s
         ax.broken_barh([(s.start_s, width)], (y - 0.4, 0.8), facecolors=colour, edgecolor="white", lw=0.4)
         named = work in KINDS and s.kind == "launch"
         if named and width > 0.004 * max(3, len(unit)) * length:

@@ -49,7 +49,7 @@ def print_first_lines(run: "Run") -> None:
           f"{m.params.numel() / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {peak}, attention={m.attention.label}, "
-          f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(run.stage_records),
+          f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(cfg, run.stage_records),
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}", sep="\n", flush=True)
 
 

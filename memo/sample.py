@@ -125,7 +125,7 @@ def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -
     """The model of a checkpoint, for evaluation only."""
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
         # one process, which keeps all keys and values: those of METP exist for a group of heads only
-        alone = dict(tp=1, cp=1, pp=1, tensor_parallel="megatron", head_groups="auto")
+        alone = dict(tp=1, cp=1, pp=1, msp=False, tensor_parallel="megatron", head_groups="auto")
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", **alone)
         model = GPT(cfg, *pick_device(cfg), grads=False)
         checkpoint.restore(ckpt, model)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from memo.formulas import layer_forward_flops
+from memo.msp import guests_of, lent_by
 
 if TYPE_CHECKING:
     from memo.config import Config
@@ -43,11 +44,12 @@ def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
 def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
     """The subsequences of B sequences of which a rank of cp holds T tokens each, as a Placement takes them:
     `cuts`, a rank's own rows of each, none where there is one subsequence; `order`; of a stage of several
-    whether it `receives` and `sends`."""
+    whether it `receives` and `sends`, its `guests`, and what it has `lent`."""
     lengths = subsequence_lengths(cfg, T * cfg.cp)
     rows = tuple(B * n // (cfg.cp * cfg.tp) for n in lengths)
     return dict(cuts=rows if len(rows) > 1 else (), order="layer" if cfg.by_layer else "subsequence",
-                receives=not cfg.has_embedding, sends=not cfg.has_head)
+                receives=not cfg.has_embedding, sends=not cfg.has_head,
+                guests=guests_of(cfg.shares, cfg.stage), lent=lent_by(cfg.shares, cfg.stage))
 
 
 def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:

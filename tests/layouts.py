@@ -7,9 +7,11 @@ import torch
 
 from memo import memory
 from memo.decide import Room, problem_of
+from memo.flat import views
 from memo.layer import tensors_of
 from memo.layout import stage_of
 from memo.optim import Optimizer
+from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena
 from memo.swap.placing import place_rows
 from model import GPT
@@ -41,6 +43,13 @@ def build(cfg, mesh, dtype=torch.float32, stream=""):
         placement = replace(placement, stream=stream)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
     return model, optimizer
+
+
+def step_alone(cfg):
+    """(loss, gradient norm, {name: gradient}) of one process."""
+    model, optimizer = build(cfg, ALONE)
+    loss = step(model, optimizer, cfg)
+    return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
 
 
 def whole(optimizer, flat):

@@ -151,7 +151,7 @@ def test_nothing_is_tried_without_need():
 def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_layer():
     cfg, four = Config(**SMALL), Config(**SMALL, subsequences=4)
     assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1).undecided
-    whole = dict(cuts=(), order="layer", receives=False, sends=False)
+    whole = dict(cuts=(), order="layer", receives=False, sends=False, guests=(), lent=())
     assert unit_rows(cfg, 1, 4096) == unit_rows(replace(cfg, **ONE), 1, 4096) == whole
     assert unit_rows(four, 1, 4096) == whole | dict(cuts=(1024,) * 4)
     assert layer_of(cfg) == layer_of(replace(cfg, **ONE)) != layer_of(four)

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from memo.config import Config
-from memo.flat import views
-from memo.parallel.mesh import ALONE
 from memo.parallel.pp import CIRCLE, MET, SAME, times_of_stages
 from memo.stages import layers_of_stages, stage_layers
 from memo.swap.schedule import Fates, evaluation, schedule
 from memo.swap.validator import validate_schedule
 from tests.helpers import LLAMA, degrees_of
-from tests.helpers import step as step_of
-from tests.layouts import agree, build, layout_keys, on_ranks
+from tests.layouts import agree, layout_keys, on_ranks, step_alone
 
 MESSAGES = "send", "receive", "send gradient", "receive gradient"
 
@@ -178,9 +175,7 @@ def config(layout, family, N, cut="equal", mode="keep", **more):
 @cache
 def alone(family):
     """(loss, gradient norm, {name: gradient}) of one process, which does not cut the sequence."""
-    model, optimizer = build(cfg := config("", family, 1), ALONE)
-    loss = step_of(model, optimizer, cfg)
-    return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
+    return step_alone(config("", family, 1))
 
 
 CASES = [("pp2", "gpt", 2, "keep"), ("pp2", "rope", 1, "memo"), ("pp2", "llama", 8, "swap"),

@@ -12,7 +12,6 @@ from memo.swap.placement import Placement
 from memo.swap.schedule import (
     STREAM_PLACES,
     Fates,
-    Step,
     compute_only,
     evaluation,
     keys_leave,
@@ -21,6 +20,7 @@ from memo.swap.schedule import (
     times_of,
     units_in_order,
 )
+from memo.swap.steps import Step
 from memo.swap.validator import validate_schedule
 
 

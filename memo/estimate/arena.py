@@ -91,7 +91,7 @@ def shortest(cfg: Config, layers: int = 1) -> Config:
     """The config with so many layers in each stage, and the fewest stages of which one, its own, has an
     embedding and a head where cfg's has them."""
     pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
-    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding))
+    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding), shares=())
 
 
 def trace_elsewhere(keys: dict[str, Any]) -> Trace:

@@ -29,9 +29,11 @@ from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import step_s
 from memo.estimate.unit_seconds import layer_seconds
+from memo.flat import layer_numel
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
 from memo.layout import degrees
+from memo.sharing import shared
 from memo.swap import alpha
 from memo.swap.placement import Placement
 
@@ -214,10 +216,11 @@ def beside_activations(cfg: Config, machine: Machine, world: int, arena: ArenaOf
     return Beside(numel, lines, transient, head, Room(limit, spare, machine.cpu))
 
 
-def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lacks: str | None) -> Stage:
-    """The Stage of a config that says which one."""
+def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lacks: str | None,
+                data: int) -> Stage:
+    """The Stage of a config that says which one. `data`: ranks that share its optimizer."""
     travelling = min(beside.transient, message_bytes(cfg, itemsize))
-    lines = [*beside.lines, *activation_lines(cfg, placed[0], itemsize),
+    lines = [*beside.lines, *activation_lines(cfg, placed[0], itemsize, layer_numel(cfg, data)),
              Line("transient", "arena of temporary tensors", beside.transient - travelling)]
     lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
     lines += [Line("head", "more of it for the head", beside.head)] * bool(beside.head)
@@ -240,11 +243,13 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
             known[kind] = beside, *decided(facts[-1])
     besides, alone, lacks = zip(*(known[stage.cfg.stage_kind] for stage in facts), strict=True)
     together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
+    if cfg.msp and not any(lacks):
+        together = shared(facts, together)
     found, made = [], dict[tuple, Stage]()
     for stage, beside, placed, lack in zip(facts, besides, together, lacks, strict=True):
         like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
         if like not in made:
-            made[like] = stage_bytes(stage.cfg, itemsize, beside, placed, lack)
+            made[like] = stage_bytes(stage.cfg, itemsize, beside, placed, lack, world // (cfg.pp * cfg.tp))
         found.append(replace(made[like], cfg=stage.cfg))
     return tuple(found)
 

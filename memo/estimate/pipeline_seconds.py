@@ -12,6 +12,7 @@ from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import (
     Ends,
+    Lanes,
     data_s,
     embedding_s,
     head_s,
@@ -19,24 +20,27 @@ from memo.estimate.step_seconds import (
     optimizer_s,
     stage_seconds,
 )
+from memo.flat import layer_numel
 from memo.layer import INPUT, n_rows, tensors_of
 from memo.parallel.pp import times_of_stages
 from memo.subsequences import unit_rows
-from memo.swap.schedule import Step, Times
+from memo.swap.schedule import Times
 from memo.swap.spans import Span, simulated_spans
+from memo.swap.steps import Step
 
 if TYPE_CHECKING:
     from memo.estimate.budget import Stage
 
+MESSAGE_BYTES = 2**28  # of a long one, whose rate counts
 LAYERS = "forward", "recompute", "backward"
 ENDS = "embedding", "head", "embedding backward"  # of the pipeline
 
 
-def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float) -> float:
-    """Seconds of so many bytes between a rank of a stage and its neighbour in the next one. They stay inside
-    a node where all ranks of both stages are on one."""
+def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, further: int = 1) -> float:
+    """Seconds of so many bytes between a rank of a stage and its neighbour in the next one, or `further` than
+    that. They stay inside a node where all ranks of both stages are on one."""
     ranks, node = world // pp, machine.node.gpus_per_node
-    inside = stage * ranks // node == ((stage + 2) * ranks - 1) // node
+    inside = stage * ranks // node == ((stage + 1 + further) * ranks - 1) // node
     return machine.message_s("shift", nbytes, 2 * ranks if inside else world)
 
 
@@ -57,7 +61,16 @@ def ends_of(cfg: Config, machine: Machine, world: int, itemsize: int, speeds: Sp
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
                            for first in (cfg.stage, cfg.stage - 1))
     return Ends(embedding_s(cfg, machine, speeds, itemsize), head_s(cfg, machine, speeds, itemsize), send,
-                send_gradient)
+                send_gradient, lanes_of(cfg, machine, world) if cfg.msp else None)
+
+
+def lanes_of(cfg: Config, machine: Machine, world: int) -> Lanes:
+    """The Lanes of a config that says which stage."""
+    rates = []
+    for other in range(cfg.pp):
+        first, last = sorted((cfg.stage, other))
+        rates.append(MESSAGE_BYTES / hop_s(machine, world, cfg.pp, first, MESSAGE_BYTES, last - first))
+    return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)))
 
 
 def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
@@ -90,6 +103,8 @@ def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOf
     each = [unit.forward_s + unit.backward_s for unit in units]
     longest = max(layers[0] * fsum(each) + sum(layers[1:]) * each[-1],
                   layers[-1] * fsum(each) + sum(layers[:-1]) * each[0])
+    if stages[0].cfg.msp:  # which fills the bubbles at best
+        longest = sum(layers) * fsum(each) / len(stages)
     return micro_batches(stages[0].cfg, world) * longest
 
 

@@ -13,6 +13,7 @@ from memo.flat import gradient_places, gradient_slots, local_layout, shared_nume
 from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
 from memo.layout import communicators, stage_communicators
 from memo.swap.placement import Placement
+from memo.swap.shared_bytes import shared_regions
 
 
 class Line(NamedTuple):
@@ -51,8 +52,9 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
-def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[Line]:
-    """[Line] of the skeletal activations, on device and host."""
+def activation_lines(cfg: Config, placement: Placement, itemsize: int, numel: int = 0) -> list[Line]:
+    """[Line] of the skeletal activations, on device and host, and of what stages lend each other. `numel`:
+    elements of a layer's parameters, with padding."""
     p, tensors = placement, tensors_of(cfg, itemsize)
     buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
     inputs = buffers.pop(INPUT)
@@ -71,7 +73,10 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int) -> list[L
             "stream": "stream between two layers" if p.stream == "whole" else "places of the stream",
             "resident": "rows whose copy is here",
             "sweep": "inputs to make keys again"}
+    what |= {"guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
+             "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
     regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_swapped(tensors)
+    regions |= shared_regions(p, tensors, numel)
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),

@@ -14,6 +14,7 @@ from memo.estimate.regions import Line
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
 from memo.layer import head_groups
+from memo.msp import shares_lines
 from memo.pipeline_plot import pipeline
 from memo.plots import dry_run
 from memo.subsequences import subsequences_line
@@ -78,7 +79,8 @@ def stage_lines(got: Estimate) -> list[str]:
     if len(got.stages) == 1:
         return []
     lines = [f"{'stages':44}{'device':>10}{'host':>10}{'alpha':>10}"]
-    for _, run in groupby(got.stages, key=lambda one: (one.cfg.stage_kind, one.alpha)):
+    for _, run in groupby(got.stages, key=lambda one: (one.cfg.stage_kind, one.alpha, one.placement.guests,
+                                                       one.placement.lent)):
         first, *others = run
         n, k = len(first.cfg.layers), first.cfg.stage
         numbers = f"{k} to {k + len(others)}, each" if others else f"{k}"
@@ -86,6 +88,9 @@ def stage_lines(got: Estimate) -> list[str]:
         alpha = "" if first.alpha is None else f"{first.alpha:.3f}"
         lines.append(f"            {f'{numbers}: {n} layer' + 's' * (n > 1) + ends:32}"
                      f"{gib(first.device_bytes):>10}{gib(first.host_bytes):>10}{alpha:>10}".rstrip())
+    if got.cfg.msp:
+        lent = [piece for one in got.stages for piece in one.placement.lent]
+        lines += shares_lines(lent, got.cfg.pp, got.cfg.n_subsequences)
     return lines
 
 
@@ -141,8 +146,9 @@ def as_dict(got: Estimate) -> dict:
 
 def stage_dict(one: Stage) -> dict:
     """Of a stage: its layers, the bytes of a rank, alpha."""
+    lent = dict(lent=[piece._asdict() for piece in one.placement.lent]) if one.cfg.msp else {}
     return dict(layers=list(one.cfg.layers), device_bytes=one.device_bytes, host_bytes=one.host_bytes,
-                alpha=one.alpha)
+                alpha=one.alpha, **lent)
 
 
 def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> list[str]:

@@ -3,6 +3,7 @@ of the optimizer and of the gradients' and parameters' messages. Source: MEMO 4.
 hide behind which operations."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import sqrt
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,9 @@ from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of
 from memo.layer import INPUT, Tensor, head_rows, tensors_of
 from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
-from memo.swap.schedule import Step, keys_leave
+from memo.swap.schedule import keys_leave
+from memo.swap.shared_bytes import SharedBytes
+from memo.swap.steps import SENT, Step
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
 # One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
@@ -28,7 +31,7 @@ def with_copies(placement: Placement, tensors: dict[str, Tensor], compute_s: Cal
     keys, row = p.keys_swapped(tensors), p.row_bytes(tensors[INPUT])
 
     def seconds(step: Step) -> float:
-        k = p.number[step.unit]
+        k = p.number.get(step.unit, -1)  # of others none
         match step.kind:
             case "offload":
                 return copied[p.like[k]] / bytes_per_s
@@ -67,14 +70,52 @@ class UnitRates(Protocol):
     def recompute_s(self, missing: dict[str, slice]) -> float: ...
 
 
+@dataclass(frozen=True)
+class PartOfUnit:
+    """The UnitRates of a piece of a unit's rows. `part`: of the unit's FLOPs; `rows`: of its rows."""
+
+    unit: UnitRates
+    part: float
+    rows: float
+
+    @property
+    def forward_s(self) -> float:
+        return self.part * self.unit.forward_s
+
+    @property
+    def backward_s(self) -> float:
+        return self.part * self.unit.backward_s
+
+    @property
+    def sweep_s(self) -> float:
+        return self.rows * self.unit.sweep_s
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        whole = {name: slice(0, round((r.stop - r.start) / self.rows)) for name, r in missing.items()}
+        return self.part * self.unit.recompute_s(whole)
+
+
+def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates]:
+    """The UnitRates of a layer's units of whole subsequences made those of Placement.lengths."""
+    p, parts = placement, [1.0] * placement.subsequences
+    for piece in p.lent:
+        parts[piece.subsequence] -= piece.part
+    own = [unit if part == 1 else PartOfUnit(unit, part, n / whole)
+           for unit, part, n, whole in zip(units, parts, p.lengths, p.cuts or (p.n_rows,), strict=False)]
+    return own + [PartOfUnit(units[piece.subsequence], piece.part, piece.rows / p.cuts[piece.subsequence])
+                  for piece in p.guests]
+
+
 def compute_seconds(placement: Placement, units: Sequence[UnitRates]) -> Callable[[Step], float]:
     """-> what gives the seconds of a step that computes, of those of a layer's units; embedding and head are
     counted by themselves."""
-    p = placement
-    of_likes = {k: units[p.units[k][1]].recompute_s(p.missing(k)) for k in set(p.like)}
+    p, rates = placement, rates_of(placement, units)
+    of_likes = {k: rates[p.likes[k]].recompute_s(p.missing(k)) for k in set(p.like)}
 
     def seconds(step: Step) -> float:
-        unit = units[step.unit[1]]
+        if step.unit not in p.number:  # of what a helper repays
+            return 0.0
+        unit = rates[p.likes[p.number[step.unit]]]
         match step.kind:
             case "forward":
                 return unit.forward_s
@@ -88,14 +129,30 @@ def compute_seconds(placement: Placement, units: Sequence[UnitRates]) -> Callabl
     return seconds
 
 
+class Lanes(NamedTuple):
+    """What stages send each other where one computes rows of another: bytes/s to each stage, and elements of
+    a layer's parameters."""
+
+    bytes_per_s: tuple[float, ...]
+    numel: int
+
+    def seconds(self, nbytes: float, step: Step, together: int) -> float:
+        """Of a message to the stage that the step names, where bulk goes to, or comes from, so many stages
+        at once."""
+        kind, stage, *_ = step.kind.split(" ")
+        return nbytes * (together if kind in ("lend", "repay") else 1) / self.bytes_per_s[int(stage)]
+
+
 class Ends(NamedTuple):
     """Seconds of a stage beside its layers and copies: of all rows of a micro batch, with their gradients; of
-    the messages of each subsequence to the next stage, and to the one before."""
+    the messages of each subsequence to the next stage, and to the one before. `lanes`: None where messages
+    between a home and its helpers are free."""
 
     embedding_s: float
     head_s: float
     send_s: tuple[float, ...]
     send_gradient_s: tuple[float, ...]
+    lanes: Lanes | None = None
 
 
 def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequence[UnitRates],
@@ -103,17 +160,22 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
     """-> what gives the seconds of a step of a stage's schedule. Those of head and embedding are shared out
     by tokens."""
     p, others = placement, with_copies(placement, tensors, compute_seconds(placement, units), bytes_per_s)
+    cuts, lanes = p.cuts or (p.n_rows,), ends.lanes
+    shared = SharedBytes(p, tensors, lanes.numel) if lanes else None
 
     def seconds(step: Step) -> float:
         match step.kind:
             case "head":
-                return ends.head_s * p.rows(p.number[step.unit]) / p.n_rows
+                return ends.head_s * cuts[step.unit[1]] / p.n_rows
             case "embedding" | "embedding backward":
-                return ends.embedding_s / 2 * p.rows(p.number[step.unit]) / p.n_rows
+                return ends.embedding_s / 2 * cuts[step.unit[1]] / p.n_rows
             case "send":
                 return ends.send_s[step.unit[1]]
             case "send gradient":
                 return ends.send_gradient_s[step.unit[1]]
+        if lanes and shared and step.kind.startswith(SENT):
+            piece = shared.piece(step)
+            return lanes.seconds(shared.sent(step), step, max(piece.turns, piece.together))
         return others(step)
     return seconds
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,21 +174,22 @@ class Axis:
         done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
         return Works([SimpleNamespace(wait=done.result)], tensors, here)
 
-    def send(self, x: torch.Tensor) -> Works:
-        """Starts to send x to the other rank of two -> Works of x."""
-        return self.to_other("send", dist.isend, x)
+    def send(self, *tensors: torch.Tensor) -> Works:
+        """Starts to send tensors to the other rank of two -> Works of them."""
+        return self.to_other("send", dist.isend, tensors)
 
-    def receive(self, out: torch.Tensor) -> Works:
+    def receive(self, *out: torch.Tensor) -> Works:
         """Works of `out`, which the other rank of two sends."""
         return self.to_other("receive", dist.irecv, out)
 
-    def to_other(self, kind: str, call: Callable, x: torch.Tensor) -> Works:
+    def to_other(self, kind: str, call: Callable, tensors: Sequence[torch.Tensor]) -> Works:
         end, other = ("to" if kind == "send" else "source"), 1 - self.rank
-        self.sent_bytes += x.nbytes * (kind == "send")
+        nbytes = sum(x.nbytes for x in tensors)
+        self.sent_bytes += nbytes * (kind == "send")
         if self.group is None:
-            return Works(self.noted(kind, x.nbytes, **{end: other}), x, x)
-        op = dist.P2POp(call, borrowed(x), group=self.group, group_peer=other)
-        return Works(dist.batch_isend_irecv([op]), x, x)
+            return Works(self.noted(kind, nbytes, **{end: other}), tensors, tensors)
+        ops = [dist.P2POp(call, borrowed(x), group=self.group, group_peer=other) for x in tensors]
+        return Works(dist.batch_isend_irecv(ops), tensors, tensors)
 
     def warm(self, kinds: Iterable[str], device: torch.device) -> None:
         """Sends first messages, short and long, by each of these methods: communicators are made
@@ -238,7 +239,9 @@ class Mesh:
 
     `hops`: the ranks of `weights` once more, where METP's matrices go round. `pp`: the stages of a
     pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
-    one, where both hold the embedding's matrix. `peers`: the ranks of this rank's stage, as `host`.
+    one, where both hold the embedding's matrix. `lanes`: {stream of a schedule: an Axis of two ranks, of this
+    stage and of another one that it helps, or that helps it}. `peers`: the ranks of this rank's stage, as
+    `host`.
     """
 
     weights: Axis = field(default_factory=partial(Axis, "tp"))
@@ -253,11 +256,12 @@ class Mesh:
     tied: Axis = field(default_factory=partial(Axis, "tied"))
     before: Link = field(default_factory=Link)
     behind: Link = field(default_factory=Link)
+    lanes: dict[str, Axis] = field(default_factory=dict)
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""
         return (self.weights, self.hops, self.tokens, self.replicas, self.world, self.tied, self.before.x,
-                self.before.dx, self.behind.x, self.behind.dx)
+                self.before.dx, self.behind.x, self.behind.dx, *self.lanes.values())
 
     def close(self) -> None:
         """Gives the groups back that open_mesh() made."""
@@ -271,7 +275,9 @@ class Mesh:
 
     def silent(self) -> "Mesh":
         """The same mesh, which sends nothing."""
-        def of(a: Axis | Link) -> Any:
+        def of(a: Any) -> Any:
+            if isinstance(a, dict):
+                return {name: of(axis) for name, axis in a.items()}
             return Link(of(a.x), of(a.dx)) if isinstance(a, Link) else Axis(a.name, a.size, a.rank)
         return Mesh(*map(of, vars(self).values()))
 
@@ -362,9 +368,10 @@ def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> 
 
 
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
-              metp: bool = False, pp: int = 1, tied: bool = False) -> Mesh:
+              metp: bool = False, pp: int = 1, tied: bool = False, msp: bool = False) -> Mesh:
     """The Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first stage of
-    several and the last one hold the same matrix. Sends the first messages of each axis: so communicators
+    several and the last one hold the same matrix; `msp`: whether stages compute for each other. Sends the
+    first messages of each axis: so communicators
     take their memory of the device now, and a network that carries no messages is found."""
     dp = host.size // (pp * cp * tp)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -406,6 +413,13 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
             pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
             if ends := open_axis("tied", pairs, ["sum"]):
                 others["tied"] = ends
+        lanes = others["lanes"] = dict[str, Axis]()
+        for source, to in permutations(range(pp), 2) if msp else ():
+            pairs = [sorted(pair) for pair in zip(ranks[source], ranks[to], strict=True)]
+            for what in ("", "bulk "):
+                if axis := open_axis("msp", pairs, ["shift"]):
+                    sends = host.rank in ranks[source]
+                    lanes[f"{what}to {to}" if sends else f"{what}from {source}"] = axis
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
     return mesh_of_axes(axes, tp, cp, host, pp, **others)

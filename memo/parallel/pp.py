@@ -8,8 +8,9 @@ the next each direction has a communicator of its own, which does what it is giv
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
-from memo.swap.schedule import Key, Step, Times, stream_of
+from memo.swap.schedule import Times
 from memo.swap.spans import wait_kind
+from memo.swap.steps import SENT, Key, Step, stream_of
 
 SAME = "a message is received as it was sent"
 MET = "every message meets its other end"
@@ -17,11 +18,30 @@ CIRCLE = "stages do not wait for each other in a circle"
 # {kind of a message: (that of its other end, how many stages further that is)}
 ENDS = {"send": ("receive", 1), "receive": ("send", -1), "send gradient": ("receive gradient", -1),
         "receive gradient": ("send gradient", 1)}
+# the same of messages between a home and a helper, whose kinds end in the number of the other stage
+PARTNERS = {"lend": "borrow", "pass": "take", "return": "fetch", "repay": "collect"}
+PARTNERS |= {other: kind for kind, other in PARTNERS.items()}
 Lane = tuple[int, str]  # a stage and one of its streams
 
 
+def of_unit(key: Key) -> str:
+    kind, unit = key
+    return f"{kind} of " + (f"subsequence {unit[1]}" if kind in ENDS else f"unit {unit}")
+
+
 def said(stage: int, step: Step) -> str:
-    return f"stage {stage} in {step.kind} of subsequence {step.unit[1]}"
+    return f"stage {stage} in {of_unit(step.key)}"
+
+
+def other_end(kind: str, stage: int) -> tuple[str, int] | None:
+    """(kind, stage) of a message's other end; None where a step is no message."""
+    if kind in ENDS:
+        other, further = ENDS[kind]
+        return other, stage + further
+    first, *rest = kind.split(" ")
+    if first not in PARTNERS:
+        return None
+    return " ".join([PARTNERS[first], str(stage), *rest[1:]]), int(rest[0])
 
 
 class Stages:
@@ -70,26 +90,25 @@ class Stages:
                 self.waiting[stage, key].append(lane)
                 return []
             start = max(start, spans[key][1])
-        if step.kind in ENDS:
-            return self.meet(stage, step, start)
+        if end := other_end(step.kind, stage):
+            return self.meet(stage, step, start, *end)
         if stream == "compute" and start > before:
             bubble = max([before, *(spans[key][1] for key in step.waits if wait_kind(key) == "bubble")])
             self.stall_s[stage] += start - bubble
         self.finish(stage, step, start, start + self.seconds(stage, step))
         return [(stage, step)]
 
-    def meet(self, stage: int, step: Step, start: float) -> list[tuple[int, Step]]:
-        """Both ends of a message, if the other one has been posted."""
-        kind, further = ENDS[step.kind]
-        other, mine, theirs = stage + further, (step.kind, stage), (kind, stage + further)
+    def meet(self, stage: int, step: Step, start: float, kind: str, other: int) -> list[tuple[int, Step]]:
+        """Both ends of a message, if the other one has been posted: that of a kind and a stage."""
+        mine, theirs = (step.kind, stage), (kind, other)
         if not self.posted[mine]:  # a lane has one at a time
             self.posted[mine].append((step, start))
         if not self.posted[theirs]:
             return []
         (partner, since), _ = self.posted[theirs].popleft(), self.posted[mine].popleft()
-        if partner.unit[1] != step.unit[1]:
+        if partner.unit[1] != step.unit[1] or (step.kind not in ENDS and partner.unit != step.unit):
             raise ValueError(f"{SAME}: {said(stage, step)} meets {said(other, partner)}")
-        sender = (stage, step) if step.stream == "send" else (other, partner)
+        sender = (stage, step) if step.kind.startswith(SENT) else (other, partner)
         start = max(start, since)
         for at, end in ((stage, step), (other, partner)):
             self.finish(at, end, start, start + self.seconds(*sender))
@@ -110,10 +129,11 @@ class Stages:
             stage, step = lane[0], self.lanes[lane][0]
             if key := self.lacks(stage, step):
                 lane = stage, stream_of(key)
-                texts.append(f"{said(stage, step)} waits for its {key[0]} of subsequence {key[1][1]}")
+                texts.append(f"{said(stage, step)} waits for its {of_unit(key)}")
             else:
-                kind, further = ENDS[step.kind]
-                lane = stage + further, stream_of((kind, step.unit))
+                end = other_end(step.kind, stage)
+                assert end is not None  # only a message waits for another stage
+                lane = end[1], stream_of((end[0], step.unit))
                 texts.append(f"{said(stage, step)} waits for stage {lane[0]}")
             if not self.lanes.get(lane):
                 return f"{MET}: {texts[-1]}, which has come to its end"

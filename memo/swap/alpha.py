@@ -82,8 +82,8 @@ class AlphaProblem:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """Rows of each subsequence."""
-        return self.placement.cuts or (self.placement.n_rows,)
+        """Rows of a unit at each subsequence, and of each guest's: see Placement.lengths."""
+        return self.placement.lengths
 
     @cached_property
     def parts(self) -> list[float]:
@@ -97,7 +97,7 @@ class AlphaProblem:
     @cached_property
     def swapped(self) -> list[int]:
         """Units of each subsequence that are swapped."""
-        of = Counter(i for _, i in self.placement.units[:self.n_swapped])
+        of = Counter(self.placement.likes[:self.n_swapped])
         return [of[i] for i in range(len(self.cuts))]
 
     @cached_property
@@ -199,7 +199,7 @@ class AlphaProblem:
         others' part of U - 2.
         """
         p, found = self.placement, dict[int, float]()
-        order = [i for _, i in p.units]
+        order = p.likes
         always = self.always_bytes + self.layer_keys_bytes
         ahead = min(max(1, p.n_buffers - 1), p.subsequences)
         for i, *following in {tuple(order[k:k + 1 + ahead]) for k in range(self.n_swapped)}:

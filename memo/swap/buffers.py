@@ -11,11 +11,21 @@ from typing import Any
 import torch
 
 from memo.layer import INPUT, Layer
+from memo.swap.lending import Lending, of_rows
 from memo.swap.placement import Placement
-from memo.swap.schedule import SWEEP_PLACES, Key, Step, Unit, evaluation, schedule, swept_inputs
+from memo.swap.schedule import SWEEP_PLACES, evaluation, schedule, swept_inputs
+from memo.swap.shared_bytes import shared_regions
 from memo.swap.slab import HostSlab
 from memo.swap.spans import wait_kind
-from memo.swap.streams import Event, Streams, close_streams, open_streams
+from memo.swap.steps import LANES, Key, Step, Unit
+from memo.swap.streams import (
+    Event,
+    Streams,
+    between_stages,
+    close_streams,
+    open_streams,
+    stream_named,
+)
 from memo.swap.validator import validate_schedule
 
 # what a wait for a step of this kind is called in the timeline
@@ -47,51 +57,61 @@ class Swap:
     buffer; with several subsequences also `pieces`, [(k, v)] of the subsequences up to it, and `sums`, of
     their gradients, fp32. `layers`: the units of the first subsequence. `between[layer, i]`: (x, y), twice
     (n_i, C): what lies below a unit and what lies above it; in the backward their gradients. With one
-    subsequence x is the unit's own input, with several both are one place, of the stream; `x[layer]` are all
+    subsequence x is the unit's own input, with several both are one place, of the stream; `whole` the same
+    with the rows that other stages compute; `x[layer]` are all
     rows, where the device has them. `missing[k]`: {tensor: the rows to recompute} of unit k. `steps`: the
     schedule, `evaluation`: that of a forward alone; whoever executes them hands each step to launch().
     Nothing is allocated by then, and the host waits for nothing (but on the CPU, which is its own device).
 
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
-    passes can be made. Errors: OutOfHostMemory.
+    passes can be made. `numel`: elements of a layer's parameters, with padding. `lending`: what is sent to
+    stages that compute for this one, and for which it computes. Errors: OutOfHostMemory.
     """
 
     def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype: torch.dtype,
                  device: torch.device, tp: int = 1, streams: Streams | None = None, pin: bool = True,
-                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True) -> None:
+                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True, numel: int = 0) -> None:
         p, self.layer = placement, layer
         self.placement, self.B, self.dtype, self.key_shape = p, B, dtype, key_shape
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
-        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors, prod(key_shape) // layer.kv_heads)
+        dealt = prod(key_shape) // layer.kv_heads
+        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors, dealt)
+        nbytes |= shared_regions(p, tensors, numel, dealt)
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
-        self.streams = streams or open_streams(device, p.receives or p.sends)
+        peers = {piece.stage for piece in p.guests} | {piece.helper for piece in p.lent}
+        lanes = [f"{lane} {peer}" for peer in sorted(peers) for lane in sorted({*LANES.values()})]
+        self.streams = streams or open_streams(device, p.receives or p.sends, lanes)
         self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
                              for name, n in nbytes.items()}
-        shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.cuts or (p.n_rows,)]
+        shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.lengths]
 
         def view(k: int, i: int, name: str) -> torch.Tensor:
             t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
             return self.cut(name, at, t.shape, torch.float32 if t.fp32 else dtype)
         names = [name for name in tensors if name in self.buffers]
-        self.units = {unit: SimpleNamespace(pieces=None, **{name: view(k, unit[1], name) for name in names})
-                      for k, unit in enumerate(p.units)}
+        self.units = {unit: SimpleNamespace(pieces=None, **{name: view(k, like, name) for name in names})
+                      for k, (unit, like) in enumerate(zip(p.units, p.likes, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
+        self.lending: Any = None
         self.between: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         if p.several:
-            self.add_pieces(gradients)
+            self.add_pieces(gradients, numel)
             shape, row = tensors[INPUT].shape, p.row_bytes(tensors[INPUT])
             whole = self.buffers["stream"] if p.stream == "whole" else None
-            self.x = [] if whole is None else [whole.view(dtype).view(shape)] * (p.n_layer + 1)
+            if whole is not None:
+                self.x = [self.cut("stream", 0, shape, dtype)] * (p.n_layer + 1)
             for unit, s in self.units.items():
-                place = self.cut("stream", p.stream_place(unit) * row, s.x.shape, dtype)
-                self.between[unit] = place, place
+                n = len(s.x) if unit[1] in p.guest_of else p.cuts[unit[1]]
+                place = self.cut("stream", p.stream_place(unit) * row, (n, *shape[1:]), dtype)
+                self.whole[unit], self.between[unit] = (place, place), (place[:len(s.x)],) * 2
             swept = self.buffers["sweep"].view(dtype).view(-1, *shape[1:])
             self.sweep_inputs = list(swept.split(max(p.cuts)))
         else:  # a layer's output has the place of the next one's input
             self.x = [*(self.units[i, 0].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
-            self.between = {(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
+            self.between = self.whole = {(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
         self.layers = [self.units[i, 0] for i in range(p.n_layer)]
         missing = {k: p.missing(k) for k in set(p.like)}
         self.missing = [missing[like] for like in p.like]
@@ -107,27 +127,40 @@ class Swap:
         """The tensor of this shape at byte `at` of a region."""
         return self.buffers[region][at:at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def add_pieces(self, gradients: bool) -> None:
-        """The units' `pieces` and `sums`, of all subsequences up to theirs."""
+    def add_pieces(self, gradients: bool, numel: int) -> None:
+        """The units' `pieces` and `sums`, of all subsequences up to theirs; of that one their own rows."""
         p, (tokens, heads) = self.placement, self.key_shape
+        row = 2 * tokens * heads * self.layer.head_dim  # elements of k and v of a row
 
-        def piece(region: str, row: int, i: int, dtype: torch.dtype) -> list[torch.Tensor]:
-            shape = 2, self.B, p.cuts[i] * tokens // self.B, heads, self.layer.head_dim  # k, then v
-            row_bytes = 2 * tokens * heads * self.layer.head_dim * dtype.itemsize
-            return list(self.cut(region, row * row_bytes, shape, dtype))
+        def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> Any:
+            shape = 2, self.B, rows * tokens // self.B, heads, self.layer.head_dim  # k, then v
+            return list(self.cut(region, at, shape, dtype))
         for layer in range(p.n_layer):
             units = [(layer, i) for i in range(p.subsequences)]
-            keys = [piece("keys", p.key_place(unit), unit[1], self.dtype) for unit in units]
-            sums = [piece("key_gradients", p.key_gradient_place(unit), unit[1], torch.float32)
-                    if gradients else None for unit in units]
+            keys = [piece("keys", p.key_place(unit) * row * self.dtype.itemsize, p.cuts[unit[1]], self.dtype)
+                    for unit in units]
+            sums: Any = [piece("key_gradients", p.key_gradient_place(unit) * row * 4, p.cuts[unit[1]],
+                               torch.float32) if gradients else None for unit in units]
             for unit in units:
-                self.units[unit].pieces, self.units[unit].sums = keys[:unit[1] + 1], sums[:unit[1] + 1]
+                s = self.units[unit]
+                s.pieces, s.sums = keys[:unit[1] + 1], sums[:unit[1] + 1]
+                if p.lengths[unit[1]] < p.cuts[unit[1]]:
+                    mine = slice(0, p.lengths[unit[1]])
+                    s.pieces[-1], s.sums[-1] = (of_rows(pair, mine, tokens) for pair in (keys[unit[1]],
+                                                                                         sums[unit[1]]))
+        if p.guests or p.lent:
+            self.lending = Lending(p, self.cut, piece, numel, row, tokens, self.dtype)
+        for unit in (unit for unit in p.units if unit[1] in p.guest_of):
+            s = self.units[unit]
+            s.pieces, s.sums = (self.lending.pieces_of(unit, of) for of in (self.lending.keys,
+                                                                           self.lending.sums))
 
     def set_steps(self, steps: list[Step], evaluation: list[Step]) -> None:
         """Makes these the schedules."""
         self.steps, self.evaluation = steps, evaluation
         awaited = [key for step in steps + evaluation for key in step.waits]
-        self.events = {(kind, unit): Event(f"{EVENT_NAMES[kind]} {self.name(unit)}", wait_kind((kind, unit)))
+        self.events = {(kind, unit): Event(f"{EVENT_NAMES.get(kind, f'{kind} done')} {self.name(unit)}",
+                                           wait_kind((kind, unit)))
                        for kind, unit in awaited}
 
     def name(self, unit: Unit) -> str:
@@ -155,14 +188,14 @@ class Swap:
         remains = {k: p.swapped(k, self.tensors, resident=True) for k in leaves if p.stays}
         for k, unit in enumerate(p.units):
             if unit in p.stream_rows:
-                x, s = self.between[unit][0], self.units[unit]
+                x, s = self.whole[unit][0], self.units[unit]
                 pairs["prefetch stream", unit] = pairs["offload gradient", unit] = of_stream(unit, x)
                 if k < p.n_swapped and not p.x_stays:
                     pairs["prefetch", unit] = of_stream(unit, s.x)
                 if unit in self.swept:
                     pairs["prefetch input", unit] = of_stream(unit, self.input_of_sweep(unit))
             if (above := (unit[0] + 1, unit[1])) in p.stream_rows:
-                y = self.between[unit][1]
+                y = self.whole[unit][1]
                 pairs["offload stream", unit] = pairs["prefetch gradient", unit] = of_stream(above, y)
             for name, (first, n) in leaves[p.like[k]].items():
                 if name == INPUT and unit in self.swept:  # comes back for the sweep, too
@@ -187,27 +220,29 @@ class Swap:
     def begin(self) -> None:
         """Before a pass: protects what the last one still computes with from what arrives from other stages
         in its places."""
-        if self.streams.receive is not None:
+        if others := between_stages(self.streams):
             before = Event("compute of the pass before")
             self.streams.compute.record(before)
-            self.streams.receive.wait(before)
+            for stream in others:
+                if stream is not self.streams.send:  # which sends nothing before it is computed
+                    stream.wait(before)
 
     def end(self) -> None:
         """Behind a pass: protects what is still sent from the next one."""
-        if self.streams.send is not None:
+        for stream in [one for one in between_stages(self.streams) if one is not self.streams.receive]:
             sent = Event("all sent", "bubble")
-            self.streams.send.record(sent)
+            stream.record(sent)
             self.streams.compute.wait(sent)
 
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""
         for key in sorted(step.waits, key=wait_kind):  # bubbles first: copies may hide in them
-            getattr(self.streams, step.stream).wait(self.events[key])
+            stream_named(self.streams, step.stream).wait(self.events[key])
 
     def launch(self, step: Step, label: str | None = None, work: Callable | None = None, *args: Any) -> None:
         """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step
         does that is no copy."""
-        stream = getattr(self.streams, step.stream)
+        stream = stream_named(self.streams, step.stream)
         if work is not None:
             stream.launch(label, work, *args)
         else:
@@ -222,6 +257,7 @@ class Swap:
         """Waits for the copies under way and gives the memory back."""
         close_streams(self.streams)
         self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], {}
+        self.whole, self.lending = {}, None
         self.sweep_inputs, self.buffers = [], None
         if self.slab is not None:
             self.slab.close()

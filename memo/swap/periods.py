@@ -13,7 +13,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from memo.swap.schedule import Fates, Step, Times, schedule, times_of, units_in_order
+from memo.swap.schedule import Fates, Times, schedule, times_of, units_in_order
+from memo.swap.steps import Step
 
 STEADY = 1e-12  # distances whose difference is no larger a part of all seconds are equal
 steps_of = lru_cache(16)(schedule)  # most of the layouts that a search tries have the same
@@ -30,10 +31,15 @@ class Totals(NamedTuple):
 def totals_of(fates: Fates, layers: int, subsequences: int, order: str,
               seconds: Callable[[Step], float]) -> Totals:
     """The Totals of a schedule where a step takes seconds(step)."""
+    if fates.guests:  # which have layers of other stages
+        spans, _ = times = times_of(steps_of(fates, layers, subsequences, order), seconds)
+        ends = [max(end for (kind, _), (_, end) in spans.items() if kind == way)
+                for way in ("forward", "backward")]
+        return Totals(ends[0], ends[1] - ends[0], times.stall_s)
     reach, runs = reach_of(fates, subsequences, order), runs_of(fates, layers, subsequences, order)
     for most in (3 * reach + 2, 6 * reach + 4):
         short = [min(n, most) for n in runs]
-        if subsequences > 1 and sum(short) <= layers // 2 and (
+        if subsequences > 1 and not fates.lent and sum(short) <= layers // 2 and (
                 found := totals_of_few(fates, runs, short, reach, subsequences, order, seconds)):
             return found
     times = times_of(steps_of(fates, layers, subsequences, order), seconds)

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
+from memo.msp import Piece, Shares, guest_number
 from memo.swap.schedule import (
     STREAM_PLACES,
     SWEEP_PLACES,
@@ -49,6 +50,9 @@ class Placement:
     the device, or has a few places there and leaves for the slab: stream == "copied". Layer by layer that is
     a unit's x, and its gradient later takes the same place; the unit itself then sends no x. Or it leaves for
     the next stage of a pipeline: stream == "passed". `receives`, `sends`: see Fates.
+
+    Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of `guests`
+    are units like its own, of a subsequence each (memo/swap/helping.py).
     """
 
     n_layer: int
@@ -64,12 +68,16 @@ class Placement:
     stream: str = "whole"
     receives: bool = False
     sends: bool = False
+    guests: Shares = ()
+    lent: Shares = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
         stage, is left out."""
         said = {name: value for name, value in asdict(self).items()
-                if value or name not in ("receives", "sends")}
+                if value or name not in ("receives", "sends", "guests", "lent")}
+        for name in said.keys() & {"guests", "lent"}:
+            said[name] = [piece._asdict() for piece in getattr(self, name)]
         for name in () if self.several else ("cuts", "order", "keys", "stream"):
             del said[name]
         return said if self.stays else {name: value for name, value in said.items() if name != "stays"}
@@ -90,12 +98,33 @@ class Placement:
 
     @cached_property
     def n_units(self) -> int:
-        return self.n_layer * self.subsequences
+        return len(self.units)
 
     @cached_property
     def units(self) -> list[tuple[int, int]]:
-        """(layer, subsequence) of each unit, in the order of the forward."""
-        return units_in_order(self.n_layer, self.subsequences, self.order)
+        """(layer, subsequence) of each unit, in the order of the forward; a guest's have its number in the
+        place of a subsequence."""
+        return units_in_order(self.n_layer, self.subsequences, self.order, self.guests)
+
+    @cached_property
+    def guest_of(self) -> dict[int, Piece]:
+        """{its number: a guest}."""
+        return {guest_number(piece, self.subsequences): piece for piece in self.guests}
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of a unit at each subsequence but for those that others compute; behind them, of each guest's.
+        The tuples of Rows are in this order."""
+        own = [*(self.cuts or (self.n_rows,))]
+        for piece in self.lent:
+            own[piece.subsequence] -= piece.rows
+        return *own, *(piece.rows for piece in self.guests)
+
+    @cached_property
+    def likes(self) -> list[int]:
+        """Of each unit the place of its subsequence, or guest, in `lengths`."""
+        places = {number: k for k, number in enumerate((*range(self.subsequences), *self.guest_of))}
+        return [places[i] for _, i in self.units]
 
     @cached_property
     def number(self) -> dict[tuple[int, int], int]:
@@ -104,8 +133,7 @@ class Placement:
 
     @cached_property
     def rows_of_units(self) -> list[int]:
-        cuts = self.cuts if self.several else (self.n_rows,)
-        return [cuts[i] for _, i in self.units]
+        return [self.lengths[i] for i in self.likes]
 
     def rows(self, k: int) -> int:
         """Rows of unit k."""
@@ -119,7 +147,7 @@ class Placement:
         """Rows of unit k: its own number, or as large a part of its rows as `whole` of all, in multiples of
         SPLIT_ROWS."""
         if isinstance(whole, tuple):
-            return whole[self.units[k][1]]
+            return whole[self.likes[k]]
         return rows(whole / self.n_rows, self.rows(k), SPLIT_ROWS) if self.several else whole
 
     def kept_rows(self, k: int, name: str) -> int:
@@ -140,14 +168,14 @@ class Placement:
     @cached_property
     def gives_up(self) -> frozenset[int]:
         """The swapped units of which nothing but the input survives."""
-        swapped = sorted(range(max(0, self.n_swapped)), key=lambda k: (self.units[k][1], k))
+        swapped = sorted(range(max(0, self.n_swapped)), key=lambda k: (self.likes[k], k))
         return frozenset(swapped[:self.input_only])
 
     @cached_property
     def neighbours(self) -> list[int]:
         """Units, each with the one before it, which stand for all pairs of subsequences that are one after
         the other."""
-        return [*{(self.units[k - 1][1], self.units[k][1]): k for k in range(1, self.n_units)}.values()]
+        return [*{(self.likes[k - 1], self.likes[k]): k for k in range(1, self.n_units)}.values()]
 
     @cached_property
     def buffers_known(self) -> dict[tuple, list[tuple[int, int]]]:
@@ -250,8 +278,17 @@ class Placement:
         return self.row_bytes(tensors[INPUT]) * max((sum(place) for place in self.stream_rows.values()),
                                                     default=0)
 
+    @property
+    def own_stream_rows(self) -> int:
+        """Rows of the stream's memory, beside those of guests."""
+        return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
+
     def stream_place(self, unit: tuple[int, int]) -> int:
         """The first row, from the begin of the stream's memory, of a unit's input and output."""
+        if unit[1] in self.guest_of:
+            numbers = [*self.guest_of]
+            before = self.guests[:numbers.index(unit[1])]
+            return self.own_stream_rows + sum(piece.rows for piece in before)
         if self.stream != "whole":
             turn = self.number[unit] if self.order == "layer" else unit[1]
             return max(self.cuts) * (turn % STREAM_PLACES)
@@ -264,7 +301,7 @@ class Placement:
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
         return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
                                    unit in self.stream_rows), k)
-                for k, unit in enumerate(self.units) for i in unit[1:]]
+                for k, (i, unit) in enumerate(zip(self.likes, self.units, strict=True))]
 
     @cached_property
     def fates(self) -> Fates:
@@ -274,7 +311,7 @@ class Placement:
         lacking = {k for k in set(self.like) if self.missing(k)}
         rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys,
-                     self.stream, self.receives, self.sends)
+                     self.stream, self.receives, self.sends, self.guests, self.lent)
 
     def key_place(self, unit: tuple[int, int]) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""
@@ -305,7 +342,7 @@ class Placement:
         return resident | {
             "keys": elements * (layers * self.n_rows + (self.cuts[0] if self.keys != "stay" else 0)),
             "key_gradients": elements * 4 // itemsize * summed * self.n_rows,
-            "stream": x * (self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)),
+            "stream": x * (self.own_stream_rows + sum(piece.rows for piece in self.guests)),
             "sweep": x * max(self.cuts) * min(SWEEP_PLACES, len(sweeps))}
 
     def row_bytes(self, t: Tensor) -> int:

@@ -58,7 +58,7 @@ def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, i
     passed on to the next stage."""
     several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     layers = len(cfg.layers)
-    units = layers * max(1, len(several["cuts"]))
+    units = layers * max(1, len(several["cuts"])) + sum(piece.layers for piece in several["guests"])
     stay = units == layers or n_buffers >= units or not cfg.by_layer
     return Placement(layers, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
                      keys="stay" if stay else keys, stream=stream or ("whole" if cfg.has_head else "passed"),

@@ -34,51 +34,14 @@ Source: MEMO 4.1 and 4.3.2; SPPO 3.3 for stages, 4 for subsequences.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
-# kinds of steps of a forward; all others are of a backward
-FORWARD = ("embedding", "forward", "head", "offload", "offload keys", "offload stream", "prefetch stream",
-           "receive", "send")
+from memo.msp import Shares, guest_units
+from memo.swap.helping import Helper, Home
+from memo.swap.steps import BACK, Key, Step, Unit, stream_of
+
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
 STREAM_PLACES = 3  # of a subsequence each, where the stream is copied, or sent to the next stage
-Unit = tuple[int, int]  # layer, subsequence
-Key = tuple[str, Unit]
-
-
-@cache
-def stream_of_kind(kind: str) -> str:
-    first, *_ = kind.split(" ", 1)
-    return first if first in ("offload", "prefetch", "send", "receive") else "compute"
-
-
-def stream_of(key: Key) -> str:
-    return stream_of_kind(key[0])
-
-
-class Step(NamedTuple):
-    """One thing that one stream does. `waits`: the keys of steps of other streams that must be done before;
-    what a stream was handed earlier is done before anyway.
-
-    kind: embedding, forward, head (with `unit`: the last layer's), offload, prefetch, recompute, backward,
-    embedding backward; of a unit's keys and values: offload keys and prefetch keys, or prefetch input and
-    sweep, which makes them again from that input; of the stream: prefetch stream of a unit's input and
-    offload stream of its output, or of the gradient that the head puts there; prefetch gradient of that of
-    its output and offload gradient of that of its input. Between stages: receive of the first layer's input
-    and send of the last one's output; receive gradient of that, send gradient of the input's.
-    """
-
-    kind: str
-    unit: Unit
-    waits: tuple[Key, ...] = ()
-
-    @property
-    def key(self) -> Key:
-        return self.kind, self.unit
-
-    @property
-    def stream(self) -> str:
-        return stream_of(self.key)
 
 
 @dataclass(frozen=True)
@@ -90,7 +53,8 @@ class Fates:
     device. Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of
     all layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole", "copied" or,
     with a few places that are sent, "passed". `receives`: another stage sends the input of the first layer;
-    `sends`: another one takes the output of the last.
+    `sends`: another one takes the output of the last. `guests`: what the stage computes for others; `lent`:
+    what others compute for it (memo/swap/helping.py).
     """
 
     n_buffers: int
@@ -102,14 +66,18 @@ class Fates:
     stream: str = "whole"
     receives: bool = False
     sends: bool = False
+    guests: Shares = ()
+    lent: Shares = ()
 
 
-def units_in_order(layers: int, subsequences: int = 1, order: str = "layer") -> list[Unit]:
-    """The units in the order of the forward: layer by layer, or subsequence by subsequence. The backward's is
-    the reverse."""
+def units_in_order(layers: int, subsequences: int = 1, order: str = "layer",
+                   guests: Shares = ()) -> list[Unit]:
+    """The units in the order of the forward: layer by layer, or subsequence by subsequence; those of `guests`
+    before them and behind them. The backward's is the reverse."""
     if order == "layer":
         return [(layer, i) for layer in range(layers) for i in range(subsequences)]
-    return [(layer, i) for i in range(subsequences) for layer in range(layers)]
+    before, behind = (guest_units(guests, subsequences, way) for way in (True, False))
+    return [*before, *((layer, i) for i in range(subsequences) for layer in range(layers)), *behind]
 
 
 def keys_below(unit: Unit) -> Unit:
@@ -188,32 +156,39 @@ class Stream:
 
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
     """The steps of a forward and a backward, in the order in which the host launches them."""
-    units = units_in_order(layers, subsequences, order)
+    units = units_in_order(layers, subsequences, order, fates.guests)
     if subsequences == 1:
         fates = replace(fates, keys="stay")
     stream = Stream(fates, layers, subsequences, order, trains=True)
-    forward = forward_steps(fates, units, layers, stream)
-    return with_needed_waits([*forward, *backward_steps(fates, units, subsequences, stream)])
+    others = Home(fates.lent, layers, subsequences), Helper(fates.guests, units, subsequences)
+    forward = forward_steps(fates, units, layers, subsequences, stream, *others)
+    return with_needed_waits([*forward, *backward_steps(fates, units, subsequences, stream, *others)])
 
 
 def evaluation(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
     """The steps of a forward that keeps nothing: no copy leaves but those of the stream."""
     kept_nothing = replace(fates, copied=frozenset(), keys="made" if fates.keys == "copied" else fates.keys)
-    units = units_in_order(layers, subsequences, order)
+    units = units_in_order(layers, subsequences, order, fates.guests)
     stream = Stream(fates, layers, subsequences, order, trains=False)
-    return with_needed_waits(forward_steps(kept_nothing, units, layers, stream))
+    others = Home(fates.lent, layers, subsequences), Helper(fates.guests, units, subsequences)
+    return with_needed_waits(forward_steps(kept_nothing, units, layers, subsequences, stream, *others))
 
 
-def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) -> Iterator[Step]:
+def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: int, stream: Stream,
+                  home: Home, helper: Helper) -> Iterator[Step]:
     """The steps up to the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     # of those that keep only their input, which the layer below has sent already, nothing is left to send
     to_host = {k for k in fates.copied if not (k in fates.input_only and stream.arrives(units[k]))}
-    inputs = [unit for unit in units if unit[0] == 0] if fates.receives else []
+    inputs = [(0, i) for i in range(subsequences)] if fates.receives else []
     following = dict(zip(inputs, inputs[1:], strict=False))
     for unit in inputs[:1]:
         yield Step("receive", unit, stream.before(unit))
+    yield from home.first()
+    yield from helper.first(before=True)
     for k, unit in enumerate(units):
+        if unit == (0, subsequences - 1):  # while the last subsequence is computed
+            yield from helper.first(before=False)
         if unit in following:  # while the layers of this subsequence compute
             yield Step("receive", following[unit], stream.before(following[unit]))
         for layer, i in units[k + 1:k + 2]:
@@ -222,6 +197,13 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
                 yield Step("prefetch stream", (layer, i), (left, *stream.before((layer, i))))
         # protects unit k - n: its copy still reads the buffer, and the input, that unit k is about to write
         waits: tuple[Key, ...] = (("offload", units[k - n]),) if k - n in to_host else ()
+        if unit in helper.number:
+            yield Step("forward", unit, waits + helper.before_forward(unit))
+            yield from helper.after_forward(unit)
+            if k in to_host:
+                yield Step("offload", unit, (("forward", unit),))
+            continue
+        waits += home.before_forward(unit)
         below = keys_below(unit)
         if fates.keys == "copied" and below in number:
             waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
@@ -232,6 +214,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
         elif unit[0] == 0:
             yield Step("embedding", unit, stream.before(unit))  # protects what still leaves this unit's place
         yield Step("forward", unit, waits)
+        yield from home.after_forward(unit)
         # the copies' waits protect the slab from a unit that is not computed yet
         if fates.keys == "copied" and keys_leave(unit, layers):
             yield Step("offload keys", unit, (("forward", unit),))
@@ -240,14 +223,15 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, stream: Stream) 
         if k in to_host:
             yield Step("offload", unit, (("forward", unit),))
         if unit[0] == layers - 1 and fates.sends:
-            yield Step("send", unit, (("forward", unit),))
+            yield Step("send", unit, (("forward", unit), *home.complete(unit)))
         elif unit[0] == layers - 1:
-            yield Step("head", unit)
+            yield Step("head", unit, home.complete(unit))
             if stream.leaves(unit):
                 yield Step("offload stream", unit, (("head", unit),))
 
 
-def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: Stream) -> Iterator[Step]:
+def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: Stream, home: Home,
+                   helper: Helper) -> Iterator[Step]:
     """The steps behind the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     inputs = swept_inputs(fates, units)
@@ -256,11 +240,14 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
     for unit in inputs[:SWEEP_PLACES]:
         # protects the slab: all copies have left; an input that was there in the forward has
         yield Step("prefetch input", unit, () if stream.arrives(unit) else (("head", units[-1]),))
-    outputs = [unit for unit in reversed(units) if unit[0] == stream.top] if fates.sends else []
+    outputs = [(stream.top, i) for i in reversed(range(subsequences))] if fates.sends else []
     next_output = dict(zip(outputs, outputs[1:], strict=False))
     for unit in outputs[:1]:
         yield Step("receive gradient", unit, stream.before_gradient(unit))
+    yield from home.lend_back(subsequences - 1)
+    yield from helper.first_back(before=False)
     for k, unit in reversed(list(enumerate(units))):
+        i, guest = unit[1], unit in helper.number
         if unit in next_output:  # while the layers of this subsequence compute
             yield Step("receive gradient", next_output[unit], stream.before_gradient(next_output[unit]))
         for earlier in units[max(0, k - 1):k]:
@@ -269,15 +256,27 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
         # protects the unit's recompute and backward from what is not back yet. A layer's first backward unit
         # reads the keys and values of all subsequences; those of number 1 come last
         waits: tuple[Key, ...] = (("prefetch", unit),) if k in fates.copied else ()
-        if fates.keys == "copied" and unit[1] == subsequences - 1 and (unit[0] + 1, 1) in number:
+        if fates.keys == "copied" and i == subsequences - 1 and (unit[0] + 1, 1) in number:
             waits += ("prefetch keys", (unit[0], 1)),
-        if k in fates.rebuilt:
-            yield Step("recompute", unit, waits)
         arrived: tuple[Key, ...] = (("prefetch gradient", unit),) if stream.leaves(unit) else ()
         if unit in outputs:
             arrived = ("receive gradient", unit),
+        if unit == (stream.top, 0):  # while the last subsequence is computed
+            yield from helper.first_back(before=True)
+        if unit == (stream.top, i) and not guest:
+            yield from home.lend_back(i - 1)
+            yield from home.before_subsequence(i, arrived or (("head", unit),))
+        if guest:
+            waits, arrived = waits + helper.before_recompute(unit), helper.before_backward(unit)
+        if k in fates.rebuilt:
+            yield Step("recompute", unit, waits)
+        if not guest:
+            yield from home.add(unit)
+            arrived += home.before_backward(unit)
         yield Step("backward", unit, waits + arrived)
         done, below = (("backward", unit),), keys_below(unit)
+        if guest:
+            yield from helper.after_backward(unit)
         if stream.arrives(unit):
             yield Step("offload gradient", unit, done)
         # the prefetches' waits protect this unit, whose backward reads what the copy is about to fill
@@ -289,8 +288,12 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
             yield Step("sweep", below, (("prefetch input", below),) if below in came else ())
             if below in following:  # protects the sweep, which reads what the copy is about to fill
                 yield Step("prefetch input", following[below], (("sweep", below),))
-        if unit[0] == 0:
-            yield Step("send gradient", unit, done) if fates.receives else Step("embedding backward", unit)
+        if unit[0] == 0 and not guest:
+            if fates.receives:
+                yield Step("send gradient", unit, done + home.complete(unit, BACK))
+            yield from home.add((-1, i))
+            if not fates.receives:
+                yield Step("embedding backward", unit, home.complete(unit, BACK))
 
 
 def with_needed_waits(steps: Iterable[Step]) -> list[Step]:

@@ -6,7 +6,8 @@ from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from memo.swap.schedule import Key, Step, Times, stream_of
+from memo.swap.schedule import Times
+from memo.swap.steps import Key, Step, is_message
 
 # kind: launch; of the compute stream also wait, for a copy, and bubble, a wait for another stage
 Span = namedtuple("Span", "stream kind label start_s end_s")
@@ -14,7 +15,7 @@ Span = namedtuple("Span", "stream kind label start_s end_s")
 
 def wait_kind(key: Key) -> str:
     """The kind of a Span in which a stream waits for a step."""
-    return "bubble" if stream_of(key) in ("send", "receive") else "wait"
+    return "bubble" if is_message(key) else "wait"
 
 
 def spent_s(spans: Iterable[Span], *kinds: str) -> float:

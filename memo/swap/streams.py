@@ -9,15 +9,26 @@ come from.
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from memo.swap.spans import Span
 
-Streams = namedtuple("Streams", "compute offload prefetch timeline send receive", defaults=(None, None))
+Streams = namedtuple("Streams", "compute offload prefetch timeline send receive lanes",
+                     defaults=(None, None, MappingProxyType({})))
+
+
+def stream_named(streams: Streams, name: str) -> Any:
+    return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
+
+
+def between_stages(streams: Streams) -> list:
+    """The streams of messages to and from other stages."""
+    return [one for one in (streams.send, streams.receive, *streams.lanes.values()) if one is not None]
 
 
 class Event:
@@ -187,23 +198,23 @@ class CpuStream:
 
 # --- both ---
 
-def open_streams(device: torch.device, messages: bool = False) -> Streams:
-    """The streams of a device, with `messages` also those to and from other stages. Compute is the one that
-    torch uses anyway, on the CPU the calling thread."""
+def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[str] = ()) -> Streams:
+    """The streams of a device, with `messages` also those to and from other stages, and `lanes` more of such.
+    Compute is the one that torch uses anyway, on the CPU the calling thread."""
     timeline, side = Timeline(), dict[str, CudaStream | CpuStream]()
     compute: CudaStream | CpuStream
     if device.type == "cuda":
         compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
     else:
         compute = CpuStream("compute", timeline, threaded=False)
-    for name in ("offload", "prefetch", *("send", "receive") * messages):
+    for name in ("offload", "prefetch", *("send", "receive") * messages, *lanes):
         side[name] = (CudaStream(name, timeline, torch.cuda.Stream(device)) if device.type == "cuda" else
                       CpuStream(name, timeline))
-    return Streams(compute=compute, timeline=timeline, **side)
+    others = {name: side.pop(name) for name in lanes}
+    return Streams(compute=compute, timeline=timeline, lanes=others, **side)
 
 
 def close_streams(streams: Streams) -> None:
     """Waits for every copy and message under way, then lets the streams go."""
-    for stream in streams:
-        if stream is not None and stream is not streams.timeline:
-            stream.close()
+    for stream in (streams.compute, streams.offload, streams.prefetch, *between_stages(streams)):
+        stream.close()

@@ -20,7 +20,8 @@ LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR, "f
             "four, ulysses": FOUR | dict(cp=2, context_parallel="ulysses"),
             "four, metp": FOUR | LAYOUTS["metp"] | dict(block_size=16384),
             "stage": IN_ORDER | dict(n_layer=12, pp=3, stage=1),
-            "last stage": IN_ORDER | dict(n_layer=12, pp=3, stage=2)}
+            "last stage": IN_ORDER | dict(n_layer=12, pp=3, stage=2),
+            "helping stage": IN_ORDER | dict(n_layer=8, pp=2, msp=True)}
 PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made"),
           "four, stream copied": dict(stream="copied"), "four in order, stream copied": dict(stream="copied"),
           "four, keys made, stream copied": dict(keys="made", stream="copied")}
@@ -47,6 +48,12 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
                         "done": ("send gradient", "backward"), "sent": ("receive", "send"),
                         "all sent": ("receive", "send gradient")},
               "last stage": {"compute of the pass before": ("receive", "head")},
+              "helping stage": {"borrow 1 done": ("borrow 1", "forward"),
+                                "take 1 done": ("take 1", "forward"),
+                                "fetch 1 done": ("fetch 1", "forward"),
+                                "collect 1 back done": ("collect 1 back", "add"),
+                                "return 1 back done": ("return 1 back", "take 1 back"),
+                                "repay 1 back done": ("repay 1 back", "backward")},
               "four in order, stream copied": {"head computed": ("offload stream", "head"),
                                                "gradient prefetched": ("prefetch gradient", "backward")}}
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
@@ -88,6 +95,7 @@ def step_races(layout):
 
 def two_steps(layout, axis_of):
     """Of a small model; where the stream is copied, which evaluations do too, with evaluations."""
+    from dataclasses import replace
     from unittest.mock import patch
 
     import torch
@@ -96,6 +104,7 @@ def two_steps(layout, axis_of):
     from memo.layer import layer_of
     from memo.optim import Optimizer
     from memo.parallel.mesh import Link, Mesh
+    from memo.sharing import table
     from memo.swap.placing import placed
     from model import GPT
     cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
@@ -104,8 +113,13 @@ def two_steps(layout, axis_of):
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
     before, behind = (Link(*(axis_of(f"{way} {which}", 2 * (cfg.pp > 1) or 1) for way in ("x", "dx")))
                       for which in ("before", "behind"))
-    mesh = Mesh(before=before, behind=behind, weights=axis_of("tp", cfg.tp), hops=axis_of("hops", visiting),
-                tokens=axis_of("cp", cfg.cp * visiting),
+    other = 1 - cfg.stage
+    lanes = {lane: axis_of(lane, 2) for way in ("to", "from") for lane in (f"{way} {other}",
+                                                                         f"bulk {way} {other}") if cfg.msp}
+    if cfg.msp:
+        cfg = replace(cfg, shares=table(cfg))
+    mesh = Mesh(before=before, behind=behind, lanes=lanes, weights=axis_of("tp", cfg.tp),
+                hops=axis_of("hops", visiting), tokens=axis_of("cp", cfg.cp * visiting),
                 replicas=axis_of("data", 2 if layout == "dp2" or cfg.metp else cfg.cp))
     device = torch.device("cuda:0")
     model = GPT(cfg, device, torch.bfloat16, mesh=mesh)

@@ -23,6 +23,7 @@ LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", 
            "ulysses subsequences": (2, "--cp=2", "--context_parallel=ulysses", *FOUR),
            "metp2 subsequences": (2, "--tensor_parallel=metp", "--tp=2", *FOUR),
            "pp2": (2, "--pp=2", *IN_ORDER),
+           "pp2 msp": (2, "--pp=2", "--msp=true", "--batch_size=1", "--deterministic=true", *IN_ORDER),
            "pp2 tp2 host": (4, "--pp=2", "--tp=2", "--optimizer_device=cpu", *IN_ORDER)}
 
 
@@ -94,7 +95,8 @@ def test_the_recorded_arena_is_the_estimates_to_the_byte(run_of, name):
     for line in plan["regions"]:
         regions[line["region"]] = regions.get(line["region"], 0) + line["device_bytes"]
     assert regions["transient"] == estimated["transient"] + estimated["head"] > 0
-    held = "rounding_buffers", "keys", "key_gradients", "stream", "sweep"
+    held = ("rounding_buffers", "keys", "key_gradients", "stream", "sweep", "guest_weights", "guest_keys",
+            "guest_gradients", "repaid")
     assert sum(regions.get(region, 0) for region in held) == plan["device_bytes"]
     for region in ("params", "grads", "optimizer", "positions", *held[1:]):
         assert regions.get(region, 0) == estimated.get(region, 0), region

@@ -1,0 +1,131 @@
+"""Multiplexed sequence partitioning: which stages of a pipeline compute rows of which others, where the
+former have nothing of their own to compute. No torch. Source: SPPO 6.2.
+
+Stage s computes subsequence x in slot s + x. In the first p - 1 slots later stages have not begun, in the
+last p - 1 earlier ones have ended: in each slot all idle stages help all busy ones. A busy unit is cut into
+pieces in causal order: its home has the first one, each helper one of the others.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """The rows [first, end) of a subsequence that another stage, the `helper`, computes in all `layers` of
+    `stage`, the home. `part`: of the unit's FLOPs. `turns`: the units of different homes that the helper
+    takes in turns meanwhile; `together`: the helpers that the home has meanwhile."""
+
+    stage: int
+    subsequence: int
+    helper: int
+    first: int  # of a rank's own rows
+    end: int
+    layers: int
+    part: float
+    turns: int = 1
+    together: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.first
+
+    @property
+    def before(self) -> bool:
+        """Whether the helper's own subsequences follow; otherwise they are done."""
+        return self.stage + self.subsequence < self.helper
+
+
+Shares = tuple[Piece, ...]  # of all stages
+
+
+def guest_number(piece: Piece, subsequences: int) -> int:
+    """Stands for the subsequence in the units of a helper, whose own are numbered from 0 on."""
+    return subsequences * (1 + piece.stage) + piece.subsequence
+
+
+def helpers(stage: int, subsequence: int, stages: int, subsequences: int) -> list[int]:
+    """The stages that are idle when one has this subsequence, those that share its pieces in causal order."""
+    slot = stage + subsequence
+    return [k for k in range(stages) if slot < k or slot - k >= subsequences]
+
+
+def helped_units(stages: int, subsequences: int) -> dict[tuple[int, int], list[int]]:
+    """{(stage, subsequence): its helpers} of all units next to the bubbles, slot by slot."""
+    every = [(slot - x, x) for slot in range(stages + subsequences - 1) for x in range(subsequences)[::-1]
+             if 0 <= slot - x < stages]
+    found = {unit: helpers(*unit, stages, subsequences) for unit in every}
+    return {unit: those for unit, those in found.items() if those}
+
+
+def cut(flops: Callable[[int], float], rows: int, multiple: int, parts: Sequence[float]) -> list[int]:
+    """Where the pieces of a unit end that has so many rows: each as near as multiples allow to its part of
+    the FLOPs. flops(n): those of the first n rows."""
+    every, ends, wanted = range(0, rows, multiple), list[int](), 0.0
+    for part in parts[:-1]:
+        wanted += part * flops(rows)
+        k = bisect_left(every, wanted, key=flops)  # the first that has as many
+        ends.append(min(every[max(0, k - 1):k + 1], key=lambda n: abs(flops(n) - wanted)))
+    return [*ends, rows]
+
+
+def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
+              flops: Callable[[int, int], float], part: Callable[[int, int], float]) -> Shares:
+    """The Shares of stages with so many `layers`, of subsequences of `cuts` rows, in pieces of multiples of
+    `multiple` rows. flops(x, n): of the first n rows of subsequence x. part(stage, x): the part of a unit's
+    FLOPs that each of its helpers gets; 0: nobody helps there."""
+    N, made = len(cuts), list[Piece]()
+    for (stage, x), those in helped_units(len(layers), N).items():
+        given = part(stage, x)
+        if given <= 0:
+            continue
+        parts = [1 - given * len(those), *[given] * len(those)]
+        ends = cut(partial(flops, x), cuts[x], multiple, parts)
+        made += [Piece(stage, x, helper, first, end, layers[stage],
+                       (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
+                 for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]
+    return with_turns(made)
+
+
+def with_turns(pieces: Iterable[Piece]) -> Shares:
+    """The pieces with `turns` and `together` as they are among each other."""
+    pieces = list(pieces)
+    turns = Counter((one.helper, one.stage + one.subsequence) for one in pieces)
+    together = Counter((one.stage, one.subsequence) for one in pieces)
+    return tuple(one._replace(turns=turns[one.helper, one.stage + one.subsequence],
+                              together=together[one.stage, one.subsequence]) for one in pieces)
+
+
+def guests_of(shares: Shares, stage: int) -> Shares:
+    """What a stage computes for others."""
+    return tuple(piece for piece in shares if piece.helper == stage)
+
+
+def lent_by(shares: Shares, stage: int) -> Shares:
+    """What others compute for a stage."""
+    return tuple(piece for piece in shares if piece.stage == stage)
+
+
+def guest_units(guests: Shares, subsequences: int, before: bool) -> list[tuple[int, int]]:
+    """(layer, guest_number()) of a helper's units before its own, or behind them, in the order of the
+    forward: slot by slot, layer by layer, homes in turns, so that none waits long for the next piece of a
+    layer."""
+    those = [piece for piece in guests if piece.before == before]
+    units = [(piece.stage + piece.subsequence, layer, piece.stage, guest_number(piece, subsequences))
+             for piece in those for layer in range(piece.layers)]
+    return [(layer, number) for _, layer, _, number in sorted(units)]
+
+
+def shares_lines(lent: Iterable[Piece], stages: int, subsequences: int) -> list[str]:
+    """For people: of each unit next to the bubbles who computes how much of it."""
+    parts: dict[tuple[int, int], list[str]] = {unit: [] for unit in helped_units(stages, subsequences)}
+    for piece in lent:
+        parts[piece.stage, piece.subsequence].append(f"{piece.helper} {piece.part:.0%}")
+    helped = sum(map(bool, parts.values()))
+    lines = [f"msp         {helped} of {len(parts)} units next to the bubbles are helped (by stage, part)"]
+    for stage in range(stages):
+        mine = [f"{x} ({', '.join(those) or 'alone'})" for (k, x), those in parts.items() if k == stage]
+        lines.append(f"            {stage}: subsequences {', '.join(mine)}")
+    return lines

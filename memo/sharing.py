@@ -1,0 +1,137 @@
+"""How much the stages of a pipeline compute for each other: of each slot of memo/msp.py the part that a
+helper gets, so that all end together, where that is faster. The schedules of all stages, run together, are
+the judge. The run hands in what its stages measured, the estimate what it models. No torch. Source: SPPO 6.2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
+from memo.config import Config
+from memo.decide import Placed
+from memo.formulas import layer_forward_flops
+from memo.layer import n_rows, tensors_of
+from memo.msp import Piece, Shares, helped_units, shares_of
+from memo.subsequences import ALIGNED, subsequence_lengths
+from memo.swap.alpha import OutOfHostMemory
+from memo.swap.placement import Placement
+from memo.swap.placing import placed
+from memo.swap.shared_bytes import SharedBytes, shared_regions
+from memo.swap.steps import BACK, Step
+
+FASTER = 0.99  # at most so much of a slot's seconds is left where help is worth its messages
+Part = Callable[[int, int], float]
+
+
+def flops_of_rows(cfg: Config, x: int, rows: int) -> float:
+    """Of a layer's forward, of the first own rows of subsequence x."""
+    lengths = subsequence_lengths(cfg)
+    before = sum(lengths[:x])
+    return layer_forward_flops(cfg, before + rows * cfg.tp) - (layer_forward_flops(cfg, before) if x else 0)
+
+
+def shares_with(cfg: Config, part: Part) -> Shares:
+    """The Shares of a config. part(stage, x): of a unit's FLOPs, what each of its helpers gets."""
+    cuts = [n // cfg.tp for n in subsequence_lengths(cfg)]
+    layers = [len(replace(cfg, stage=k).layers) for k in range(cfg.pp)]
+    multiple = ALIGNED if all(n % ALIGNED == 0 and n >= 2 * cfg.pp * ALIGNED for n in cuts) else 1
+    return shares_of(layers, cuts, multiple, partial(flops_of_rows, cfg), part)
+
+
+def table(cfg: Config) -> Shares:
+    """The Shares where messages are free: in each slot every stage computes as much."""
+    return shares_with(cfg, lambda stage, x: 1 / cfg.pp)
+
+
+def fastest_part(forward_s: float, backward_s: float, message_s: float, message_back_s: float, helpers: int,
+                 turns: int) -> float:
+    """Of a unit's FLOPs, what each of so many helpers gets, who take so many units in turns: the part with
+    which home, helpers and messages, which hide behind both, are done soonest; 0 where that is not worth
+    it."""
+    def slot_s(part: float) -> float:
+        computing = max(1 - part * helpers, part * turns) if part else 1.0
+        return (max(computing * forward_s, message_s * (part > 0))
+                + max(computing * backward_s, message_back_s * (part > 0)))
+    late = (1 - message_s / forward_s) / helpers, (1 - message_back_s / backward_s) / helpers
+    most = 1 / (helpers + turns)
+    best = min([most, *(part for part in late if 0 < part < most)], key=slot_s)
+    return best if slot_s(best) < FASTER * slot_s(0.0) else 0.0
+
+
+def parts_of(stages: Sequence[StageFacts]) -> dict[tuple[int, int], float]:
+    """{(stage, subsequence): fastest_part()} of all units next to the bubbles."""
+    found = {}
+    cfg = stages[0].cfg
+    free = table(cfg)
+    for unit, those in helped_units(cfg.pp, cfg.n_subsequences).items():
+        home = stages[unit[0]]
+        assert home.rates is not None and home.ends is not None
+        rates, forward, back = home.rates.units[unit[1]], 0.0, 0.0
+        pieces = [piece for piece in free if piece[:2] == unit]
+        for piece in pieces if home.ends.lanes else ():
+            forward = max(forward, bulk_s(home, "lend", piece))
+            back = max(back, *(bulk_s(home, kind, piece, BACK) for kind in ("lend", "repay")))
+        if pieces:
+            found[unit] = fastest_part(rates.forward_s, rates.backward_s, forward, back, len(those),
+                                       pieces[0].turns)
+    return found
+
+
+def bulk_s(home: StageFacts, kind: str, piece: Piece, end: str = "") -> float:
+    """Seconds of a message of a piece, of one layer, beside those of the others at the same time."""
+    p = placed(replace(home.cfg, shares=(piece,)), 2, n_rows(home.cfg))
+    assert home.ends is not None and home.ends.lanes is not None
+    lanes, step = home.ends.lanes, Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence))
+    nbytes = SharedBytes(p, tensors_of(home.cfg, home.itemsize), lanes.numel).sent(step)
+    return max(piece.turns, piece.together) * lanes.seconds(nbytes, step, 1)
+
+
+def kept(facts: StageFacts, shares: Shares) -> Placement:
+    """Of a stage that keeps all activations: what is left are its computing and its messages."""
+    cfg = replace(facts.cfg, shares=shares)
+    p = placed(cfg, 1, n_rows(cfg))
+    return placed(cfg, p.n_units, n_rows(cfg))
+
+
+def decided_shares(stages: Sequence[StageFacts]) -> Shares:
+    """The Shares that are fastest: those before the stages' own subsequences, those behind them, both or
+    none. All stages must have the same facts, and get the same answer."""
+    cfg = replace(stages[0].cfg, stage=0)
+    if any(one.rates is None or not one.rates.units or one.ends is None for one in stages):
+        return table(cfg)
+    parts = parts_of(stages)
+    whole = shares_with(cfg, lambda stage, x: parts.get((stage, x), 0.0))
+    ways = [(), whole, *(tuple(piece for piece in whole if piece.before == before)
+                         for before in (True, False))]
+
+    def seconds(shares: Shares) -> float:
+        return micro_batch_s(stages, [kept(one, shares) for one in stages])
+    return min(dict.fromkeys(ways), key=seconds)
+
+
+def shared(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed]:
+    """The Placed of each stage where stages compute for each other; `alone`: where none does, which is what
+    they get where that is faster, or the host has no room for more."""
+    found = decided_shares(stages)
+    helped = [with_shares(one, found) for one in stages]
+    if not found:
+        return list(alone)
+    try:
+        together = with_bubbles(helped, [one.alone() for one in helped])
+    except OutOfHostMemory:
+        return list(alone)
+    known = all(one.rates and one.rates.units and one.ends for one in stages)
+    seconds = [micro_batch_s(facts, [p for p, _ in those])
+               for facts, those in ((helped, together), (stages, alone)) if known]
+    return together if seconds == sorted(seconds) else list(alone)
+
+
+def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
+    """The facts of a stage that shares what it computes: less room is left."""
+    cfg, room, lanes = replace(facts.cfg, shares=shares), facts.room, facts.ends and facts.ends.lanes
+    if lanes:
+        p = placed(cfg, 1, n_rows(cfg))
+        taken = shared_regions(p, tensors_of(cfg, facts.itemsize), lanes.numel).values()
+        room = replace(room, spare_bytes=room.spare_bytes - sum(taken))
+    return replace(facts, cfg=cfg, room=room)

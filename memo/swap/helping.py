@@ -1,0 +1,211 @@
+"""The steps with which stages of a pipeline compute rows for each other (memo/msp.py): what a home lends to
+its helpers and gets back, and what a helper borrows, takes and returns. No torch. Source: SPPO 6.2.
+
+A helper's units are units of its own schedule. Of each, messages, home to helper and helper to home:
+
+    lend -> borrow     the layer's weights, keys and values of the subsequences before; early. In the backward
+                       also those of the unit's own subsequence
+    pass -> take       what other pieces of the unit have made: keys and values of the rows before its own;
+                       in the backward the sums of their gradients, up to its own rows. With them the rows of
+                       x, or of dy
+    return -> fetch    keys and values of its rows; in the backward the sums of gradients that it has added
+                       to. With them the rows of y, or of dx
+    repay -> collect   in the backward: gradients of the weights, and of keys and values of the subsequences
+                       before, which the home adds to its own, in a fixed order
+
+Pieces of a unit so follow each other within a layer, in the backward the last one first, and one helper
+computes while another one is a layer ahead. Helpers have two places for what comes early and for gradients,
+homes one for what each helper repays.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from memo.msp import Piece, Shares, guest_number
+from memo.swap.steps import BACK, Key, Step, Unit
+
+PLACES = 2  # of a helper: a unit is computed in one while what the next one needs comes into the other
+
+
+class Home:
+    """What a stage lends. Its messages have the units of its helpers, (layer, guest_number())."""
+
+    def __init__(self, lent: Shares, layers: int, subsequences: int) -> None:
+        self.layers, self.subsequences = layers, subsequences
+        self.pieces: dict[int, list[Piece]] = defaultdict(list)
+        for piece in sorted(lent, key=lambda piece: (piece.subsequence, piece.first)):
+            self.pieces[piece.subsequence].append(piece)
+        self.summed: dict[int, Key] = {}  # of each layer the last step that has added to its sums
+        self.added: dict[int, Key] = {}  # of each helper the last step that has used its place
+
+    def unit(self, layer: int, piece: Piece) -> Unit:
+        return layer, guest_number(piece, self.subsequences)
+
+    def keys(self, kind: str, layer: int, pieces: Sequence[Piece], end: str = "") -> tuple[Key, ...]:
+        """Of these steps of so many pieces."""
+        return tuple((f"{kind} {piece.helper}{end}", self.unit(layer, piece)) for piece in pieces)
+
+    # --- forward ---
+
+    def first(self) -> Iterator[Step]:
+        """Of the first subsequence, whose keys have none before."""
+        for layer in range(self.layers) if 0 in self.pieces else ():
+            yield from self.lend(layer, 0, ())
+
+    def lend(self, layer: int, x: int, waits: tuple[Key, ...]) -> Iterator[Step]:
+        for key in self.keys("lend", layer, self.pieces.get(x, ())):
+            yield Step(*key, waits)
+
+    def complete(self, unit: Unit, end: str = "") -> tuple[Key, ...]:
+        """The steps behind which all rows of a unit are computed that others have."""
+        layer, x = unit
+        return self.keys("fetch", layer, self.pieces.get(x, ()), end)
+
+    def before_forward(self, unit: Unit) -> tuple[Key, ...]:
+        """What a unit's forward waits for: keys and values of the subsequence before."""
+        return self.complete((unit[0], unit[1] - 1))
+
+    def after_forward(self, unit: Unit) -> Iterator[Step]:
+        layer, x = unit
+        made: tuple[Key, ...] = (("forward", unit),)
+        for piece in self.pieces.get(x, ()):
+            [passed], [fetched] = (self.keys(kind, layer, [piece]) for kind in ("pass", "fetch"))
+            yield Step(*passed, made)  # protects the rows before, which may not be there yet
+            # protects the rows of x, which those of y are about to overwrite
+            yield Step(*fetched, self.keys("pass", 0, [piece]) if layer == self.layers - 1 else ())
+            made += fetched,
+        yield from self.lend(layer, x + 1, (("forward", unit), *self.complete(unit)))
+
+    # --- backward ---
+
+    def lend_back(self, x: int) -> Iterator[Step]:
+        """Of a subsequence, while the one behind it is computed."""
+        for layer in reversed(range(self.layers)):
+            made: tuple[Key, ...] = (("forward", (layer, x)),)
+            for piece in self.pieces.get(x, ()):
+                made += self.keys("fetch", layer, [piece])
+                [lent] = self.keys("lend", layer, [piece], BACK)
+                yield Step(*lent, made)
+
+    def before_subsequence(self, x: int, arrived: tuple[Key, ...]) -> Iterator[Step]:
+        """The messages of a subsequence's backward but for what is lent. `arrived`: the step that brings
+        dy."""
+        pieces = self.pieces.get(x, [])
+        for layer in reversed(range(self.layers)):
+            # protects the sums that later subsequences still add to
+            waits = (self.summed[layer],) if layer in self.summed else ()
+            for piece in reversed(pieces):
+                [passed], [fetched] = (self.keys(kind, layer, [piece], BACK) for kind in ("pass", "fetch"))
+                yield Step(*passed, waits + (arrived if layer == self.layers - 1 else ()))
+                # protects the sums, and the rows of dy, that come back changed
+                dy = self.keys("pass", self.layers - 1, [piece], BACK) if layer == 0 else ()
+                yield Step(*fetched, (passed, *dy))
+                waits = fetched,
+        for piece in reversed(pieces):
+            yield self.collect(self.layers - 1, piece)
+
+    def collect(self, layer: int, piece: Piece) -> Step:
+        [collected] = self.keys("collect", layer, [piece], BACK)
+        return Step(*collected, (self.added[piece.helper],) if piece.helper in self.added else ())
+
+    def before_backward(self, unit: Unit) -> tuple[Key, ...]:
+        """What the backward of a unit waits for: sums of gradients of its rows, with those of all later ones;
+        its keys and values, which it overwrites, must have left."""
+        layer, x = unit
+        pieces = self.pieces.get(x, ())
+        self.summed[layer] = "backward", unit
+        return (*self.keys("fetch", layer, pieces[:1], BACK), *self.keys("lend", layer, pieces, BACK))
+
+    def add(self, unit: Unit) -> Iterator[Step]:
+        """What the home adds before the backward of one of its units; layer -1 stands behind all."""
+        layer, x = unit
+        pieces = self.pieces.get(x, [])
+        for turn in range(self.layers) if pieces else ():
+            for ahead, piece in reversed([*enumerate(pieces)]):
+                # pieces are done one after the other: this one is so many units of the home ahead; a unit
+                # more is left to the message
+                before = self.layers - 1 - max(0, turn + 1 - ahead // piece.turns)
+                if before == layer:
+                    yield from self.add_one(self.layers - 1 - turn, piece)
+
+    def add_one(self, layer: int, piece: Piece) -> Iterator[Step]:
+        [added], [collected] = (self.keys(kind, layer, [piece], BACK) for kind in ("add", "collect"))
+        yield Step(*added, (collected,))
+        self.summed[layer] = self.added[piece.helper] = added
+        if layer > 0:
+            yield self.collect(layer - 1, piece)
+
+
+class Helper:
+    """What a stage computes for others: its guests' units are `units`, in the order of the forward."""
+
+    def __init__(self, guests: Shares, units: Sequence[Unit], subsequences: int) -> None:
+        self.pieces = {guest_number(piece, subsequences): piece for piece in guests}
+        self.units = [unit for unit in units if unit[1] in self.pieces]
+        self.number = {unit: k for k, unit in enumerate(self.units)}
+        self.n_before = sum(self.pieces[number].before for _, number in self.units)
+
+    def key(self, kind: str, unit: Unit, end: str = "") -> Key:
+        return f"{kind} {self.pieces[unit[1]].stage}{end}", unit
+
+    def phase(self, before: bool) -> range:
+        """The numbers of the units before the stage's own, or behind them."""
+        return range(self.n_before) if before else range(self.n_before, len(self.units))
+
+    # --- forward ---
+
+    def first(self, before: bool) -> Iterator[Step]:
+        for k in self.phase(before)[:PLACES]:
+            yield from self.arrive(k)
+
+    def arrive(self, k: int) -> Iterator[Step]:
+        """What unit k needs."""
+        unit, waits = self.units[k], tuple[Key, ...]()
+        if k >= PLACES:  # protects what is computed with, and sent, from what comes in its place
+            earlier = self.units[k - PLACES]
+            waits = ("forward", earlier), self.key("return", earlier)
+        yield Step(*self.key("borrow", unit), waits)
+        yield Step(*self.key("take", unit), waits)
+
+    def before_forward(self, unit: Unit) -> tuple[Key, ...]:
+        return self.key("borrow", unit), self.key("take", unit)
+
+    def after_forward(self, unit: Unit) -> Iterator[Step]:
+        yield Step(*self.key("return", unit), (("forward", unit),))
+        k = self.number[unit] + PLACES
+        if k in self.phase(self.pieces[unit[1]].before):
+            yield from self.arrive(k)
+
+    # --- backward ---
+
+    def first_back(self, before: bool) -> Iterator[Step]:
+        for k in self.phase(before)[::-1][:PLACES]:
+            yield from self.arrive_back(k)
+
+    def arrive_back(self, k: int) -> Iterator[Step]:
+        unit, later = self.units[k], k + PLACES
+        if later < len(self.units):
+            before = self.units[later]
+            used: tuple[Key, ...] = ("backward", before),
+            sent: tuple[Key, ...] = self.key("return", before, BACK), self.key("repay", before, BACK)
+        else:
+            used, sent = (("forward", unit), self.key("return", unit)), ()
+        yield Step(*self.key("borrow", unit, BACK), used)
+        layer, number = unit
+        if layer == self.pieces[number].layers - 1:  # protects the rows of y, which dy is about to overwrite
+            sent += self.key("return", unit),
+        yield Step(*self.key("take", unit, BACK), sent)
+
+    def before_recompute(self, unit: Unit) -> tuple[Key, ...]:
+        return self.key("borrow", unit, BACK),
+
+    def before_backward(self, unit: Unit) -> tuple[Key, ...]:
+        return self.key("borrow", unit, BACK), self.key("take", unit, BACK)
+
+    def after_backward(self, unit: Unit) -> Iterator[Step]:
+        done = (("backward", unit),)
+        yield Step(*self.key("return", unit, BACK), done)
+        yield Step(*self.key("repay", unit, BACK), done)
+        k = self.number[unit] - PLACES
+        if k in self.phase(self.pieces[unit[1]].before):
+            yield from self.arrive_back(k)

@@ -1,0 +1,171 @@
+"""The places in memory that the steps of a schedule touch, for the validator. No torch."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+from memo.swap.schedule import Fates, units_in_order
+from memo.swap.steps import Key, Step, Unit
+
+# places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
+# place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i)
+# what lies between two layers, or in place i of it where it is copied, ("slab stream", unit) the host's copy
+# of a unit's input or of its gradient; ("keys", place) keys and values, ("slab keys", unit) the host's copy
+# of them, ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
+Place = tuple
+Content = tuple
+
+
+class Access(NamedTuple):
+    """`reads`: [(place, content that must lie there)]; `writes`: [(place, content that lies there
+    afterwards)]; `adds`: [(place of sums, who adds to them)], whose content is ("sums", all who have)."""
+
+    reads: list[tuple[Place, Content]]
+    writes: list[tuple[Place, Content]]
+    adds: list[tuple[Place, Content]] = []
+
+
+class Memory:
+    """Which step touches which place."""
+
+    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str) -> None:
+        self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
+        self.copies_stream = fates.stream == "copied" and subsequences > 1
+        self.in_turns = fates.stream != "whole" and subsequences > 1
+        self.units = units_in_order(layers, subsequences, order, fates.guests)
+        self.number = {unit: k for k, unit in enumerate(self.units)}
+        # two buffers share the rows that are recomputed
+        self.shares = fates.n_buffers == 2 and bool(fates.rebuilt)
+        self.keys_of_layers: dict[int, list[tuple[Place, Content]]] = {}
+
+    def kept(self, unit: Unit) -> Place:
+        return "kept", self.number[unit] % self.fates.n_buffers
+
+    def rest(self, unit: Unit) -> Place:
+        return "rest", 0 if self.shares else self.number[unit] % self.fates.n_buffers
+
+    def x(self, unit: Unit) -> Place:
+        """Where the input of a unit lies; with one subsequence that of layer `layers` is the head's."""
+        if self.fates.x_stays:
+            return "x", unit
+        n = self.fates.n_buffers
+        return ("x", unit[0] % (n + 1)) if self.subsequences == 1 else ("x", self.number[unit] % n)
+
+    def ends(self, unit: Unit) -> tuple[Place, Place]:
+        """Where a unit finds its input and puts the gradient of it, and where it puts its output and finds
+        the gradient of that."""
+        layer, i = unit
+        if self.subsequences == 1:
+            return self.x(unit), self.x((layer + 1, i))
+        if self.in_turns:  # three places in turns, for units or, subsequence by subsequence, for these
+            i = (self.number[unit] if self.order == "layer" else i) % 3
+        return ("stream", i), ("stream", i)
+
+    def comes(self, unit: Unit) -> bool:
+        """Whether a unit's input comes from the host, where the layer below has sent it."""
+        return self.copies_stream and self.order == "layer" and unit[0] > 0
+
+    def keys(self, unit: Unit) -> Place:
+        layer, i = unit
+        if self.fates.keys == "stay":
+            return "keys", unit
+        return ("keys", "first", layer % 2) if i == 0 else ("keys", i)
+
+    def attention_reads(self, unit: Unit, own: bool) -> list[tuple[Place, Content]]:
+        """Keys and values that a unit's attention reads, of the subsequences before, with `own` its own
+        too."""
+        layer, i = unit
+        if self.subsequences == 1:
+            return []
+        if layer not in self.keys_of_layers:
+            units = [(layer, j) for j in range(self.subsequences)]
+            self.keys_of_layers[layer] = [(self.keys(other), ("keys", other)) for other in units]
+        return self.keys_of_layers[layer][:i + own]
+
+    def access(self, step: Step) -> Access:
+        """What a step reads and writes."""
+        unit, fates = step.unit, self.fates
+        layer, i = unit
+        k, slab, several = self.number[unit], ("slab", unit), self.subsequences > 1
+        below, above = self.ends(unit)
+        kept, rest, x = self.kept(unit), self.rest(unit), self.x(unit)
+        x_here, activations = (x, ("x", unit)), (kept, ("kept", unit))
+        own_keys, copied_keys = (self.keys(unit), ("keys", unit)), (("slab keys", unit), ("copy", unit))
+        survives = [] if k in fates.input_only else [activations]
+        inputs = [] if fates.x_stays else [x_here]
+        sent, came = (inputs, []) if not self.comes(unit) else ([], [(("slab stream", unit), ("x", unit))])
+        match step.kind:
+            case "embedding" | "receive":
+                return Access([], [(below, ("x", unit))])
+            case "forward":
+                apart = [x_here, own_keys] if several else []
+                return Access([(below, ("x", unit)), *self.attention_reads(unit, own=False)],
+                              [*apart, activations, (rest, ("rest", unit)), (above, ("x", (layer + 1, i)))])
+            case "send":
+                return Access([(above, ("x", (layer + 1, i)))], [])
+            case "receive gradient":
+                return Access([], [(above, ("dx", (layer + 1, i)))])
+            case "head":
+                return Access([(above, ("x", (layer + 1, i)))], [(above, ("dx", (layer + 1, i)))])
+            case "offload":
+                return Access(survives + sent, [(slab, ("copy", unit))])
+            case "prefetch":
+                copy = [(slab, ("copy", unit))] if survives + sent else []
+                return Access([*copy, *(came if inputs else [])], survives + inputs)
+            case "offload keys":
+                return Access([own_keys], [copied_keys])
+            case "prefetch keys":
+                return Access([copied_keys], [own_keys])
+            case "prefetch input":
+                return Access(came or [(slab, ("copy", unit))], [(self.sweep_place(unit), ("x", unit))])
+            case "sweep":
+                back = k in fates.copied and not fates.x_stays
+                return Access([(self.sweep_place(unit), ("x", unit)) if back else x_here], [own_keys])
+            case "recompute":
+                lost = [] if survives else [activations]
+                reads = [] if survives else self.attention_reads(unit, own=True)
+                return Access([x_here, *survives, *reads], [*lost, (rest, ("rest", unit))])
+            case "backward":
+                # of a unit that is not rebuilt all rows are kept rows, where it is copied, or shares its rest
+                # with the last unit
+                whole = k in fates.copied or (self.shares and k < len(self.units) - 1)
+                needs_rest = k in fates.rebuilt or not whole
+                rests = [(rest, ("rest", unit))] if needs_rest else []
+                return Access([x_here, activations, *rests, (above, ("dx", (layer + 1, i))),
+                               *self.attention_reads(unit, own=True)],
+                              [(below, ("dx", unit)), (kept, ("used", unit))])
+            case "embedding backward" | "send gradient":
+                return Access([(below, ("dx", unit))], [])
+        return self.stream_access(step)
+
+    def stream_access(self, step: Step) -> Access:
+        """The same of a step that copies what lies between layers."""
+        unit, (layer, i), (place, _) = step.unit, step.unit, self.ends(step.unit)
+        above = layer + 1, i
+        match step.kind:
+            case "offload stream":
+                made = "x" if layer + 1 < self.layers else "dx", above
+                return Access([(place, made)], [(("slab stream", above), made)])
+            case "prefetch stream":
+                return Access([(("slab stream", unit), ("x", unit))], [(place, ("x", unit))])
+            case "prefetch gradient":
+                return Access([(("slab stream", above), ("dx", above))], [(place, ("dx", above))])
+            case "offload gradient":
+                return Access([(place, ("dx", unit))], [(("slab stream", unit), ("dx", unit))])
+        raise ValueError(f"{step.kind} {unit}: no such kind of step")
+
+    def sweep_place(self, unit: Unit) -> Place:
+        """Of an input that comes back for a sweep: two take turns."""
+        return "sweep", self.turns[unit] % 2 if unit in self.turns else None
+
+    @cached_property
+    def turns(self) -> dict[Unit, int]:
+        """The units whose input comes back, numbered in the order of those whose keys and values the sweeps
+        replace."""
+        replaced = {(layer, i): (layer + (1 if i else 2), i) for layer, i in self.units}
+        came = [u for u in self.units if replaced[u] in self.number and self.number[u] in self.fates.copied]
+        came.sort(key=lambda u: self.number[replaced[u]], reverse=True)
+        return {unit: turn for turn, unit in enumerate(came)}
+
+    def messages(self, trains: bool) -> set[Key]:
+        """Messages between homes and helpers that must come; here is none."""
+        return set()

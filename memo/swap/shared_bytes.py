@@ -1,0 +1,71 @@
+"""Bytes that stages of a pipeline send each other where one computes rows of another, and of the places for
+them (memo/swap/helping.py). No torch."""
+
+from math import prod
+
+from memo.layer import INPUT, KEYS_VALUES, Tensor
+from memo.msp import Piece
+from memo.swap.helping import PLACES
+from memo.swap.placement import Placement
+from memo.swap.steps import BACK, Step
+
+
+def keys_before(placement: Placement, piece: Piece) -> int:
+    """Rows of the keys and values of the subsequences before that of a piece."""
+    return sum(placement.cuts[:piece.subsequence])
+
+
+class SharedBytes:
+    """`tensors`: of one layer, all rows; `numel`: elements of a layer's parameters, with padding; `dealt`:
+    see Placement.region_bytes."""
+
+    def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int, dealt: int = 1) -> None:
+        p = self.placement = placement
+        self.itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
+        self.x_row = p.row_bytes(tensors[INPUT])
+        # elements of a row's keys and values
+        self.row = dealt * sum(p.row_bytes(tensors[name]) for name in KEYS_VALUES) // self.itemsize
+        self.numel = numel
+        self.lent = {(piece.subsequence, piece.helper): piece for piece in p.lent}
+
+    def piece(self, step: Step) -> Piece:
+        """That a message between a home and a helper is about."""
+        layer, number = step.unit
+        if number in self.placement.guest_of:
+            return self.placement.guest_of[number]
+        return self.lent[number % self.placement.subsequences, int(step.kind.split(" ")[1])]
+
+    def sent(self, step: Step) -> int:
+        """Of such a message."""
+        piece, back, layer = self.piece(step), step.kind.endswith(BACK), step.unit[0]
+        before, first, last = keys_before(self.placement, piece), layer == 0, layer == piece.layers - 1
+        match step.kind.split(" ")[0]:
+            case "lend" | "borrow":
+                return self.itemsize * (self.numel + self.row * (before + back * piece.end))
+            case "repay" | "collect":
+                return 4 * (self.numel + self.row * before)
+            case "pass" | "take":
+                keys, x = (4 * piece.end, last) if back else (self.itemsize * piece.first, first)
+            case _:
+                keys, x = (4 * piece.first, first) if back else (self.itemsize * piece.rows, last)
+        return keys * self.row + x * piece.rows * self.x_row
+
+
+def shared_regions(placement: Placement, tensors: dict[str, Tensor], numel: int,
+                   dealt: int = 1) -> dict[str, int]:
+    """{region: bytes on the device}: as a helper two places for weights, for keys and values, and for
+    gradients of both; as a home one for what each helper repays. Arguments as for SharedBytes."""
+    p = placement
+    if not (p.guests or p.lent):
+        return {}
+    shared = SharedBytes(p, tensors, numel, dealt)
+    row, itemsize = shared.row, shared.itemsize
+    rows = max((keys_before(p, piece) + piece.end for piece in p.guests), default=0)
+    repaid: dict[int, int] = {}
+    for piece in p.lent:
+        repaid[piece.helper] = max(repaid.get(piece.helper, 0), keys_before(p, piece))
+    found = {"guest_weights": PLACES * numel * itemsize * bool(p.guests),
+             "guest_keys": PLACES * rows * row * itemsize,
+             "guest_gradients": PLACES * 4 * (numel + rows * row) * bool(p.guests),
+             "repaid": sum(4 * (numel + n * row) for n in repaid.values())}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}

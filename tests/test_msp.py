@@ -1,0 +1,290 @@
+"""Stages that compute rows for each other: who helps whom is the paper's table; their schedules meet, each
+wait is needed; they give the loss and gradients of one process."""
+
+import random
+import time
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import train
+from memo.bubbles import StageFacts, micro_batch_s
+from memo.config import Config
+from memo.decide import Rates, Room
+from memo.errors import ConfigError
+from memo.estimate.regions import activation_lines
+from memo.estimate.step_seconds import Ends, Lanes
+from memo.flat import layer_numel
+from memo.launch import Launch
+from memo.msp import guests_of, helped_units, lent_by, shares_of, with_turns
+from memo.parallel.pp import CIRCLE, MET, SAME, times_of_stages
+from memo.profiler import MeasuredUnit
+from memo.sharing import decided_shares, shared, table, with_shares
+from memo.swap.schedule import Fates, evaluation, schedule, units_in_order
+from memo.swap.steps import is_message
+from memo.swap.validator import validate_schedule
+from model import GPT
+from testing.ranks import pool
+from tests.helpers import CPU, argv
+from tests.layouts import agree, gradients, layout_keys, on_ranks, step_alone
+
+# SPPO's table 3: 4 stages, 8 subsequences; a list for each stage
+LEFT_IDS, RIGHT_IDS = [[0, 1, 2], [0, 1], [0], []], [[], [7], [6, 7], [5, 6, 7]]
+STEADY_IDS = [[3, 4, 5, 6, 7], [2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4]]
+LEFT_STAGES, RIGHT_STAGES = [[0, 1, 2, 3], [1, 2, 3], [2, 3], []], [[], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_who_helps_whom_is_the_table_of_the_paper():
+    found = helped_units(4, 8)
+    for stage in range(4):
+        mine = {x: helpers for (home, x), helpers in found.items() if home == stage}
+        for ids, stages, before in ((LEFT_IDS, LEFT_STAGES, True), (RIGHT_IDS, RIGHT_STAGES, False)):
+            those = {x: helpers for x, helpers in mine.items() if (x < 4) == before}
+            assert sorted(those) == ids[stage]
+            together = {stage, *(k for helpers in those.values() for k in helpers)} if those else ()
+            assert sorted(together) == stages[stage]
+        assert [x for x in range(8) if x not in mine] == STEADY_IDS[stage]
+
+
+def equal_shares(layers, cuts, multiple=1):
+    """The Shares where every stage computes as much in each slot, if rows cost the same."""
+    return shares_of(layers, cuts, multiple, lambda x, n: float(n), lambda stage, x: 1 / len(layers))
+
+
+@pytest.mark.parametrize("p,N", [(2, 2), (3, 4), (4, 8), (5, 5), (8, 9)])
+def test_in_each_slot_every_stage_computes_as_much(p, N):
+    rows = 16 * p
+    shares = equal_shares([2] * p, [rows] * N)
+    for slot in range(p + N - 1):
+        computed = dict.fromkeys(range(p), 0)
+        busy = [(k, slot - k) for k in range(p) if 0 <= slot - k < N]
+        for stage, x in busy:
+            pieces = [piece for piece in shares if (piece.stage, piece.subsequence) == (stage, x)]
+            ends = [first for piece in pieces for first in (piece.first, piece.end)]
+            assert ends == sorted(ends) and (not ends or ends[-1] == rows)  # in causal order, without a gap
+            computed[stage] += rows - sum(piece.rows for piece in pieces)
+            for piece in pieces:
+                computed[piece.helper] += piece.rows
+                assert piece.turns == len(busy)
+        assert set(computed.values()) == {rows * len(busy) // p}
+
+
+# --- schedules ---
+
+def random_stages(rng):
+    """[(fates, layers, N, order)] of stages that help each other, in any modes, but for some units."""
+    p = rng.randint(2, 4)
+    N, layers = rng.randint(p, p + 3), [rng.randint(1, 3) for _ in range(p)]
+    shares = with_turns(piece for piece in equal_shares(layers, [64] * N) if rng.random() < 0.8)
+    made = []
+    for stage in range(p):
+        guests, lent = guests_of(shares, stage), lent_by(shares, stage)
+        units = len(units_in_order(layers[stage], N, "subsequence", guests))
+        n, last = rng.randint(1, min(4, units)), stage == p - 1
+        ends = dict(receives=stage > 0, sends=not last, guests=guests, lent=lent,
+                    stream=rng.choice(["whole", "copied"]) if last else "passed")
+        copied = frozenset(range(units - n))
+        shared = {units - 2} if n == 2 and copied else set()
+        rebuilt = copied | shared if rng.random() < 0.5 else frozenset()
+        only = frozenset(k for k in copied if rng.random() < 0.3 and rebuilt)
+        every = frozenset(range(units))
+        made.append((rng.choice([Fates(units, frozenset(), frozenset(), **ends),
+                                 Fates(n, copied, frozenset(rebuilt), only, **ends),
+                                 Fates(1, frozenset(), every, every, True, **ends)]),
+                     layers[stage], N, "subsequence"))
+    return made
+
+
+def pipelines(n, seed):
+    rng = random.Random(seed)
+    return [random_stages(rng) for _ in range(n)]
+
+
+def refusal(check, *what):
+    """The rule that `what` violates, None if there is none."""
+    try:
+        check(*what)
+    except ValueError as e:
+        return str(e).partition(":")[0]
+    return None
+
+
+def validate_stages(schedules):
+    times_of_stages(schedules, lambda stage, step: 0.0)
+
+
+def test_the_schedules_of_all_stages_meet():
+    for stages in pipelines(40, seed=1):
+        for make, trains in ((schedule, True), (evaluation, False)):
+            validate_stages([make(*stage) for stage in stages])
+            for stage in stages:
+                validate_schedule(make(*stage), *stage, trains=trains)
+
+
+def test_each_wait_for_a_message_or_of_one_is_needed():
+    seen = set()
+    for stages in pipelines(3, seed=2):
+        for stage in stages:
+            steps = schedule(*stage)
+            for k, step in enumerate(steps):
+                for wait in step.waits:
+                    if step.is_message or is_message(wait):
+                        less = step._replace(waits=tuple(w for w in step.waits if w != wait))
+                        why = refusal(validate_schedule, [*steps[:k], less, *steps[k + 1:]], *stage)
+                        assert why is not None, (step, wait)
+                        seen.add(why)
+    assert len(seen) > 5, seen
+
+
+def test_a_message_that_is_missing_or_out_of_order_is_found():
+    seen = set()
+    for stages in pipelines(5, seed=3):
+        schedules = [schedule(*stage) for stage in stages]
+        for k, steps in enumerate(schedules):
+            lanes = {}
+            for n, step in enumerate(steps):
+                if step.is_message:
+                    lanes.setdefault(step.stream, []).append(n)
+            for at in lanes.values():
+                a, b = random.Random(k).sample(at, 2) if len(at) > 1 else (at[0], at[0])
+                mutant = [*steps]
+                mutant[a], mutant[b] = mutant[b], mutant[a]
+                gone = [step._replace(waits=tuple(w for w in step.waits if w != steps[a].key))
+                        for step in steps[:a] + steps[a + 1:]]
+                for changed in (mutant, gone) if a != b else (gone,):
+                    why = refusal(validate_stages, [*schedules[:k], changed, *schedules[k + 1:]])
+                    assert why in (SAME, MET, CIRCLE), steps[a]
+                    seen.add(why)
+    assert seen == {SAME, MET, CIRCLE}
+
+
+@pytest.mark.parametrize("p,N", [(4, 8), (4, 16), (8, 32), (8, 64)])
+def test_with_free_messages_the_bubble_is_less_than_a_third(p, N):
+    """80 layers, those of the 65B model."""
+    layers, rows, work = [80 // p] * p, 64 * p, {"forward": 1.0, "backward": 2.0}
+    shares, stages, computed = equal_shares(layers, [rows] * N), [], []
+    for k in range(p):
+        guests, lent = guests_of(shares, k), lent_by(shares, k)
+        units = len(units_in_order(layers[k], N, "subsequence", guests))
+        fates = Fates(units, frozenset(), frozenset(), receives=k > 0, sends=k < p - 1, guests=guests,
+                      lent=lent, stream="passed" if k < p - 1 else "whole")
+        stages.append(schedule(fates, layers[k], N, "subsequence"))
+        mine = {x: 1 - sum(piece.part for piece in lent if piece.subsequence == x) for x in range(N)}
+        computed.append(mine | {N * (1 + g.stage) + g.subsequence: g.part for g in guests})
+    times = times_of_stages(stages, lambda k, step: work.get(step.kind, 0.0) * computed[k].get(
+        step.unit[1], 0.0))
+    computing = 3 * layers[0] * N
+    assert max(end for t in times for _, end in t.spans.values()) / computing - 1 <= (p - 1) / N / 3
+
+
+# --- how much ---
+
+def facts_of(cfg, unit_s, message_s):
+    """StageFacts of stages whose units take so long, forward, and whose lanes take so long for a layer's
+    weights."""
+    ends, rows = Ends(0.0, 0.0, *[(0.0,) * cfg.subsequences] * 2), cfg.block_size // cfg.subsequences
+    units = tuple(MeasuredUnit(rows, s, 2 * s, 0.0, 0.0, {}) for s in unit_s)
+    rates = Rates(sum(unit_s), 2 * sum(unit_s), {}, 1e12, 1e12, 0, units)
+    numel = layer_numel(cfg, 1)
+    lanes = Lanes((4 * numel / message_s,) * cfg.pp, numel) if message_s else None
+    return [StageFacts(replace(cfg, stage=k), 4, rates, Room(2**50), ends._replace(lanes=lanes))
+            for k in range(cfg.pp)]
+
+
+def test_no_step_is_slower_with_help_and_slow_messages_get_none():
+    cfg = Config(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
+                 subsequence_cut="equal", unit_order="subsequence", activation="keep", msp=True)
+    helped = []
+    for message_s in (0.0, 0.02, 0.1, 1.0):
+        stages = facts_of(cfg, [0.1 + 0.02 * i for i in range(8)], message_s)
+        alone = [one.alone() for one in stages]
+        found, shares = shared(stages, alone), decided_shares(stages)
+        before, after = (micro_batch_s(facts, [p for p, _ in those]) for facts, those in (
+            (stages, alone), ([with_shares(one, shares) for one in stages], found)))
+        assert after <= before and [p.lent for p, _ in found] == [lent_by(shares, k) for k in range(4)]
+        helped.append((len(shares), before / after))
+    assert helped[0] == max(helped) and helped[0][1] > 1.2 and helped[-1] == (0, 1.0)
+    assert helped[1][0] > 0
+
+
+def test_the_memory_is_what_its_lines_say():
+    cfg = Config(**KEYS, pp=2, stage=1, msp=True, subsequences=4, activation="keep")
+    cfg = replace(cfg, shares=table(cfg))
+    model = GPT(cfg, CPU, torch.float32)
+    model.reserve(1, cfg.block_size)
+    p = model.swap.placement
+    lines = activation_lines(cfg, p, 4, layer_numel(cfg, 1))
+    assert sum(line.device_bytes for line in lines) == model.swap.device_bytes
+    places = {id(t.untyped_storage()): t for t in model.swap.buffers.values()}
+    assert sum(t.nbytes for t in places.values()) == model.swap.device_bytes
+    assert {"guest_weights", "guest_keys", "guest_gradients", "repaid"} <= {line.region for line in lines}
+    model.close()
+
+
+# --- gradients ---
+
+KEYS = dict(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, unit_order="subsequence")
+FAMILIES = {"gpt": dict(position="learned", bias=True), "llama": dict(
+    norm="rmsnorm", mlp="swiglu", n_inner=112, n_kv_head=2, head_dim=24, tie_embeddings=False, qk_norm=True)}
+CASES = [("pp2", "gpt", 2, "keep"), ("pp3", "llama", 8, "memo"), ("pp2 tp2", "llama", 8, "swap"),
+         ("pp2 dp2", "gpt", 8, "keep"), ("pp4", "gpt", 4, "recompute")]
+
+
+def delayed(host, *args):
+    """gradients() where each message, and each unit, is late by chance."""
+    rng = random.Random(host.rank)
+
+    def late(work, of):
+        def call(*args):
+            time.sleep(rng.random() * of)
+            return work(*args)
+        return call
+    with patch.object(GPT, "exchange", late(GPT.exchange, 4e-3)), patch.object(
+            GPT, "unit_forward", staticmethod(late(GPT.unit_forward, 2e-3))):
+        return gradients(host, *args)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout,family,N,mode", [
+    pytest.param(*case, marks=[pytest.mark.slow] * (k > 1)) for k, case in enumerate(CASES)])
+def test_stages_that_help_give_the_gradients_of_one_process(layout, family, N, mode):
+    keys = KEYS | FAMILIES[family] | dict(gradient_accumulation_steps=2)
+    cfg = Config(**keys | layout_keys(layout, "ring"), msp=True, activation=mode, subsequences=N,
+                 subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
+    shares = table(cfg)
+    assert {piece.helper for piece in shares} == set(range(cfg.pp))
+    [found] = on_ranks(layout, [replace(cfg, shares=shares)], False, work=delayed)
+    agree(found, step_alone(Config(**keys, subsequences=1)), mode)
+
+
+def placements(host, args):
+    """Of a run that is ready to train."""
+    run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
+    found = run.decision.placement
+    run.close()
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_stages_of_a_run_agree(dataset, tmp_path, deterministic):
+    keys = dict(n_head=4, n_embd=64, block_size=1024, batch_size=1, pp=2, subsequences=4, msp=True,
+                subsequence_cut="equal", deterministic=deterministic)
+    first, last = pool(2).run(placements, argv(dataset, tmp_path, **keys))
+    assert first.lent == last.guests and first.guests == last.lent
+    if deterministic:  # nothing that is measured counts
+        assert {piece[:3] for piece in first.lent + last.lent} == {(0, 0, 1), (1, 3, 0)}
+
+
+@pytest.mark.parametrize("keys,message", [
+    (dict(), "msp=True goes with pp > 1 only, not pp=1 .*; try --pp=2"),
+    (dict(pp=2, cp=2), "msp=True goes with cp=1 only, not cp=2 .*; try --cp=1"),
+    (dict(pp=2, tp=2, tensor_parallel="metp"), "not tensor_parallel=metp .*; try --tensor_parallel=megatron"),
+    (dict(pp=2, batch_size=2), "msp=True goes with batch_size=1 only, not batch_size=2 .*; try --batch_size"),
+    (dict(pp=4, subsequences=2), "at least pp=4 subsequences, not 2 .*; try --subsequences=4")])
+def test_bad_input(keys, message):
+    with pytest.raises(ConfigError, match=message) as e:
+        Config(**keys, msp=True)
+    assert "\n" not in str(e.value)
