@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from memo import checkpoint, dcp
 from memo.checkpoint import CheckpointError, Saver
-from memo.config import Config
+from memo.config import Config, as_keys
 from memo.flat import Piece, whole
 from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
@@ -63,7 +63,7 @@ def state(model, optimizer):
 
 def write(out_dir, pieces, iter, cfg=CFG, group=None, **keys):
     saver = Saver(out_dir, group, **keys)
-    saver.save(pieces, asdict(cfg), iter)
+    saver.save(pieces, as_keys(cfg), iter)
     saver.wait()
 
 
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_the_run(tmp_path, device, dtype):
     train(*other, range(2))
     checkpoint.restore(ckpt, *other)
     other[1].publish()
-    assert (ckpt.iter, ckpt.config, ckpt.path) == (3, asdict(CFG), tmp_path / "ckpt" / "3")
+    assert (ckpt.iter, ckpt.config, ckpt.path) == (3, as_keys(CFG), tmp_path / "ckpt" / "3")
     assert same(state(*other), before)
     assert train(*other, range(ckpt.iter, 6)) == wanted
     assert same(state(*other), state(model, optimizer))
@@ -235,18 +235,18 @@ def a_rank(rank, out_dir):
     limits, saver = resource.getrlimit(resource.RLIMIT_FSIZE), Saver(out_dir, group)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]) if rank == 1 else limits)
     part = [Piece("params.a", (300, 300), (100 * rank, 0), large["params.a"][100 * rank:100 * rank + 100])]
-    fails(lambda: saver.save(part, asdict(CFG), 6), saver,
+    fails(lambda: saver.save(part, as_keys(CFG), 6), saver,
           r"ckpt/6 cannot be written \(File too large\); the previous one is whole")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     commit, saver.commit = saver.commit, saver.commit if rank else full
-    fails(lambda: saver.save(part, asdict(CFG), 7), saver,
+    fails(lambda: saver.save(part, as_keys(CFG), 7), saver,
           r"ckpt/7 cannot be written \(No space left on device\); the previous")
     dist.barrier()
     assert os.listdir(out_dir / "ckpt") == ["5"]
     assert read_back(checkpoint.load(out_dir, rank, WORLD), full_tensors(5), 4, 0)
     dist.barrier()
     saver.commit = commit
-    saver.save(part, asdict(CFG), 8)
+    saver.save(part, as_keys(CFG), 8)
     saver.wait()
     dist.destroy_process_group()
 
@@ -303,13 +303,13 @@ def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
     before, go, real = state(model, optimizer), threading.Event(), dcp.Writer.write_data
     monkeypatch.setattr(dcp.Writer, "write_data", lambda *args: go.wait(60) and real(*args))
     saver = Saver(tmp_path)
-    saver.save(optimizer.pieces(saved=True), asdict(CFG), 3)
+    saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     saver.copied()
     train(model, optimizer, range(3, 6))
     assert not saver.done() and checkpoint.latest(tmp_path) is None
     after = state(model, optimizer)
     threading.Timer(0.2, go.set).start()
-    saver.save(optimizer.pieces(saved=True), asdict(CFG), 6)  # waits for the first
+    saver.save(optimizer.pieces(saved=True), as_keys(CFG), 6)  # waits for the first
     assert go.is_set() and checkpoint.latest(tmp_path).name in "36"
     other = fresh(seed=1)
     for _ in range(2):
@@ -326,7 +326,7 @@ def test_the_forward_and_backward_need_not_wait_for_the_copy(tmp_path, monkeypat
     before, go, real = state(model, optimizer), threading.Event(), Copier.copy
     monkeypatch.setattr(Copier, "copy", lambda *args: go.wait(60) and real(*args))
     saver, batch = Saver(tmp_path), torch.zeros(1, 24, dtype=torch.int64)
-    saver.save(optimizer.pieces(saved=True), asdict(CFG), 3)
+    saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     model.forward(batch, batch, scale=1.0)
     model.backward()
     waits = threading.Thread(target=saver.copied)
@@ -352,7 +352,7 @@ def test_a_copy_that_fails_is_a_failure_and_holds_nobody_up(tmp_path, monkeypatc
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
     monkeypatch.setattr(Copier, "copy", no_memory)
     saver = Saver(tmp_path)
-    saver.save(optimizer.pieces(saved=True), asdict(CFG), 3)
+    saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     saver.copied()
     with pytest.raises(CheckpointError,
                        match=r"ckpt/3 cannot be written \(DefaultCPUAllocator: can't allocate"):
@@ -364,14 +364,14 @@ def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkey
     pieces, saver = optimizer.pieces(saved=True), Saver(tmp_path)
     with monkeypatch.context() as m:
         m.setattr(dcp.Writer, "write_data", full)
-        saver.save(pieces, asdict(CFG), 4)
+        saver.save(pieces, as_keys(CFG), 4)
         saver.thread.join()
     assert saver.done()
     with pytest.raises(CheckpointError,
                        match=r"ckpt/4 cannot be written \(No space left on device\); the previous one"):
-        saver.save(pieces, asdict(CFG), 5)
+        saver.save(pieces, as_keys(CFG), 5)
     assert os.listdir(tmp_path / "ckpt") == ["3"]
-    saver.save(pieces, asdict(CFG), 5)
+    saver.save(pieces, as_keys(CFG), 5)
     saver.close()
     assert checkpoint.load(tmp_path).iter == 5
 
@@ -393,7 +393,7 @@ def train_forever(out_dir):
     saver = Saver(out_dir)
     for i in itertools.count(ckpt.iter):
         train(model, optimizer, [i])
-        saver.save(optimizer.pieces(saved=True), asdict(LARGER), i + 1)
+        saver.save(optimizer.pieces(saved=True), as_keys(LARGER), i + 1)
         saver.copied()
 
 

@@ -7,6 +7,7 @@ the next each direction has a communicator of its own, which does what it is giv
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from memo.swap.schedule import Times
 from memo.swap.spans import wait_kind
@@ -33,6 +34,7 @@ def said(stage: int, step: Step) -> str:
     return f"stage {stage} in {of_unit(step.key)}"
 
 
+@cache
 def other_end(kind: str, stage: int) -> tuple[str, int] | None:
     """(kind, stage) of a message's other end; None where a step is no message."""
     if kind in ENDS:

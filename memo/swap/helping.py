@@ -43,7 +43,8 @@ class Home:
 
     def keys(self, kind: str, layer: int, pieces: Sequence[Piece], end: str = "") -> tuple[Key, ...]:
         """Of these steps of so many pieces."""
-        return tuple((f"{kind} {piece.helper}{end}", self.unit(layer, piece)) for piece in pieces)
+        return tuple((f"{kind} {piece.helper}{end}", self.unit(layer, piece)) for piece in pieces) if (
+            pieces) else ()
 
     # --- forward ---
 
@@ -67,6 +68,8 @@ class Home:
 
     def after_forward(self, unit: Unit) -> Iterator[Step]:
         layer, x = unit
+        if not self.pieces:
+            return
         made: tuple[Key, ...] = (("forward", unit),)
         for piece in self.pieces.get(x, ()):
             [passed], [fetched] = (self.keys(kind, layer, [piece]) for kind in ("pass", "fetch"))
@@ -80,7 +83,7 @@ class Home:
 
     def lend_back(self, x: int) -> Iterator[Step]:
         """Of a subsequence, while the one behind it is computed."""
-        for layer in reversed(range(self.layers)):
+        for layer in reversed(range(self.layers)) if x in self.pieces else ():
             made: tuple[Key, ...] = (("forward", (layer, x)),)
             for piece in self.pieces.get(x, ()):
                 made += self.keys("fetch", layer, [piece])
@@ -91,7 +94,7 @@ class Home:
         """The messages of a subsequence's backward but for what is lent. `arrived`: the step that brings
         dy."""
         pieces = self.pieces.get(x, [])
-        for layer in reversed(range(self.layers)):
+        for layer in reversed(range(self.layers)) if pieces else ():
             # protects the sums that later subsequences still add to
             waits = (self.summed[layer],) if layer in self.summed else ()
             for piece in reversed(pieces):

@@ -98,7 +98,7 @@ class Placement:
 
     @cached_property
     def n_units(self) -> int:
-        return len(self.units)
+        return self.n_layer * self.subsequences + sum(piece.layers for piece in self.guests)
 
     @cached_property
     def units(self) -> list[tuple[int, int]]:
