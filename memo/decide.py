@@ -263,6 +263,8 @@ def with_stages(cfg: Config, world: int) -> list[Config]:
             found.append(one)
     if not found:
         each, more = divmod(world, cfg.cp * cfg.tp)
+        if cfg.msp and each <= 1:
+            replace(cfg, pp=1)  # says that msp needs more
         most = max(pp for pp in stage_numbers(cfg, world) if each % pp == 0)
         remedy = (f"{max(1, each) * cfg.cp * cfg.tp} ranks" if more else
                   f"--gradient_accumulation_steps={each // most}, or another tp or cp")

@@ -12,7 +12,7 @@ import torch
 import train
 from memo.bubbles import StageFacts, micro_batch_s
 from memo.config import Config
-from memo.decide import Rates, Room
+from memo.decide import Rates, Room, with_stages
 from memo.errors import ConfigError
 from memo.estimate.regions import activation_lines
 from memo.estimate.step_seconds import Ends, Lanes
@@ -280,11 +280,12 @@ def test_the_stages_of_a_run_agree(dataset, tmp_path, deterministic):
 
 @pytest.mark.parametrize("keys,message", [
     (dict(), "msp=True goes with pp > 1 only, not pp=1 .*; try --pp=2"),
+    (dict(pp="auto", tp=2), "msp=True goes with pp > 1 only, not pp=1 .*; try --pp=2"),
     (dict(pp=2, cp=2), "msp=True goes with cp=1 only, not cp=2 .*; try --cp=1"),
     (dict(pp=2, tp=2, tensor_parallel="metp"), "not tensor_parallel=metp .*; try --tensor_parallel=megatron"),
     (dict(pp=2, batch_size=2), "msp=True goes with batch_size=1 only, not batch_size=2 .*; try --batch_size"),
     (dict(pp=4, subsequences=2), "at least pp=4 subsequences, not 2 .*; try --subsequences=4")])
 def test_bad_input(keys, message):
     with pytest.raises(ConfigError, match=message) as e:
-        Config(**keys, msp=True)
+        with_stages(Config(**keys, msp=True), world=2)
     assert "\n" not in str(e.value)
