@@ -6,6 +6,10 @@ from dataclasses import replace
 from memo.config import Config
 from memo.errors import ConfigError
 
+# for communicators: torch has a pool of 32 of that priority, and a checkpoint's copies take one. Those of
+# memo/swap/streams.py are of the other pool
+STREAMS = 31
+
 
 def degrees(cfg: Config, world: int) -> int:
     """dp. Errors: ConfigError: the layout does not fill the world, or a step's micro batches cannot
@@ -55,3 +59,21 @@ def stage_communicators(cfg: Config) -> int:
     neighbours = (not cfg.has_embedding) + (not cfg.has_head)
     return 2 * neighbours + 4 * (cfg.pp - 1) * cfg.msp + (
         cfg.ties_stages and (cfg.has_embedding or cfg.has_head))
+
+
+def n_communicators(cfg: Config, world: int) -> int:
+    """How many communicators a rank has, between GPUs."""
+    dp = world // (cfg.pp * cfg.cp * cfg.tp)
+    mine = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp).values())
+    return len(mine) + stage_communicators(cfg)
+
+
+def check_streams(cfg: Config, world: int) -> None:
+    """Errors: ConfigError: more communicators between GPUs than there are streams for. Two that shared one
+    might hold each other up in a circle."""
+    most = max(n_communicators(replace(cfg, stage=k), world) for k in range(cfg.pp))
+    if cfg.msp and most > STREAMS:
+        fits = cfg.pp - -(-(most - STREAMS) // 4)
+        raise ConfigError(f"pp={cfg.pp} with msp=True needs {most} communicators on a GPU, there are streams "
+                          f"for {STREAMS} (each needs one of its own); try pp={fits} or less, or leave msp "
+                          "out")

@@ -26,7 +26,7 @@ from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
 from memo.files import read_text
 from memo.launch import Launch, same_everywhere, together
-from memo.layout import stage_of
+from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops
@@ -163,6 +163,8 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
     """Whether there is memory, and on rank 0 the Estimate. `why`: why its numbers were chosen.
     Errors: ConfigError."""
     cfg, device = found.cfg, found.device
+    if device.type == "cuda":
+        check_streams(cfg, launch.world)
     limit, expected = memory.host_limit(cfg, launch), None
     memory.check_memory(cfg, device, found.dtype, limit)
     if found.speaks:

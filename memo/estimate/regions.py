@@ -11,7 +11,7 @@ from memo.estimate.host import STATES_BYTES
 from memo.estimate.step_seconds import micro_batches
 from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
 from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
-from memo.layout import communicators, stage_communicators
+from memo.layout import n_communicators
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import shared_regions
 
@@ -43,8 +43,7 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
              Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
              Line("positions", "positions", 8 * cfg.batch_size * T + 8 * D // 2 * turned)]
     if not machine.cpu:
-        made = len(set(communicators(cfg.tp, cfg.cp, data // cfg.cp, cfg.metp, cfg.pp).values()))
-        made += stage_communicators(cfg)
+        made = n_communicators(cfg, world)
         lines += [Line("batch", "tokens and targets", 16 * cfg.batch_size * T * micros),
                   Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}",
                        made * COMMUNICATOR_BYTES),

@@ -208,7 +208,9 @@ def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[s
     else:
         compute = CpuStream("compute", timeline, threaded=False)
     for name in ("offload", "prefetch", *("send", "receive") * messages, *lanes):
-        side[name] = (CudaStream(name, timeline, torch.cuda.Stream(device)) if device.type == "cuda" else
+        # of high priority: torch has a pool of 32 of these, which communicators take none of; two names that
+        # shared one would wait for each other
+        side[name] = (CudaStream(name, timeline, torch.cuda.Stream(device, -1)) if device.type == "cuda" else
                       CpuStream(name, timeline))
     others = {name: side.pop(name) for name in lanes}
     return Streams(compute=compute, timeline=timeline, lanes=others, **side)
