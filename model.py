@@ -149,7 +149,8 @@ class GPT:
         N = max(1, len(several["cuts"]))
         # as many buffers as units: nobody takes turns, nothing is copied
         layers = len(self.blocks)
-        placement = placement or Placement(layers, layers * N, B * T // tp.size, **several)
+        units = layers * N + sum(piece.layers for piece in several["guests"])
+        placement = placement or Placement(layers, units, B * T // tp.size, **several)
         start, end = self.buckets[1]  # those of all layers are equally long, in all stages
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
                          key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start, **kw)

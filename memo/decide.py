@@ -260,6 +260,7 @@ def with_stages(cfg: Config, world: int) -> list[Config]:
         with suppress(ConfigError):
             one = replace(cfg, **keys)
             degrees(one, world)
+            replace(one, subsequences=numbers_of(one)[-1])  # too few for msp?
             found.append(one)
     if not found:
         each, more = divmod(world, cfg.cp * cfg.tp)
@@ -270,7 +271,9 @@ def with_stages(cfg: Config, world: int) -> list[Config]:
                   f"--gradient_accumulation_steps={each // most}, or another tp or cp")
         rule = (f"pp*dp*cp({cfg.cp})*tp({cfg.tp}) must "
                 f"be WORLD_SIZE({world}), pp a power of two up to n_layer={cfg.n_layer}, and dp must "
-                f"divide gradient_accumulation_steps={cfg.gradient_accumulation_steps}")
+                f"divide gradient_accumulation_steps={cfg.gradient_accumulation_steps}"
+                + "; with msp=True pp > 1, and at least pp subsequences" * cfg.msp)
+        remedy += ", or more --subsequences" * cfg.msp
         raise ConfigError(f"pp=auto has no room for any number of stages: {rule}; try {remedy}")
     return found
 

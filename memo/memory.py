@@ -37,7 +37,7 @@ from memo.estimate.step_seconds import Lanes
 from memo.flat import layer_numel
 from memo.formulas import percent
 from memo.launch import Launch
-from memo.msp import Piece, shares_lines
+from memo.msp import Help, shares_lines
 from memo.optim import Optimizer
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
@@ -63,7 +63,7 @@ def host_limit(cfg: Config, launch: Launch) -> int:
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
     gradients, where optimizer_device=cpu keeps them there; the copies that checkpoints of the ranks on this
     host are written from come on top. Errors: OutOfHostMemory."""
-    if not swaps_layers(cfg) and cfg.optimizer_device == "auto":
+    if not swaps_layers(cfg) and cfg.optimizer_device == "auto" and not cfg.msp:
         return 0
     first = launch.rank - launch.local_rank
     copies = node_bytes(stage_state_bytes(cfg, launch.world), launch.world,
@@ -105,7 +105,7 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     """The Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for one.
     Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
     finds = gpu_decides(cfg, model.device)
-    if not finds and not rests(cfg):
+    if not (finds or rests(cfg) or cfg.msp):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.peers.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
@@ -127,8 +127,8 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
 
 
 def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
-    """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once;
-    all ranks must call it."""
+    """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once,
+    and add what has come; all ranks must call it."""
     start, end = model.buckets[1]
     sent, came, seconds = model.params[start:end], model.params[start:end].clone(), inf
     for _ in range(2):  # connections are made by the first
@@ -142,9 +142,12 @@ def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
         for work in works:
             work.wait()
         synchronize(model.device)
-        seconds = time.perf_counter() - begin
-    [slowest] = model.mesh.host.max(seconds)
-    return Lanes((sent.nbytes / slowest,) * cfg.pp, end - start)
+        seconds, begin = time.perf_counter() - begin, time.perf_counter()
+        came.add_(sent)
+        synchronize(model.device)
+        adding = time.perf_counter() - begin
+    slowest, adding = model.mesh.host.max(seconds, adding)
+    return Lanes((sent.nbytes / slowest,) * cfg.pp, end - start, 3 * sent.nbytes / adding)
 
 
 def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
@@ -155,11 +158,11 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
     limit = -int(*peers.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
-    finds = swaps_layers(cfg) and cfg.finds_alpha  # otherwise nobody asks how much is free
-    room = cpu_room(cfg, model, limit) if cpu and finds else Room(limit, cpu=cpu)
+    asks = (swaps_layers(cfg) and cfg.finds_alpha) or cfg.msp  # how much is free
+    room = cpu_room(cfg, model, limit) if cpu and asks else Room(limit, cpu=cpu)
     problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room)
     all_fit = cpu and not problem.n_swapped
-    if (swaps_layers(cfg) and not all_fit) or (cfg.msp and not cfg.deterministic):
+    if (swaps_layers(cfg) and not all_fit) or cfg.msp:
         settle(model.device)
         model.reserve_forward(B, T, n_layer=1, **how)  # a unit's backward follows its forward
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, peers,
@@ -173,7 +176,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     ends = measured_ends(cfg, rates)
     if ends and cfg.msp:
         ends = ends._replace(lanes=measured_lanes(cfg, model))
-    facts = StageFacts(cfg, itemsize, None if cfg.msp and cfg.deterministic else rates, room, ends)
+    facts = StageFacts(cfg, itemsize, rates, room, ends)
     if cfg.pp == 1:
         placement, swap_plan = facts.alone()
     else:  # copies also hide where a stage waits for others
@@ -200,13 +203,14 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
               file=sys.stderr)
     if trace is None:
         arena.recorded()  # half a rehearsal, of no use
-    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
+    p = model.swap.placement
+    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name, shares=(*p.guests, *p.lent))
     like = "cpu" if model.device.type == "cpu" else "meta"
 
     def make(device: torch.device) -> "GPT":
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
     B, T = model.shape
-    return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
+    return traced_requests(make, B, T, model.swap.missing, like, keys=p.keys)
 
 
 def plan_memory(cfg: Config, model: "GPT") -> None:
@@ -324,5 +328,5 @@ def stages_table(cfg: Config, records: list[dict]) -> list[str]:
         alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
         device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
         lines.append(f"            {what:32}{device:>9}{host:>9}{alpha}".rstrip())
-    lent = [Piece(**piece) for one in records for piece in one["placement"].get("lent", ())]
+    lent = [Help(**piece) for one in records for piece in one["placement"].get("lent", ())]
     return lines + (shares_lines(lent, cfg.pp, cfg.n_subsequences) if cfg.msp and records else [])

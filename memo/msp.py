@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class Help(NamedTuple):
     """The rows [first, end) of a subsequence that another stage, the `helper`, computes in all `layers` of
     `stage`, the home. `part`: of the unit's FLOPs. `turns`: the units of different homes that the helper
     takes in turns meanwhile; `together`: the helpers that the home has meanwhile."""
@@ -38,10 +38,10 @@ class Piece(NamedTuple):
         return self.stage + self.subsequence < self.helper
 
 
-Shares = tuple[Piece, ...]  # of all stages
+Shares = tuple[Help, ...]  # of all stages
 
 
-def guest_number(piece: Piece, subsequences: int) -> int:
+def guest_number(piece: Help, subsequences: int) -> int:
     """Stands for the subsequence in the units of a helper, whose own are numbered from 0 on."""
     return subsequences * (1 + piece.stage) + piece.subsequence
 
@@ -76,20 +76,20 @@ def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
     """The Shares of stages with so many `layers`, of subsequences of `cuts` rows, in pieces of multiples of
     `multiple` rows. flops(x, n): of the first n rows of subsequence x. part(stage, x): the part of a unit's
     FLOPs that each of its helpers gets; 0: nobody helps there."""
-    N, made = len(cuts), list[Piece]()
+    N, made = len(cuts), list[Help]()
     for (stage, x), those in helped_units(len(layers), N).items():
         given = part(stage, x)
         if given <= 0:
             continue
         parts = [1 - given * len(those), *[given] * len(those)]
         ends = cut(partial(flops, x), cuts[x], multiple, parts)
-        made += [Piece(stage, x, helper, first, end, layers[stage],
+        made += [Help(stage, x, helper, first, end, layers[stage],
                        (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
                  for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]
     return with_turns(made)
 
 
-def with_turns(pieces: Iterable[Piece]) -> Shares:
+def with_turns(pieces: Iterable[Help]) -> Shares:
     """The pieces with `turns` and `together` as they are among each other."""
     pieces = list(pieces)
     turns = Counter((one.helper, one.stage + one.subsequence) for one in pieces)
@@ -118,7 +118,7 @@ def guest_units(guests: Shares, subsequences: int, before: bool) -> list[tuple[i
     return [(layer, number) for _, layer, _, number in sorted(units)]
 
 
-def shares_lines(lent: Iterable[Piece], stages: int, subsequences: int) -> list[str]:
+def shares_lines(lent: Iterable[Help], stages: int, subsequences: int) -> list[str]:
     """For people: of each unit next to the bubbles who computes how much of it."""
     parts: dict[tuple[int, int], list[str]] = {unit: [] for unit in helped_units(stages, subsequences)}
     for piece in lent:

@@ -10,9 +10,10 @@ from functools import partial
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.config import Config
 from memo.decide import Placed
+from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
-from memo.layer import n_rows, tensors_of
-from memo.msp import Piece, Shares, helped_units, shares_of
+from memo.layer import keys_dealt, n_rows, tensors_of
+from memo.msp import Help, Shares, helped_units, shares_of
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
@@ -78,7 +79,7 @@ def parts_of(stages: Sequence[StageFacts]) -> dict[tuple[int, int], float]:
     return found
 
 
-def bulk_s(home: StageFacts, kind: str, piece: Piece, end: str = "") -> float:
+def bulk_s(home: StageFacts, kind: str, piece: Help, end: str = "") -> float:
     """Seconds of a message of a piece, of one layer, beside those of the others at the same time."""
     p = placed(replace(home.cfg, shares=(piece,)), 2, n_rows(home.cfg))
     assert home.ends is not None and home.ends.lanes is not None
@@ -98,7 +99,7 @@ def decided_shares(stages: Sequence[StageFacts]) -> Shares:
     """The Shares that are fastest: those before the stages' own subsequences, those behind them, both or
     none. All stages must have the same facts, and get the same answer."""
     cfg = replace(stages[0].cfg, stage=0)
-    if any(one.rates is None or not one.rates.units or one.ends is None for one in stages):
+    if not timed(stages):
         return table(cfg)
     parts = parts_of(stages)
     whole = shares_with(cfg, lambda stage, x: parts.get((stage, x), 0.0))
@@ -112,7 +113,7 @@ def decided_shares(stages: Sequence[StageFacts]) -> Shares:
 
 def shared(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed]:
     """The Placed of each stage where stages compute for each other; `alone`: where none does, which is what
-    they get where that is faster, or the host has no room for more."""
+    they get where that is faster, or host or device have no room for more."""
     found = decided_shares(stages)
     helped = [with_shares(one, found) for one in stages]
     if not found:
@@ -121,17 +122,31 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed
         together = with_bubbles(helped, [one.alone() for one in helped])
     except OutOfHostMemory:
         return list(alone)
-    known = all(one.rates and one.rates.units and one.ends for one in stages)
+    lacking = [[lacking_bytes(*one) for one in zip(facts, those, strict=True)]
+               for facts, those in ((helped, together), (stages, alone))]
+    if any(more > before for more, before in zip(*lacking, strict=True)):
+        return list(alone)
     seconds = [micro_batch_s(facts, [p for p, _ in those])
-               for facts, those in ((helped, together), (stages, alone)) if known]
+               for facts, those in ((helped, together), (stages, alone)) if timed(stages)]
     return together if seconds == sorted(seconds) else list(alone)
+
+
+def timed(stages: Sequence[StageFacts]) -> bool:
+    """Whether seconds decide: all stages know theirs, and these may differ from run to run."""
+    return not stages[0].cfg.deterministic and all(
+        one.rates and one.rates.units and one.ends for one in stages)
+
+
+def lacking_bytes(facts: StageFacts, placed: Placed) -> float:
+    """Of the device, for a stage's activations."""
+    nbytes = placed[0].device_bytes(tensors_of(facts.cfg, facts.itemsize), keys_dealt(facts.cfg))
+    return max(0, nbytes - facts.room.spare_bytes)
 
 
 def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
     """The facts of a stage that shares what it computes: less room is left."""
-    cfg, room, lanes = replace(facts.cfg, shares=shares), facts.room, facts.ends and facts.ends.lanes
-    if lanes:
-        p = placed(cfg, 1, n_rows(cfg))
-        taken = shared_regions(p, tensors_of(cfg, facts.itemsize), lanes.numel).values()
-        room = replace(room, spare_bytes=room.spare_bytes - sum(taken))
+    cfg = replace(facts.cfg, shares=shares)
+    taken = shared_regions(placed(cfg, 1, n_rows(cfg)), tensors_of(cfg, facts.itemsize),
+                           layer_numel(cfg, 1))
+    room = replace(facts.room, spare_bytes=facts.room.spare_bytes - sum(taken.values()))
     return replace(facts, cfg=cfg, room=room)

@@ -61,16 +61,17 @@ def ends_of(cfg: Config, machine: Machine, world: int, itemsize: int, speeds: Sp
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
                            for first in (cfg.stage, cfg.stage - 1))
     return Ends(embedding_s(cfg, machine, speeds, itemsize), head_s(cfg, machine, speeds, itemsize), send,
-                send_gradient, lanes_of(cfg, machine, world) if cfg.msp else None)
+                send_gradient, lanes_of(cfg, machine, world, speeds) if cfg.msp else None)
 
 
-def lanes_of(cfg: Config, machine: Machine, world: int) -> Lanes:
+def lanes_of(cfg: Config, machine: Machine, world: int, speeds: Speeds) -> Lanes:
     """The Lanes of a config that says which stage."""
     rates = []
     for other in range(cfg.pp):
         first, last = sorted((cfg.stage, other))
         rates.append(MESSAGE_BYTES / hop_s(machine, world, cfg.pp, first, MESSAGE_BYTES, last - first))
-    return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)))
+    memory = MESSAGE_BYTES / speeds.seconds("copy", MESSAGE_BYTES, MESSAGE_BYTES)
+    return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory)
 
 
 def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,

@@ -4,7 +4,7 @@ hide behind which operations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple, Protocol
 
 from memo.config import Config
@@ -130,11 +130,12 @@ def compute_seconds(placement: Placement, units: Sequence[UnitRates]) -> Callabl
 
 
 class Lanes(NamedTuple):
-    """What stages send each other where one computes rows of another: bytes/s to each stage, and elements of
-    a layer's parameters."""
+    """What stages send each other where one computes rows of another: bytes/s to each stage, elements of a
+    layer's parameters, and bytes/s at which memory is read and written where a home adds what came."""
 
     bytes_per_s: tuple[float, ...]
     numel: int
+    memory_bytes_per_s: float = inf
 
     def seconds(self, nbytes: float, step: Step, together: int) -> float:
         """Of a message to the stage that the step names, where bulk goes to, or comes from, so many stages
@@ -176,6 +177,11 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
         if lanes and shared and step.kind.startswith(SENT):
             piece = shared.piece(step)
             return lanes.seconds(shared.sent(step), step, max(piece.turns, piece.together))
+        if lanes and shared and step.kind.startswith("add"):  # two are read, one is written
+            return 3 * shared.sent(step) / lanes.memory_bytes_per_s
+        if lanes and shared and step.kind == "backward" and step.unit[1] in p.guest_of:
+            zeroed = step._replace(kind="repay")  # what is sent then, and was 0 before
+            return others(step) + shared.sent(zeroed) / lanes.memory_bytes_per_s
         return others(step)
     return seconds
 

@@ -371,8 +371,8 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
               metp: bool = False, pp: int = 1, tied: bool = False, msp: bool = False) -> Mesh:
     """The Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first stage of
     several and the last one hold the same matrix; `msp`: whether stages compute for each other. Sends the
-    first messages of each axis: so communicators
-    take their memory of the device now, and a network that carries no messages is found."""
+    first messages of each axis: so communicators take their memory of the device now, and a network that
+    carries no messages is found."""
     dp = host.size // (pp * cp * tp)
     backend = "nccl" if device.type == "cuda" else "gloo"
     lines = lines_of(tp, cp, dp, metp, pp)

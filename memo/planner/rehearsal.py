@@ -92,7 +92,8 @@ def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int,
         for s in swap.units.values() if p.several else ():
             s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
                                 for them in (s.pieces, s.sums))
-        return rehearsed_requests(model, FakeArena(requests), largest_subsequences(p.cuts))
+        traced = [*largest_subsequences(p.cuts), *p.guest_of]
+        return rehearsed_requests(model, FakeArena(requests), traced)
 
 
 def largest_subsequences(cuts: Sequence[int]) -> list[int]:

@@ -58,10 +58,10 @@ class Swap:
     their gradients, fp32. `layers`: the units of the first subsequence. `between[layer, i]`: (x, y), twice
     (n_i, C): what lies below a unit and what lies above it; in the backward their gradients. With one
     subsequence x is the unit's own input, with several both are one place, of the stream; `whole` the same
-    with the rows that other stages compute; `x[layer]` are all
-    rows, where the device has them. `missing[k]`: {tensor: the rows to recompute} of unit k. `steps`: the
-    schedule, `evaluation`: that of a forward alone; whoever executes them hands each step to launch().
-    Nothing is allocated by then, and the host waits for nothing (but on the CPU, which is its own device).
+    with the rows that other stages compute; `x[layer]` are all rows, where the device has them. `missing[k]`:
+    {tensor: the rows to recompute} of unit k. `steps`: the schedule, `evaluation`: that of a forward alone;
+    whoever executes them hands each step to launch(). Nothing is allocated by then, and the host waits for
+    nothing (but on the CPU, which is its own device).
 
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
     passes can be made. `numel`: elements of a layer's parameters, with padding. `lending`: what is sent to

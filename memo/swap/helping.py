@@ -21,7 +21,7 @@ homes one for what each helper repays.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from memo.msp import Piece, Shares, guest_number
+from memo.msp import Help, Shares, guest_number
 from memo.swap.steps import BACK, Key, Step, Unit
 
 PLACES = 2  # of a helper: a unit is computed in one while what the next one needs comes into the other
@@ -32,16 +32,16 @@ class Home:
 
     def __init__(self, lent: Shares, layers: int, subsequences: int) -> None:
         self.layers, self.subsequences = layers, subsequences
-        self.pieces: dict[int, list[Piece]] = defaultdict(list)
+        self.pieces: dict[int, list[Help]] = defaultdict(list)
         for piece in sorted(lent, key=lambda piece: (piece.subsequence, piece.first)):
             self.pieces[piece.subsequence].append(piece)
         self.summed: dict[int, Key] = {}  # of each layer the last step that has added to its sums
         self.added: dict[int, Key] = {}  # of each helper the last step that has used its place
 
-    def unit(self, layer: int, piece: Piece) -> Unit:
+    def unit(self, layer: int, piece: Help) -> Unit:
         return layer, guest_number(piece, self.subsequences)
 
-    def keys(self, kind: str, layer: int, pieces: Sequence[Piece], end: str = "") -> tuple[Key, ...]:
+    def keys(self, kind: str, layer: int, pieces: Sequence[Help], end: str = "") -> tuple[Key, ...]:
         """Of these steps of so many pieces."""
         return tuple((f"{kind} {piece.helper}{end}", self.unit(layer, piece)) for piece in pieces) if (
             pieces) else ()
@@ -107,7 +107,7 @@ class Home:
         for piece in reversed(pieces):
             yield self.collect(self.layers - 1, piece)
 
-    def collect(self, layer: int, piece: Piece) -> Step:
+    def collect(self, layer: int, piece: Help) -> Step:
         [collected] = self.keys("collect", layer, [piece], BACK)
         return Step(*collected, (self.added[piece.helper],) if piece.helper in self.added else ())
 
@@ -131,7 +131,7 @@ class Home:
                 if before == layer:
                     yield from self.add_one(self.layers - 1 - turn, piece)
 
-    def add_one(self, layer: int, piece: Piece) -> Iterator[Step]:
+    def add_one(self, layer: int, piece: Help) -> Iterator[Step]:
         [added], [collected] = (self.keys(kind, layer, [piece], BACK) for kind in ("add", "collect"))
         yield Step(*added, (collected,))
         self.summed[layer] = self.added[piece.helper] = added

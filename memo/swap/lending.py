@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from memo.msp import Piece
+from memo.msp import Help
 from memo.swap.helping import PLACES
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import keys_before
@@ -78,7 +78,7 @@ class Lending:
         """What is 0 before a guest's backward: it is to be added to."""
         return [self.gradients[self.turn[unit]], self.sum_bytes[unit]]
 
-    def lent_at(self, step: Step) -> tuple[Piece, Unit]:
+    def lent_at(self, step: Step) -> tuple[Help, Unit]:
         """Of a home's step, what is lent, and the home's unit."""
         x = step.unit[1] % self.placement.subsequences
         return self.lent[x, int(step.kind.split(" ")[1])], (step.unit[0], x)
@@ -110,7 +110,7 @@ class Lending:
             found = [*pair, *[stream] * (first if back else last)]
         return [t for t in found if t.numel()]
 
-    def repaid_of(self, guest: Piece, unit: Unit, numel: int) -> Tensors:
+    def repaid_of(self, guest: Help, unit: Unit, numel: int) -> Tensors:
         """Gradients of the weights, and sums of keys and values, where a helper repays them."""
         place, end = self.repaid[guest.helper], numel + len(self.sum_bytes[unit])
         return [place[:numel], place[numel:end]]

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
-from memo.msp import Piece, Shares, guest_number
+from memo.msp import Help, Shares, guest_number
 from memo.swap.schedule import (
     STREAM_PLACES,
     SWEEP_PLACES,
@@ -107,7 +107,7 @@ class Placement:
         return units_in_order(self.n_layer, self.subsequences, self.order, self.guests)
 
     @cached_property
-    def guest_of(self) -> dict[int, Piece]:
+    def guest_of(self) -> dict[int, Help]:
         """{its number: a guest}."""
         return {guest_number(piece, self.subsequences): piece for piece in self.guests}
 

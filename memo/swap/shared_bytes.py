@@ -4,13 +4,13 @@ them (memo/swap/helping.py). No torch."""
 from math import prod
 
 from memo.layer import INPUT, KEYS_VALUES, Tensor
-from memo.msp import Piece
+from memo.msp import Help
 from memo.swap.helping import PLACES
 from memo.swap.placement import Placement
 from memo.swap.steps import BACK, Step
 
 
-def keys_before(placement: Placement, piece: Piece) -> int:
+def keys_before(placement: Placement, piece: Help) -> int:
     """Rows of the keys and values of the subsequences before that of a piece."""
     return sum(placement.cuts[:piece.subsequence])
 
@@ -28,7 +28,7 @@ class SharedBytes:
         self.numel = numel
         self.lent = {(piece.subsequence, piece.helper): piece for piece in p.lent}
 
-    def piece(self, step: Step) -> Piece:
+    def piece(self, step: Step) -> Help:
         """That a message between a home and a helper is about."""
         layer, number = step.unit
         if number in self.placement.guest_of:
@@ -36,13 +36,13 @@ class SharedBytes:
         return self.lent[number % self.placement.subsequences, int(step.kind.split(" ")[1])]
 
     def sent(self, step: Step) -> int:
-        """Of such a message."""
+        """Of such a message, or of what a home adds."""
         piece, back, layer = self.piece(step), step.kind.endswith(BACK), step.unit[0]
         before, first, last = keys_before(self.placement, piece), layer == 0, layer == piece.layers - 1
         match step.kind.split(" ")[0]:
             case "lend" | "borrow":
                 return self.itemsize * (self.numel + self.row * (before + back * piece.end))
-            case "repay" | "collect":
+            case "repay" | "collect" | "add":
                 return 4 * (self.numel + self.row * before)
             case "pass" | "take":
                 keys, x = (4 * piece.end, last) if back else (self.itemsize * piece.first, first)
