@@ -321,7 +321,7 @@ def plot_overlap(rows, path):
                             label=name + what)
             ax.set(title=f"{half}, {way}, {p} ranks", ylim=(0, None))
             plain(ax)
-    axes[0, 0].legend(frameon=False, fontsize=7)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=5)
     fig.supxlabel("seconds of messages, over those of computing")
     fig.supylabel("seconds, over those of computing")
     fig.savefig(path)
