@@ -4,7 +4,8 @@
     python -m bench.metp_time replay     what their order allows, simulated: shapes alone, nothing is timed
     python -m bench.metp_time cpu        one process, 8 groups of heads, beside a layer that keeps everything
 
-Several at once; without an argument all. Writes bench/results/metp_time.json and metp_overlap.png. No
+Several at once; without an argument all; --rounds=5 measures so often. Writes bench/results/metp_time.json
+and metp_overlap.png. No
 network is measured: a message ends no earlier than its bytes times the seconds a byte behind the message
 before it on its communicator. Ranks that share cores would slow each other: their products are paced. Each
 lasts as its FLOPs say, of which a rank computes a small part, with one thread, and sleeps the rest.
