@@ -214,9 +214,9 @@ class GPT:
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
         trains, swap = scale is not None, self.swap
-        # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         for bucket in list(self.arriving) if swap.placement.lent else ():
             self.arrive(bucket)  # lent before anything here is computed with it
+        # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
         self.follow([step for step in swap.steps if is_forward(step.kind)] if trains else swap.evaluation)
         loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
         return loss
@@ -239,6 +239,7 @@ class GPT:
         layer's input."""
         done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
         if self.swap.placement.lent:
+            # helpers add to these before the home's own first backward, which zeroes them where nobody helps
             self.swap.buffers["key_gradients"].zero_()
         self.follow([step for step in self.swap.steps if not is_forward(step.kind)], done)
         if not self.cfg.has_embedding:
@@ -299,6 +300,7 @@ class GPT:
             tensors = self.swap.lending.message(step, self.swap.whole, self.layer_params)
             (axis.send if sends else axis.receive)(*tensors).wait()
             return
+        # all rows of the subsequence, also those that helpers compute: these come home first
         x, y = self.swap.whole[step.unit]
         message, t = {"receive": (self.mesh.before.x.receive, x), "send": (self.mesh.behind.x.send, y),
                       "receive gradient": (self.mesh.behind.dx.receive, y),

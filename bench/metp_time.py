@@ -5,10 +5,10 @@
     python -m bench.metp_time cpu        one process, 8 groups of heads, beside a layer that keeps everything
 
 Several at once; without an argument all; --rounds=5 measures so often. Writes bench/results/metp_time.json
-and metp_overlap.png. No
-network is measured: a message ends no earlier than its bytes times the seconds a byte behind the message
-before it on its communicator. Ranks that share cores would slow each other: their products are paced. Each
-lasts as its FLOPs say, of which a rank computes a small part, with one thread, and sleeps the rest.
+and metp_overlap.png. No network is measured: a message ends no earlier than its bytes times the seconds a
+byte behind the message before it on its communicator. Ranks that share cores would slow each other: their
+products are paced. Each lasts as its FLOPs say, of which a rank computes a small part, with one thread, and
+sleeps the rest.
 """
 
 import statistics

@@ -8,7 +8,7 @@ from memo.errors import ConfigError
 
 # for communicators: torch has a pool of 32 of that priority, and a checkpoint's copies take one. Those of
 # memo/swap/streams.py are of the other pool
-STREAMS = 31
+MOST_COMMUNICATORS = 31
 
 
 def degrees(cfg: Config, world: int) -> int:
@@ -72,8 +72,8 @@ def check_streams(cfg: Config, world: int) -> None:
     """Errors: ConfigError: more communicators between GPUs than there are streams for. Two that shared one
     might hold each other up in a circle."""
     most = max(n_communicators(replace(cfg, stage=k), world) for k in range(cfg.pp))
-    if cfg.msp and most > STREAMS:
-        fits = cfg.pp - -(-(most - STREAMS) // 4)
+    if cfg.msp and most > MOST_COMMUNICATORS:
+        fits = cfg.pp - -(-(most - MOST_COMMUNICATORS) // 4)
         raise ConfigError(f"pp={cfg.pp} with msp=True needs {most} communicators on a GPU, there are streams "
-                          f"for {STREAMS} (each needs one of its own); try pp={fits} or less, or leave msp "
-                          "out")
+                          f"for {MOST_COMMUNICATORS} (each needs one of its own); try pp={fits} or less, or "
+                          "leave msp out")

@@ -60,7 +60,7 @@ def helped_units(stages: int, subsequences: int) -> dict[tuple[int, int], list[i
     return {unit: those for unit, those in found.items() if those}
 
 
-def cut(flops: Callable[[int], float], rows: int, multiple: int, parts: Sequence[float]) -> list[int]:
+def piece_ends(flops: Callable[[int], float], rows: int, multiple: int, parts: Sequence[float]) -> list[int]:
     """Where the pieces of a unit end that has so many rows: each as near as multiples allow to its part of
     the FLOPs. flops(n): those of the first n rows."""
     every, ends, wanted = range(0, rows, multiple), list[int](), 0.0
@@ -82,7 +82,7 @@ def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
         if given <= 0:
             continue
         parts = [1 - given * len(those), *[given] * len(those)]
-        ends = cut(partial(flops, x), cuts[x], multiple, parts)
+        ends = piece_ends(partial(flops, x), cuts[x], multiple, parts)
         made += [Help(stage, x, helper, first, end, layers[stage],
                        (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
                  for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]

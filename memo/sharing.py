@@ -40,7 +40,7 @@ def shares_with(cfg: Config, part: Part) -> Shares:
     return shares_of(layers, cuts, multiple, partial(flops_of_rows, cfg), part)
 
 
-def table(cfg: Config) -> Shares:
+def even_shares(cfg: Config) -> Shares:
     """The Shares where messages are free: in each slot every stage computes as much."""
     return shares_with(cfg, lambda stage, x: 1 / cfg.pp)
 
@@ -64,7 +64,7 @@ def parts_of(stages: Sequence[StageFacts]) -> dict[tuple[int, int], float]:
     """{(stage, subsequence): fastest_part()} of all units next to the bubbles."""
     found = {}
     cfg = stages[0].cfg
-    free = table(cfg)
+    free = even_shares(cfg)
     for unit, those in helped_units(cfg.pp, cfg.n_subsequences).items():
         home = stages[unit[0]]
         assert home.rates is not None and home.ends is not None
@@ -100,7 +100,7 @@ def decided_shares(stages: Sequence[StageFacts]) -> Shares:
     none. All stages must have the same facts, and get the same answer."""
     cfg = replace(stages[0].cfg, stage=0)
     if not timed(stages):
-        return table(cfg)
+        return even_shares(cfg)
     parts = parts_of(stages)
     whole = shares_with(cfg, lambda stage, x: parts.get((stage, x), 0.0))
     ways = [(), whole, *(tuple(piece for piece in whole if piece.before == before)

@@ -24,7 +24,7 @@ from memo.layout import check_streams
 from memo.msp import guests_of, helped_units, lent_by, shares_of, with_turns
 from memo.parallel.pp import CIRCLE, MET, SAME, times_of_stages
 from memo.profiler import MeasuredUnit
-from memo.sharing import decided_shares, shared, table, with_shares
+from memo.sharing import decided_shares, even_shares, shared, with_shares
 from memo.swap.schedule import Fates, evaluation, schedule, units_in_order
 from memo.swap.steps import is_message
 from memo.swap.validator import validate_schedule
@@ -229,7 +229,7 @@ def test_nobody_helps_where_the_device_has_no_room_for_it():
 
 def test_the_memory_is_what_its_lines_say():
     cfg = Config(**KEYS, pp=2, stage=1, msp=True, subsequences=4, activation="keep")
-    cfg = replace(cfg, shares=table(cfg))
+    cfg = replace(cfg, shares=even_shares(cfg))
     model = GPT(cfg, CPU, torch.float32)
     model.reserve(1, cfg.block_size)
     p = model.swap.placement
@@ -275,7 +275,7 @@ def test_stages_that_help_give_the_gradients_of_one_process(layout, family, N, m
     keys |= dict(n_layer=8) if layout == "pp4" else {}  # two a stage: units of one helper follow each other
     cfg = Config(**keys | layout_keys(layout, "ring"), msp=True, activation=mode, subsequences=N,
                  subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
-    shares = table(cfg)
+    shares = even_shares(cfg)
     assert {piece.helper for piece in shares} == set(range(cfg.pp))
     [found] = on_ranks(layout, [replace(cfg, shares=shares)], False, work=delayed)
     agree(found, step_alone(Config(**keys, subsequences=1)), mode)
