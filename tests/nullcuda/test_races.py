@@ -104,7 +104,7 @@ def two_steps(layout, axis_of):
     from memo.layer import layer_of
     from memo.optim import Optimizer
     from memo.parallel.mesh import Link, Mesh
-    from memo.sharing import table
+    from memo.sharing import even_shares
     from memo.swap.placing import placed
     from model import GPT
     cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
@@ -117,7 +117,7 @@ def two_steps(layout, axis_of):
     lanes = {lane: axis_of(lane, 2) for way in ("to", "from") for lane in (f"{way} {other}",
                                                                          f"bulk {way} {other}") if cfg.msp}
     if cfg.msp:
-        cfg = replace(cfg, shares=table(cfg))
+        cfg = replace(cfg, shares=even_shares(cfg))
     mesh = Mesh(before=before, behind=behind, lanes=lanes, weights=axis_of("tp", cfg.tp),
                 hops=axis_of("hops", visiting), tokens=axis_of("cp", cfg.cp * visiting),
                 replicas=axis_of("data", 2 if layout == "dp2" or cfg.metp else cfg.cp))
