@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memo.backends import PACKAGES, Facts, choose, cudnn_version, missing
+from memo.backends import PACKAGES, Facts, choose_kernel, cudnn_version, missing
 from memo.layer import heads_at_once
 
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
@@ -333,7 +333,7 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or on_meta(name)
     facts, found = facts_of(device, dtype, head_dim)
-    name, why = choose(name, facts)
+    name, why = choose_kernel(name, facts)
     attention = found.get(name) or BACKENDS[name]
     label = attention.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)
     return attention._replace(label=f"{label}: {why}" if why else label)

@@ -89,7 +89,7 @@ def passed_over(name: str, facts: Facts) -> str:
     return why
 
 
-def choose(name: str, facts: Facts) -> tuple[str, str]:
+def choose_kernel(name: str, facts: Facts) -> tuple[str, str]:
     """(the kernel called `name`, or for "auto" the first of order() that can serve; why those before it were
     not taken, in one line). Errors: ConfigError where a named one cannot serve."""
     if name != "auto":
@@ -109,7 +109,7 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
     facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
                   cudnn=WRONG_CUDNN + 1, packages={cfg.attention: ""})
-    return choose(cfg.attention, facts)[0]
+    return choose_kernel(cfg.attention, facts)[0]
 
 
 def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: bool = False,

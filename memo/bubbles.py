@@ -26,7 +26,7 @@ from memo.swap.placing import place_rows, rests
 from memo.swap.steps import Step
 
 WORTH = 1.01  # times what a stage copies alone: a smaller gain is not worth the simulations
-HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
+PART_HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
     for those in alike.values():
         low, high = 0.0, 1.0
         if not take(those, high):
-            for _ in range(HALVINGS):
+            for _ in range(PART_HALVINGS):
                 part = (low + high) / 2
                 low, high = (part, high) if take(those, part) else (low, part)
     return found

@@ -16,7 +16,7 @@ from memo.layer import Parameter, model_parameters
 if TYPE_CHECKING:
     import torch
 
-ALIGNED = 128  # elements: where a layer's parameters begin, and a rank's part of them
+ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank's part of them
 
 Piece = namedtuple("Piece", "name shape offsets tensor")
 Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the
@@ -59,7 +59,7 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
     embeddings, those of the layers, that of the final norm. A stage may have nothing in the first and the
     last."""
     parameters = model_parameters(cfg)
-    layout, buckets = flat_layout(parameters, tp, ALIGNED * data)
+    layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)
     first, *_, last = ("." in name for name in parameters)  # a layer's
     return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
 

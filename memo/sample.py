@@ -107,11 +107,11 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
     token = prompt[0]
     for end in range(len(prompt), length):
         logits = decode(model, cache, token, end - 1) if logits is None else logits
-        token, logits = choose(logits.double(), temperature, top_k, generator), None
+        token, logits = drawn(logits.double(), temperature, top_k, generator), None
         yield token
 
 
-def choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def drawn(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     """The id of a token by its logits (V,)."""
     if temperature == 0:
         return int(logits.argmax())

@@ -19,7 +19,7 @@ from memo.attention import (
     installed_kernel,
     resolve_attention,
 )
-from memo.backends import Facts, choose, missing, workspaces
+from memo.backends import Facts, choose_kernel, missing, workspaces
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import budget, hardware, search
@@ -167,13 +167,13 @@ def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtyp
     (facts((8, 0), 208), "flash", "flash_attn_2 is not installed"),
 ])
 def test_auto_takes_the_fastest_kernel_and_says_why_not_another(given, kernel, why):
-    assert choose("auto", given) == (kernel, why)
+    assert choose_kernel("auto", given) == (kernel, why)
 
 
 @pytest.mark.parametrize("given", [facts((7, 5)), facts((9, 0), 65), facts((9, 0), 264),
                                    facts((9, 0), dtype="float32")])
 def test_without_a_kernel_it_is_the_mathematics(given):
-    assert choose("auto", replace(given, packages=ALL))[0] == "math"
+    assert choose_kernel("auto", replace(given, packages=ALL))[0] == "math"
 
 
 @pytest.mark.parametrize("name, given, why", [
@@ -188,8 +188,8 @@ def test_without_a_kernel_it_is_the_mathematics(given):
 ])
 def test_a_named_kernel_that_cannot_serve_is_an_error(name, given, why):
     with pytest.raises(ConfigError, match=f"^attention={name} is not available: {why}; try attention=auto$"):
-        choose(name, given)
-    assert choose("cudnn", facts((9, 0), cudnn=91002)) == ("cudnn", "")  # a name beats what auto passes over
+        choose_kernel(name, given)
+    assert choose_kernel("cudnn", facts((9, 0), cudnn=91002)) == ("cudnn", "")  # a name beats auto
 
 
 def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):

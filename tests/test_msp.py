@@ -22,7 +22,7 @@ from memo.launch import Launch
 from memo.layer import tensors_of
 from memo.layout import check_streams
 from memo.msp import guests_of, helped_units, lent_by, shares_of, with_turns
-from memo.parallel.pp import CIRCLE, MET, SAME, times_of_stages
+from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.profiler import MeasuredUnit
 from memo.sharing import decided_shares, even_shares, shared, with_shares
 from memo.swap.schedule import Fates, evaluation, schedule, units_in_order
@@ -161,9 +161,9 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
                         for step in steps[:a] + steps[a + 1:]]
                 for changed in (mutant, gone) if a != b else (gone,):
                     why = refusal(validate_stages, [*schedules[:k], changed, *schedules[k + 1:]])
-                    assert why in (SAME, MET, CIRCLE), steps[a]
+                    assert why in (AS_SENT, MET, STAGES_CIRCLE), steps[a]
                     seen.add(why)
-    assert seen == {SAME, MET, CIRCLE}
+    assert seen == {AS_SENT, MET, STAGES_CIRCLE}
 
 
 @pytest.mark.parametrize("p,N", [(4, 8), (4, 16), (8, 32), (8, 64)])

@@ -44,7 +44,7 @@ def norm_of(cfg):
 def test_padding_changes_no_bit_of_the_norm(monkeypatch):
     cfg = Config(**KEYS)
     norm, buckets = norm_of(cfg)
-    monkeypatch.setattr(flat, "ALIGNED", 7 * flat.ALIGNED)  # as of seven data ranks
+    monkeypatch.setattr(flat, "ALIGNED_ELEMENTS", 7 * flat.ALIGNED_ELEMENTS)  # as of seven data ranks
     padded, others = norm_of(cfg)
     assert buckets != others and norm == padded and norm.dtype == torch.float32
 

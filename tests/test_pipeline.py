@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memo.config import Config
-from memo.parallel.pp import CIRCLE, MET, SAME, times_of_stages
+from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.stages import layers_of_stages, stage_layers
 from memo.swap.schedule import Fates, evaluation, schedule
 from memo.swap.validator import validate_schedule
@@ -99,15 +99,15 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
                     mutant = list(steps)
                     mutant[a], mutant[b] = mutant[b], mutant[a]
                     why = refusal(validate_stages, [*schedules[:k], mutant, *schedules[k + 1:]])
-                    assert why in (SAME, CIRCLE), (steps[a], steps[b], stages)
+                    assert why in (AS_SENT, STAGES_CIRCLE), (steps[a], steps[b], stages)
                     seen.add(why)
             n = next(n for n, step in enumerate(steps) if step.kind in MESSAGES)
             gone = [step._replace(waits=tuple(w for w in step.waits if w != steps[n].key))
                     for step in steps[:n] + steps[n + 1:]]
             why = refusal(validate_stages, [*schedules[:k], gone, *schedules[k + 1:]])
-            assert why in (SAME, MET, CIRCLE), (steps[n], stages)
+            assert why in (AS_SENT, MET, STAGES_CIRCLE), (steps[n], stages)
             seen.add(why)
-    assert seen == {SAME, MET, CIRCLE}
+    assert seen == {AS_SENT, MET, STAGES_CIRCLE}
 
 
 def test_a_deadlock_names_both_ends():
@@ -118,7 +118,7 @@ def test_a_deadlock_names_both_ends():
                                                                                    "receive gradient"))
     first[n] = first[n]._replace(waits=(first[m].key,))
     first[m] = first[m]._replace(waits=())
-    with pytest.raises(ValueError, match=f"^{CIRCLE}: ") as e:
+    with pytest.raises(ValueError, match=f"^{STAGES_CIRCLE}: ") as e:
         validate_stages([first, second])
     assert "stage 0 in send of subsequence 0 waits for its receive gradient" in str(e.value)
     assert "stage 1 in receive of subsequence 0 waits for stage 0" in str(e.value)

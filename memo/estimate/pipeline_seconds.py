@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MESSAGE_BYTES = 2**28  # of a long one, whose rate counts
 LAYERS = "forward", "recompute", "backward"
-ENDS = "embedding", "head", "embedding backward"  # of the pipeline
+PIPELINE_ENDS = "embedding", "head", "embedding backward"  # of the pipeline
 
 
 def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, further: int = 1) -> float:
@@ -120,13 +120,13 @@ def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize
     for of, one in zip(spent, times, strict=True):
         for (kind, _), (start, end) in one.spans.items():
             of[kind] += end - start
-    mean = {kind: fsum(of[kind] for of in spent) / cfg.pp for kind in (*LAYERS, *ENDS)}
+    mean = {kind: fsum(of[kind] for of in spent) / cfg.pp for kind in (*LAYERS, *PIPELINE_ENDS)}
     share = cfg.n_layer / cfg.pp
     parts = {"attention": share * layer.attention_kernels_s, "messages": share * layer.messages_s,
              "recompute": mean["recompute"]}
     parts["rest of the layers"] = fsum(mean[kind] for kind in LAYERS) - sum(parts.values())
     parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
-    parts["head and embedding"] = fsum(mean[kind] for kind in ENDS)
+    parts["head and embedding"] = fsum(mean[kind] for kind in PIPELINE_ENDS)
     parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
     parts = {name: micro_batches(cfg, world) * seconds for name, seconds in parts.items()}
 

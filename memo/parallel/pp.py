@@ -13,11 +13,11 @@ from memo.swap.schedule import Times
 from memo.swap.spans import wait_kind
 from memo.swap.steps import SENT, Key, Step, stream_of
 
-SAME = "a message is received as it was sent"
+AS_SENT = "a message is received as it was sent"
 MET = "every message meets its other end"
-CIRCLE = "stages do not wait for each other in a circle"
+STAGES_CIRCLE = "stages do not wait for each other in a circle"
 # {kind of a message: (that of its other end, how many stages further that is)}
-ENDS = {"send": ("receive", 1), "receive": ("send", -1), "send gradient": ("receive gradient", -1),
+OTHER_ENDS = {"send": ("receive", 1), "receive": ("send", -1), "send gradient": ("receive gradient", -1),
         "receive gradient": ("send gradient", 1)}
 # the same of messages between a home and a helper, whose kinds end in the number of the other stage
 PARTNERS = {"lend": "borrow", "pass": "take", "return": "fetch", "repay": "collect"}
@@ -27,7 +27,7 @@ Lane = tuple[int, str]  # a stage and one of its streams
 
 def of_unit(key: Key) -> str:
     kind, unit = key
-    return f"{kind} of " + (f"subsequence {unit[1]}" if kind in ENDS else f"unit {unit}")
+    return f"{kind} of " + (f"subsequence {unit[1]}" if kind in OTHER_ENDS else f"unit {unit}")
 
 
 def said(stage: int, step: Step) -> str:
@@ -37,8 +37,8 @@ def said(stage: int, step: Step) -> str:
 @cache
 def other_end(kind: str, stage: int) -> tuple[str, int] | None:
     """(kind, stage) of a message's other end; None where a step is no message."""
-    if kind in ENDS:
-        other, further = ENDS[kind]
+    if kind in OTHER_ENDS:
+        other, further = OTHER_ENDS[kind]
         return other, stage + further
     first, *rest = kind.split(" ")
     if first not in PARTNERS:
@@ -108,8 +108,8 @@ class Stages:
         if not self.posted[theirs]:
             return []
         (partner, since), _ = self.posted[theirs].popleft(), self.posted[mine].popleft()
-        if partner.unit[1] != step.unit[1] or (step.kind not in ENDS and partner.unit != step.unit):
-            raise ValueError(f"{SAME}: {said(stage, step)} meets {said(other, partner)}")
+        if partner.unit[1] != step.unit[1] or (step.kind not in OTHER_ENDS and partner.unit != step.unit):
+            raise ValueError(f"{AS_SENT}: {said(stage, step)} meets {said(other, partner)}")
         sender = (stage, step) if step.kind.startswith(SENT) else (other, partner)
         start = max(start, since)
         for at, end in ((stage, step), (other, partner)):
@@ -139,7 +139,7 @@ class Stages:
                 texts.append(f"{said(stage, step)} waits for stage {lane[0]}")
             if not self.lanes.get(lane):
                 return f"{MET}: {texts[-1]}, which has come to its end"
-        return f"{CIRCLE}: {'; '.join(texts[path.index(lane):])}"
+        return f"{STAGES_CIRCLE}: {'; '.join(texts[path.index(lane):])}"
 
 
 def times_of_stages(schedules: Sequence[Sequence[Step]],
