@@ -34,7 +34,6 @@ from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.report import as_dict as estimate_dict
 from memo.estimate.step_seconds import Lanes
-from memo.flat import layer_numel
 from memo.formulas import percent
 from memo.launch import Launch
 from memo.msp import Help, shares_lines
@@ -247,8 +246,7 @@ def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Opt
     positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
-            *activation_lines(cfg, decision.placement, model.dtype.itemsize,
-                              layer_numel(cfg, model.mesh.replicas.size)),
+            *activation_lines(cfg, decision.placement, model.dtype.itemsize, model.mesh.replicas.size),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
             Line("positions", "positions", positions)]
 

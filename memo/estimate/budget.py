@@ -29,7 +29,6 @@ from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import step_s
 from memo.estimate.unit_seconds import layer_seconds
-from memo.flat import layer_numel
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
 from memo.layout import degrees
@@ -220,7 +219,7 @@ def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lack
                 data: int) -> Stage:
     """The Stage of a config that says which one. `data`: ranks that share its optimizer."""
     travelling = min(beside.transient, message_bytes(cfg, itemsize))
-    lines = [*beside.lines, *activation_lines(cfg, placed[0], itemsize, layer_numel(cfg, data)),
+    lines = [*beside.lines, *activation_lines(cfg, placed[0], itemsize, data),
              Line("transient", "arena of temporary tensors", beside.transient - travelling)]
     lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
     lines += [Line("head", "more of it for the head", beside.head)] * bool(beside.head)

@@ -9,7 +9,7 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from memo.estimate.host import STATES_BYTES
 from memo.estimate.step_seconds import micro_batches
-from memo.flat import gradient_places, gradient_slots, local_layout, shared_numel
+from memo.flat import gradient_places, gradient_slots, layer_numel, local_layout, shared_numel
 from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
 from memo.layout import n_communicators
 from memo.swap.placement import Placement
@@ -51,9 +51,9 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
-def activation_lines(cfg: Config, placement: Placement, itemsize: int, numel: int = 0) -> list[Line]:
-    """[Line] of the skeletal activations, on device and host, and of what stages lend each other. `numel`:
-    elements of a layer's parameters, with padding."""
+def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:
+    """[Line] of the skeletal activations, on device and host, and of what stages lend each other. `data`: see
+    local_layout."""
     p, tensors = placement, tensors_of(cfg, itemsize)
     buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
     inputs = buffers.pop(INPUT)
@@ -75,7 +75,8 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, numel: in
     what |= {"guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
              "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
     regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_swapped(tensors)
-    regions |= shared_regions(p, tensors, numel)
+    if p.guests or p.lent:
+        regions |= shared_regions(p, tensors, layer_numel(cfg, data))
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
