@@ -157,6 +157,9 @@ class GPT:
         lending = self.swap.lending
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
+        # of each bucket the last step that adds to its gradients
+        self.last_to_add = {self.bucket_of(step): step.key for step in self.swap.steps if step.kind in (
+            "backward", "embedding backward") or step.kind.startswith("add")}
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
@@ -253,10 +256,6 @@ class GPT:
         complete: list[int] = []
         B, T = self.shape
         self.swap.begin()
-        steps = list(steps)
-        # of each bucket the last step that adds to its gradients
-        last = {self.bucket_of(step): step.key for step in steps if step.kind in (
-            "backward", "embedding backward") or step.kind.startswith("add")}
         for step in steps:
             if step.is_message:
                 self.swap.wait(step)
@@ -278,7 +277,7 @@ class GPT:
                 self.arrive(0)  # the embedding's matrix may serve there
             label, *work = self.work_of(step, head)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
-            if bucket is not None and last.get(bucket) == step.key:
+            if bucket is not None and self.last_to_add.get(bucket) == step.key:
                 complete.append(bucket)
         self.swap.end()
         while complete:

@@ -71,8 +71,10 @@ def n_communicators(cfg: Config, world: int) -> int:
 def check_streams(cfg: Config, world: int) -> None:
     """Errors: ConfigError: more communicators between GPUs than there are streams for. Two that shared one
     might hold each other up in a circle."""
+    if not cfg.msp:  # without it a stage has few
+        return
     most = max(n_communicators(replace(cfg, stage=k), world) for k in range(cfg.pp))
-    if cfg.msp and most > MOST_COMMUNICATORS:
+    if most > MOST_COMMUNICATORS:
         fits = cfg.pp - -(-(most - MOST_COMMUNICATORS) // 4)
         raise ConfigError(f"pp={cfg.pp} with msp=True needs {most} communicators on a GPU, there are streams "
                           f"for {MOST_COMMUNICATORS} (each needs one of its own); try pp={fits} or less, or "

@@ -162,9 +162,8 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
         return got if got and got.fits and suits(got) else None
 
     def fitting(arena: ArenaOf) -> int:
-        """The greatest number of units, 0 where not one fits: by steps twice as long each until
-        they do not fit, then by bisection, for memory grows with the sequence, and what fits is judged
-        faster."""
+        """The greatest number of units, 0 where not one fits: by steps twice as long each until they do not
+        fit, then by bisection, for memory grows with the sequence, and what fits is judged faster."""
         most, low, high = max(least, LONGEST // unit), least - 1, max(least, known // unit)
         step = 1 if known else high
         while high <= most and of(high, arena):

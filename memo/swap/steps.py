@@ -24,6 +24,7 @@ def stream_of_kind(kind: str) -> str:
     return first if first in ("offload", "prefetch", "send", "receive") else "compute"
 
 
+@cache
 def is_forward(kind: str) -> bool:
     """Whether a step is of a forward, not of a backward."""
     first = kind.partition(" ")[0]
