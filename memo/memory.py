@@ -2,10 +2,8 @@
 tensors; what the startup and plan.json say of both."""
 
 import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict, replace
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +23,7 @@ from memo.decide import (
     ways_of,
     with_buffers,
 )
-from memo.device import device_name, free_bytes, settle, synchronize
+from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
 from memo.estimate.budget import Estimate
@@ -33,7 +31,6 @@ from memo.estimate.hardware import NODES, Machine
 from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.report import as_dict as estimate_dict
-from memo.estimate.step_seconds import Lanes
 from memo.formulas import percent
 from memo.launch import Launch
 from memo.msp import Help, shares_lines
@@ -125,30 +122,6 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     return Room(limit, spare)
 
 
-def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
-    """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once,
-    and add what has come; all ranks must call it."""
-    start, end = model.buckets[1]
-    sent, came, seconds = model.params[start:end], model.params[start:end].clone(), inf
-    for _ in range(2):  # connections are made by the first
-        model.mesh.host.max(0)
-        synchronize(model.device)
-        begin, lanes, works = time.perf_counter(), model.mesh.lanes, []
-        if not cfg.has_head:
-            works.append(lanes[f"bulk to {cfg.stage + 1}"].send(sent))
-        if not cfg.has_embedding:
-            works.append(lanes[f"bulk from {cfg.stage - 1}"].receive(came))
-        for work in works:
-            work.wait()
-        synchronize(model.device)
-        seconds, begin = time.perf_counter() - begin, time.perf_counter()
-        came.add_(sent)
-        synchronize(model.device)
-        adding = time.perf_counter() - begin
-    slowest, adding = model.mesh.host.max(seconds, adding)
-    return Lanes((sent.nbytes / slowest,) * cfg.pp, end - start, 3 * sent.nbytes / adding)
-
-
 def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
     must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
@@ -174,7 +147,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
         host.max(0)  # other stages may measure, and wait for all ranks before they copy
     ends = measured_ends(cfg, rates)
     if ends and cfg.msp:
-        ends = ends._replace(lanes=measured_lanes(cfg, model))
+        ends = ends._replace(lanes=profiler.measured_lanes(cfg, model))
     facts = StageFacts(cfg, itemsize, rates, room, ends)
     if cfg.pp == 1:
         placement, swap_plan = facts.alone()

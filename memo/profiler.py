@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
+from typing import TYPE_CHECKING
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -36,11 +37,15 @@ from memo.decide import Rates, numbers_of
 from memo.device import pick_device, settle, synchronize
 from memo.estimate.calibrate import Job, attentions, calibrate, matmuls, row_passes
 from memo.estimate.hardware import Machine, Speeds, calibration_path
+from memo.estimate.step_seconds import Lanes
 from memo.launch import read_launch
 from memo.layer import ATTENTION, groups_of
 from memo.parallel.mesh import ALONE, Axis, connected, open_mesh
 from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab
+
+if TYPE_CHECKING:
+    from model import GPT
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
 LONG_S = 0.5  # a call that takes longer is measured once
@@ -166,6 +171,27 @@ def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], devi
     recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,
                  tuple(units) if len(units) > 1 else ())
+
+
+def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
+    """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once,
+    and add what has come; all ranks must call it."""
+    start, end = model.buckets[1]
+    lanes, sent = model.mesh.lanes, model.params[start:end]
+    came = sent.clone()
+
+    def send() -> None:
+        works = []
+        if not cfg.has_head:
+            works.append(lanes[f"bulk to {cfg.stage + 1}"].send(sent))
+        if not cfg.has_embedding:
+            works.append(lanes[f"bulk from {cfg.stage - 1}"].receive(came))
+        for work in works:
+            work.wait()
+    send()  # connections are made by the first
+    sending, adding = (least_seconds(model.device, call, host=model.mesh.host)
+                       for call in (send, partial(came.add_, sent)))
+    return Lanes((sent.nbytes / sending,) * cfg.pp, end - start, 3 * sent.nbytes / adding)
 
 
 def measured_machine(cfg: Config, machine: Machine, device: torch.device, dtype: torch.dtype,
