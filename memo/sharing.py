@@ -62,30 +62,34 @@ def fastest_part(forward_s: float, backward_s: float, message_s: float, message_
 
 def parts_of(stages: Sequence[StageFacts]) -> dict[tuple[int, int], float]:
     """{(stage, subsequence): fastest_part()} of all units next to the bubbles."""
-    found = {}
-    cfg = stages[0].cfg
+    found, cfg = {}, stages[0].cfg
     free = even_shares(cfg)
-    for unit, those in helped_units(cfg.pp, cfg.n_subsequences).items():
-        home = stages[unit[0]]
-        assert home.rates is not None and home.ends is not None
-        rates, forward, back = home.rates.units[unit[1]], 0.0, 0.0
-        pieces = [piece for piece in free if piece[:2] == unit]
-        for piece in pieces if home.ends.lanes else ():
-            forward = max(forward, bulk_s(home, "lend", piece))
-            back = max(back, *(bulk_s(home, kind, piece, BACK) for kind in ("lend", "repay")))
-        if pieces:
-            found[unit] = fastest_part(rates.forward_s, rates.backward_s, forward, back, len(those),
-                                       pieces[0].turns)
+    seconds = [bulk_seconds(one, free) for one in stages]
+    for (stage, x), those in helped_units(cfg.pp, cfg.n_subsequences).items():
+        rates = stages[stage].rates
+        assert rates is not None
+        if pieces := [piece for piece in free if piece[:2] == (stage, x)]:
+            forward = max(seconds[stage]("lend", piece, "") for piece in pieces)
+            back = max(seconds[stage](kind, piece, BACK) for piece in pieces for kind in ("lend", "repay"))
+            unit = rates.units[x]
+            found[stage, x] = fastest_part(unit.forward_s, unit.backward_s, forward, back, len(those),
+                                           pieces[0].turns)
     return found
 
 
-def bulk_s(home: StageFacts, kind: str, piece: Help, end: str = "") -> float:
-    """Seconds of a message of a piece, of one layer, beside those of the others at the same time."""
-    p = placed(replace(home.cfg, shares=(piece,)), 2, n_rows(home.cfg))
-    assert home.ends is not None and home.ends.lanes is not None
-    lanes, step = home.ends.lanes, Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence))
-    nbytes = SharedBytes(p, tensors_of(home.cfg, home.itemsize), lanes.numel).sent(step)
-    return max(piece.turns, piece.together) * lanes.seconds(nbytes, step, 1)
+def bulk_seconds(home: StageFacts, shares: Shares) -> Callable[[str, Help, str], float]:
+    """-> what gives the seconds of a piece's messages of a kind, of one layer, beside those of the others at
+    the same time; `end`: of the step's kind."""
+    assert home.ends is not None
+    lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
+    if lanes is None:
+        return lambda kind, piece, end: 0.0
+    sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel)
+
+    def seconds(kind: str, piece: Help, end: str) -> float:
+        step = Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence))
+        return max(piece.turns, piece.together) * lanes.seconds(sizes.sent(step), step, 1)
+    return seconds
 
 
 def kept(facts: StageFacts, shares: Shares) -> Placement:

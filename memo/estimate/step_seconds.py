@@ -14,7 +14,7 @@ from memo.layer import INPUT, Tensor, head_rows, tensors_of
 from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
 from memo.swap.schedule import keys_leave
-from memo.swap.shared_bytes import SharedBytes
+from memo.swap.shared_bytes import SharedBytes, help_of
 from memo.swap.steps import SENT, Step
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
@@ -175,7 +175,7 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
             case "send gradient":
                 return ends.send_gradient_s[step.unit[1]]
         if lanes and shared and step.kind.startswith(SENT):
-            piece = shared.piece(step)
+            piece = help_of(p, step)
             return lanes.seconds(shared.sent(step), step, max(piece.turns, piece.together))
         if lanes and shared and step.kind.startswith("add"):  # two are read, one is written
             return 3 * shared.sent(step) / lanes.memory_bytes_per_s

@@ -11,7 +11,7 @@ import torch
 from memo.msp import Help
 from memo.swap.helping import PLACES
 from memo.swap.placement import Placement
-from memo.swap.shared_bytes import keys_before
+from memo.swap.shared_bytes import guest_rows, help_of, keys_before, repaid_rows
 from memo.swap.steps import BACK, Step, Unit
 
 Tensors = list[torch.Tensor]
@@ -32,8 +32,7 @@ class Lending:
                  tokens: int, dtype: torch.dtype) -> None:
         p, self.placement, self.tokens = placement, placement, tokens
         self.row = row  # elements of keys and values of a row
-        rows = max((keys_before(p, guest) + guest.end for guest in p.guests), default=0)
-        size, fp32 = dtype.itemsize, torch.float32
+        rows, size, fp32 = guest_rows(p), dtype.itemsize, torch.float32
         places = range(PLACES) if p.guests else ()
         self.weights = [cut("guest_weights", k * numel * size, (numel,), dtype) for k in places]
         begins = [4 * k * (numel + rows * row) for k in places]
@@ -53,12 +52,10 @@ class Lending:
                 flat[unit] = cut(region, at, (before,), kind)
         self.repaid: dict[int, torch.Tensor] = {}
         end = 0
-        for helper in dict.fromkeys(guest.helper for guest in p.lent):
-            n = numel + row * max(keys_before(p, guest) for guest in p.lent
-                                  if guest.helper == helper)
+        for helper, before in repaid_rows(p).items():
+            n = numel + row * before
             self.repaid[helper] = cut("repaid", end, (n,), fp32)
             end += 4 * n
-        self.lent = {(guest.subsequence, guest.helper): guest for guest in p.lent}
         for unit in [(layer, x) for layer in range(p.n_layer) for x in range(p.subsequences) if p.lent]:
             (layer, x), before = unit, sum(p.cuts[:unit[1]])
             for region, at, kind, pieces, flat in (
@@ -80,8 +77,8 @@ class Lending:
 
     def lent_at(self, step: Step) -> tuple[Help, Unit]:
         """Of a home's step, what is lent, and the home's unit."""
-        x = step.unit[1] % self.placement.subsequences
-        return self.lent[x, int(step.kind.split(" ")[1])], (step.unit[0], x)
+        piece = help_of(self.placement, step)
+        return piece, (step.unit[0], piece.subsequence)
 
     def message(self, step: Step, whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]],
                 params: Callable[[int], torch.Tensor]) -> Tensors:

@@ -112,6 +112,11 @@ class Placement:
         return {guest_number(piece, self.subsequences): piece for piece in self.guests}
 
     @cached_property
+    def lent_to(self) -> dict[tuple[int, int], Help]:
+        """{(subsequence, helper): what others compute}."""
+        return {(piece.subsequence, piece.helper): piece for piece in self.lent}
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Rows of a unit at each subsequence but for those that others compute; behind them, of each guest's.
         The tuples of Rows are in this order."""

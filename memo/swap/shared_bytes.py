@@ -15,6 +15,27 @@ def keys_before(placement: Placement, piece: Help) -> int:
     return sum(placement.cuts[:piece.subsequence])
 
 
+def guest_rows(placement: Placement) -> int:
+    """Rows of a helper's place for keys and values."""
+    return max((keys_before(placement, piece) + piece.end for piece in placement.guests), default=0)
+
+
+def repaid_rows(placement: Placement) -> dict[int, int]:
+    """{helper: rows of keys and values of which a home has a place for what the helper repays}."""
+    rows: dict[int, int] = {}
+    for piece in placement.lent:
+        rows[piece.helper] = max(rows.get(piece.helper, 0), keys_before(placement, piece))
+    return rows
+
+
+def help_of(placement: Placement, step: Step) -> Help:
+    """What a message between a home and a helper is about, or what a home adds."""
+    number = step.unit[1]
+    if number in placement.guest_of:
+        return placement.guest_of[number]
+    return placement.lent_to[number % placement.subsequences, int(step.kind.split(" ")[1])]
+
+
 class SharedBytes:
     """`tensors`: of one layer, all rows; `numel`: elements of a layer's parameters, with padding; `dealt`:
     see Placement.region_bytes."""
@@ -26,18 +47,10 @@ class SharedBytes:
         # elements of a row's keys and values
         self.row = dealt * sum(p.row_bytes(tensors[name]) for name in KEYS_VALUES) // self.itemsize
         self.numel = numel
-        self.lent = {(piece.subsequence, piece.helper): piece for piece in p.lent}
-
-    def piece(self, step: Step) -> Help:
-        """That a message between a home and a helper is about."""
-        layer, number = step.unit
-        if number in self.placement.guest_of:
-            return self.placement.guest_of[number]
-        return self.lent[number % self.placement.subsequences, int(step.kind.split(" ")[1])]
 
     def sent(self, step: Step) -> int:
         """Of such a message, or of what a home adds."""
-        piece, back, layer = self.piece(step), step.kind.endswith(BACK), step.unit[0]
+        piece, back, layer = help_of(self.placement, step), step.kind.endswith(BACK), step.unit[0]
         before, first, last = keys_before(self.placement, piece), layer == 0, layer == piece.layers - 1
         match step.kind.split(" ")[0]:
             case "lend" | "borrow":
@@ -59,13 +72,9 @@ def shared_regions(placement: Placement, tensors: dict[str, Tensor], numel: int,
     if not (p.guests or p.lent):
         return {}
     shared = SharedBytes(p, tensors, numel, dealt)
-    row, itemsize = shared.row, shared.itemsize
-    rows = max((keys_before(p, piece) + piece.end for piece in p.guests), default=0)
-    repaid: dict[int, int] = {}
-    for piece in p.lent:
-        repaid[piece.helper] = max(repaid.get(piece.helper, 0), keys_before(p, piece))
+    row, rows, itemsize = shared.row, guest_rows(p), shared.itemsize
     found = {"guest_weights": PLACES * numel * itemsize * bool(p.guests),
              "guest_keys": PLACES * rows * row * itemsize,
              "guest_gradients": PLACES * 4 * (numel + rows * row) * bool(p.guests),
-             "repaid": sum(4 * (numel + n * row) for n in repaid.values())}
+             "repaid": sum(4 * (numel + n * row) for n in repaid_rows(p).values())}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
