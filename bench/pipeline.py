@@ -11,23 +11,17 @@ long in the place of computing. Writes bench/results/pipeline.json and .png.
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from statistics import mean, median
-from unittest.mock import patch
-
-import torch
 
 from bench.machine import machine
 from bench.parallel_convergence import MODEL, train
 from bench.swap_convergence import curve, plot
 from memo.config import Config
-from memo.layout import stage_of
 from memo.loggers import read_metrics
-from memo.parallel.mesh import open_mesh
 from memo.swap.spans import busy_s, length_s
-from model import GPT
 from testing.ranks import pool
+from testing.stages import slept
 
 ORDER = dict(subsequence_cut="flops", unit_order="subsequence")
 WHOLE = dict(subsequences=1)
@@ -64,35 +58,15 @@ def seconds(folder):
     return made
 
 
-def slept(host, cfg):
-    """(seconds of a stage's step, those in which it computes) where its units sleep."""
-    cfg = stage_of(cfg, host.rank, host.size)
-    mesh = open_mesh(host, 1, 1, torch.device("cpu"), pp=cfg.pp, tied=cfg.ties_stages)
-    model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)
-    tokens = torch.zeros(1, cfg.block_size, dtype=torch.int64)
-    model.reserve(*tokens.shape)
-    sleeps = dict(unit_forward=FORWARD_S, unit_backward=2 * FORWARD_S, embed=0, head=0, embed_backward=0)
-    with patch.multiple(GPT, **{name: lambda *args, s=s: time.sleep(s) for name, s in sleeps.items()}):
-        for _ in range(2):  # the second one counts: connections are made in the first
-            model.swap.streams.timeline.take()
-            host.max(0)  # all begin together
-            model.forward(tokens, tokens, scale=1.0)
-            model.backward()
-    spans = model.swap.streams.timeline.take()
-    model.close()
-    mesh.close()
-    return length_s(spans), busy_s(spans)
-
-
 def bubbles():
     """Of PIPELINES the bubble over the seconds of computing, and what SPPO's formula says."""
     rows = []
     for p, N in PIPELINES:
         cfg = Config(n_layer=p, n_head=4, n_embd=64, vocab_size=150, block_size=128 * N, pp=p, subsequences=N,
                      unit_order="subsequence", subsequence_cut="equal", activation="keep")
-        found = pool(p).run(slept, cfg)
-        computing = mean(busy for _, busy in found)
-        bubble = max(length for length, _ in found) - computing
+        found = pool(p).run(slept, cfg, FORWARD_S, 2)  # connections are made in the first pass
+        computing = mean(map(busy_s, found))
+        bubble = max(map(length_s, found)) - computing
         rows.append(dict(pp=p, subsequences=N, bubble=bubble / computing, formula=(p - 1) / N))
     return rows
 

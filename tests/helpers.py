@@ -14,6 +14,7 @@ from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_mesh
+from memo.parallel.pp import times_of_stages
 from model import initial_weights
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,22 @@ def step(model, optimizer, cfg):
         loss += model.forward(*batch, scale=part) * part
         model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
     return mesh.mean_loss(loss)
+
+
+# --- schedules ---
+
+def validate_stages(schedules):
+    """Errors: ValueError: as times_of_stages()."""
+    times_of_stages(schedules, lambda stage, step: 0.0)
+
+
+def refusal(check, *what):
+    """The rule that `what` violates, None if there is none."""
+    try:
+        check(*what)
+    except ValueError as e:
+        return str(e).partition(":")[0]
+    return None
 
 
 # --- this process ---

@@ -21,8 +21,8 @@ from memo.flat import layer_numel
 from memo.launch import Launch
 from memo.layer import tensors_of
 from memo.layout import check_streams
-from memo.msp import guests_of, helped_units, lent_by, shares_of, with_turns
-from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
+from memo.msp import guests_of, helped_units, lent_by, with_turns
+from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE
 from memo.profiler import MeasuredUnit
 from memo.sharing import decided_shares, even_shares, shared, with_shares
 from memo.swap.schedule import Fates, evaluation, schedule, units_in_order
@@ -30,7 +30,8 @@ from memo.swap.steps import is_message
 from memo.swap.validator import validate_schedule
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import CPU, argv
+from testing.stages import equal_shares, helped_config, simulated_bubble
+from tests.helpers import CPU, argv, refusal, validate_stages
 from tests.layouts import agree, gradients, layout_keys, on_ranks, step_alone
 
 # SPPO's table 3: 4 stages, 8 subsequences; a list for each stage
@@ -49,11 +50,6 @@ def test_who_helps_whom_is_the_table_of_the_paper():
             together = {stage, *(k for helpers in those.values() for k in helpers)} if those else ()
             assert sorted(together) == stages[stage]
         assert [x for x in range(8) if x not in mine] == STEADY_IDS[stage]
-
-
-def equal_shares(layers, cuts, multiple=1):
-    """The Shares where every stage computes as much in each slot, if rows cost the same."""
-    return shares_of(layers, cuts, multiple, lambda x, n: float(n), lambda stage, x: 1 / len(layers))
 
 
 @pytest.mark.parametrize("p,N", [(2, 2), (3, 4), (4, 8), (5, 5), (8, 9)])
@@ -103,19 +99,6 @@ def random_stages(rng):
 def pipelines(n, seed):
     rng = random.Random(seed)
     return [random_stages(rng) for _ in range(n)]
-
-
-def refusal(check, *what):
-    """The rule that `what` violates, None if there is none."""
-    try:
-        check(*what)
-    except ValueError as e:
-        return str(e).partition(":")[0]
-    return None
-
-
-def validate_stages(schedules):
-    times_of_stages(schedules, lambda stage, step: 0.0)
 
 
 def test_the_schedules_of_all_stages_meet():
@@ -169,20 +152,7 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
 @pytest.mark.parametrize("p,N", [(4, 8), (4, 16), (8, 32), (8, 64)])
 def test_with_free_messages_the_bubble_is_less_than_a_third(p, N):
     """80 layers, those of the 65B model."""
-    layers, rows, work = [80 // p] * p, 64 * p, {"forward": 1.0, "backward": 2.0}
-    shares, stages, computed = equal_shares(layers, [rows] * N), [], []
-    for k in range(p):
-        guests, lent = guests_of(shares, k), lent_by(shares, k)
-        units = len(units_in_order(layers[k], N, "subsequence", guests))
-        fates = Fates(units, frozenset(), frozenset(), receives=k > 0, sends=k < p - 1, guests=guests,
-                      lent=lent, stream="passed" if k < p - 1 else "whole")
-        stages.append(schedule(fates, layers[k], N, "subsequence"))
-        mine = {x: 1 - sum(piece.part for piece in lent if piece.subsequence == x) for x in range(N)}
-        computed.append(mine | {N * (1 + g.stage) + g.subsequence: g.part for g in guests})
-    times = times_of_stages(stages, lambda k, step: work.get(step.kind, 0.0) * computed[k].get(
-        step.unit[1], 0.0))
-    computing = 3 * layers[0] * N
-    assert max(end for t in times for _, end in t.spans.values()) / computing - 1 <= (p - 1) / N / 3
+    assert simulated_bubble(helped_config(p, N)) <= (p - 1) / N / 3
 
 
 # --- how much ---

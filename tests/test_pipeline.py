@@ -14,7 +14,7 @@ from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.stages import layers_of_stages, stage_layers
 from memo.swap.schedule import Fates, evaluation, schedule
 from memo.swap.validator import validate_schedule
-from tests.helpers import LLAMA, degrees_of
+from tests.helpers import LLAMA, degrees_of, refusal, validate_stages
 from tests.layouts import agree, layout_keys, on_ranks, step_alone
 
 MESSAGES = "send", "receive", "send gradient", "receive gradient"
@@ -43,20 +43,6 @@ def pipelines(n, seed):
     rng = random.Random(seed)
     for _ in range(n):
         yield pipeline(rng, rng.randint(2, 4), rng.randint(1, 7))
-
-
-def validate_stages(schedules):
-    """Errors: ValueError: as times_of_stages()."""
-    times_of_stages(schedules, lambda stage, step: 0.0)
-
-
-def refusal(check, *what):
-    """The rule that `what` violates, None if there is none."""
-    try:
-        check(*what)
-    except ValueError as e:
-        return str(e).partition(":")[0]
-    return None
 
 
 def test_the_schedules_of_all_stages_meet():

@@ -4,12 +4,10 @@ stages."""
 import contextlib
 import json
 import random
-import time
 from itertools import pairwise
 from statistics import mean
 
 import pytest
-import torch
 from matplotlib.image import imread
 
 import train
@@ -21,16 +19,14 @@ from memo.estimate.hardware import machine
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.report import draw_estimate
 from memo.launch import Launch
-from memo.layout import stage_of
 from memo.loggers import ConsoleLogger, StepStats, read_metrics
 from memo.parallel.pp import times_of_stages
 from memo.pipeline_plot import bars_of, pipeline
 from memo.swap.schedule import Fates, schedule
 from memo.swap.spans import busy_s, length_s, on_one_clock, sent_and_received, simulated_spans, stall_s
-from model import GPT
 from testing.ranks import pool
-from tests.helpers import argv, mesh_of, random_batch
-from tests.layouts import build
+from testing.stages import slept
+from tests.helpers import argv
 
 COMPUTE_S = {"forward": 1.0, "recompute": 0.5, "backward": 2.0}
 
@@ -124,23 +120,6 @@ def test_the_dry_run_draws_its_pipeline(tmp_path, monkeypatch):
 
 # --- real ranks ---
 
-def slept(host, cfg, forward_s, backward_s):
-    """The spans of a stage whose layers sleep in the place of computing."""
-    cfg = stage_of(cfg, host.rank, host.size)
-    model, _ = build(cfg, mesh_of(host, cfg))
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(GPT, "unit_forward", staticmethod(lambda *args: time.sleep(forward_s)))
-        m.setattr(GPT, "unit_backward", staticmethod(lambda *args: time.sleep(backward_s)))
-        for name in ("embed", "head", "embed_backward"):
-            m.setattr(GPT, name, lambda *args: None)
-        host.max(0)  # all begin together
-        model.forward(*random_batch(cfg, 1, cfg.block_size, torch.device("cpu")), scale=1.0)
-        model.backward()
-    spans = model.swap.streams.timeline.take()
-    model.close()
-    return spans
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("p,N", [(2, 4), (3, 4)])
 def test_where_units_take_equally_long_the_bubble_is_near_the_papers(p, N):
@@ -149,7 +128,7 @@ def test_where_units_take_equally_long_the_bubble_is_near_the_papers(p, N):
     cfg = Config(n_layer=p, n_head=4, n_embd=64, vocab_size=150, block_size=512, pp=p, subsequences=N,
                  unit_order="subsequence", subsequence_cut="equal", activation="keep")
     for forward_s in (0.02, 0.05, 0.1, 0.2):  # a busy machine delays messages, however long the units take
-        stages = pool(p).run(slept, cfg, forward_s, 2 * forward_s)
+        stages = pool(p).run(slept, cfg, forward_s)
         assert {stall_s(spans) for spans in stages} == {0.0}
         ratio = bubbles_s(stages) / ((p - 1) / N * mean(map(busy_s, stages)))
         if ratio < 2:

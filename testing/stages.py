@@ -1,0 +1,78 @@
+"""Stages whose units sleep in the place of computing, in real ranks, and their bubble in the simulator."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from memo.bubbles import schedules_of
+from memo.config import Config
+from memo.layout import stage_of
+from memo.msp import Shares, shares_of
+from memo.parallel.mesh import Axis, open_mesh
+from memo.parallel.pp import times_of_stages
+from memo.swap.placing import placed
+from memo.swap.schedule import Step
+from memo.swap.spans import Span
+from model import GPT
+
+WORK = {"forward": 1.0, "backward": 2.0}  # of a unit of a whole subsequence
+LAYERS = 80  # those of the 65B model
+
+
+def equal_shares(layers: Sequence[int], cuts: Sequence[int], multiple: int = 1) -> Shares:
+    """The Shares where every stage computes as much in each slot, if rows cost the same."""
+    return shares_of(layers, cuts, multiple, lambda x, n: float(n), lambda stage, x: 1 / len(layers))
+
+
+def helped_config(p: int, N: int, n_layer: int = LAYERS) -> Config:
+    """p stages that share so evenly, N subsequences of 2 p rows."""
+    rows = 2 * p
+    return Config(n_layer=n_layer, n_head=1, n_embd=16, vocab_size=150, block_size=rows * N, pp=p,
+                  subsequences=N, unit_order="subsequence", subsequence_cut="equal", activation="keep",
+                  msp=True, shares=equal_shares([n_layer // p] * p, [rows] * N))
+
+
+def simulated_bubble(cfg: Config) -> float:
+    """Over the computing, where units take WORK by their rows and messages nothing."""
+    N, placements = cfg.n_subsequences, [placed(replace(cfg, stage=k), 10**9, cfg.block_size)
+                                         for k in range(cfg.pp)]
+
+    def seconds(k: int, step: Step) -> float:
+        if step.kind not in WORK:
+            return 0.0
+        return WORK[step.kind] * placements[k].rows(placements[k].number[step.unit]) * N / cfg.block_size
+    times = times_of_stages(schedules_of(placements), seconds)
+    end = max(end for one in times for _, end in one.spans.values())
+    return end / (sum(WORK.values()) * cfg.n_layer / cfg.pp * N) - 1
+
+
+def slept(host: Axis, cfg: Config, forward_s: float, passes: int = 1) -> list[Span]:
+    """The spans of a stage in the last of so many passes, where a unit sleeps as long as WORK says, by its
+    rows."""
+    cfg, rows = stage_of(cfg, host.rank, host.size), cfg.block_size // cfg.n_subsequences
+    torch.set_num_threads(1)
+    mesh = open_mesh(host, 1, 1, torch.device("cpu"), pp=cfg.pp, tied=cfg.ties_stages, msp=cfg.msp)
+    model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)
+    tokens = torch.zeros(1, cfg.block_size, dtype=torch.int64)
+    model.reserve(*tokens.shape)
+
+    def sleep(work: float, block: object, x: torch.Tensor, *others: object) -> None:
+        time.sleep(work * forward_s * len(x) / rows)
+    methods: dict[str, Any] = {f"unit_{way}": staticmethod(partial(sleep, work))
+                               for way, work in WORK.items()}
+    methods |= dict.fromkeys(("embed", "head", "embed_backward"), staticmethod(lambda *args: None))
+    with patch.multiple(GPT, **methods):
+        for _ in range(passes):
+            model.swap.streams.timeline.take()
+            host.max(0)  # all begin together
+            model.forward(tokens, tokens, scale=1.0)
+            model.backward()
+    spans = model.swap.streams.timeline.take()
+    model.close()
+    mesh.close()
+    return spans
