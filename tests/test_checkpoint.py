@@ -300,24 +300,27 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
 def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
     model, optimizer = fresh()
     train(model, optimizer, range(3))
-    before, go, real = state(model, optimizer), threading.Event(), dcp.Writer.write_data
-    monkeypatch.setattr(dcp.Writer, "write_data", lambda *args: go.wait(60) and real(*args))
+    before, real = state(model, optimizer), dcp.Writer.write_data
+    first, second = threading.Event(), threading.Event()
+    gates = iter((first, second))  # a save whose files are all there removes the one before
+    monkeypatch.setattr(dcp.Writer, "write_data", lambda *args: next(gates).wait(60) and real(*args))
     saver = Saver(tmp_path)
     saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     saver.copied()
     train(model, optimizer, range(3, 6))
     assert not saver.done() and checkpoint.latest(tmp_path) is None
     after = state(model, optimizer)
-    threading.Timer(0.2, go.set).start()
+    threading.Timer(0.2, first.set).start()
     saver.save(optimizer.pieces(saved=True), as_keys(CFG), 6)  # waits for the first
-    assert go.is_set() and checkpoint.latest(tmp_path).name in "36"
+    assert first.is_set() and checkpoint.latest(tmp_path).name == "3"
     other = fresh(seed=1)
-    for _ in range(2):
+    for step, there in ((3, before), (6, after)):
         ckpt = checkpoint.load(tmp_path)
         checkpoint.restore(ckpt, *other)
-        assert same(state(*other), {3: before, 6: after}[ckpt.iter])
+        assert ckpt.iter == step and same(state(*other), there)
+        second.set()
         saver.wait()
-    assert ckpt.iter == 6 and saver.done()
+    assert saver.done()
 
 
 def test_the_forward_and_backward_need_not_wait_for_the_copy(tmp_path, monkeypatch):
