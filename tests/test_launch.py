@@ -229,6 +229,7 @@ def test_all_ranks_take_what_rank_0_chooses(dataset, tmp_path, layout):
 
 HALF = dict(max_iters=3, lr_decay_iters=6)  # after three of the six steps the run ends
 STAGES = dict(pp=2, tp=2, **IN_ORDER)
+HELP = dict(pp=2, msp=True, batch_size=1, deterministic=True, **IN_ORDER)  # else shares are measured
 OTHERS = {"tp4": (4, dict(tp=4)), "cp2 dp2": (4, dict(cp=2)), "pp4": (4, dict(pp=4, **IN_ORDER)),
           "pp2 tp2": (4, STAGES), "one": (1, {})}
 
@@ -258,9 +259,10 @@ def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, ended, keys, mode
 
 
 @pytest.mark.ranks
-def test_the_same_layout_goes_on_bitwise(tmp_path, ended):
-    resumed(ended(4, **STAGES, **HALF), tmp_path / "parts", 4)
-    assert losses(tmp_path / "parts") == losses(ended(4, **STAGES))
+@pytest.mark.parametrize("ranks,keys", [(4, STAGES), (2, HELP)], ids=["stages", "stages that help"])
+def test_the_same_layout_goes_on_bitwise(tmp_path, ended, ranks, keys):
+    resumed(ended(ranks, **keys, **HALF), tmp_path / "parts", ranks)
+    assert losses(tmp_path / "parts") == losses(ended(ranks, **keys))
 
 
 def test_what_stages_trained_generates_and_is_evaluated_in_one_process(tmp_path, ended):

@@ -1,9 +1,11 @@
 """Stages that compute rows for each other: who helps whom is the paper's table; their schedules meet, each
-wait is needed; they give the loss and gradients of one process."""
+wait is needed; they give the loss and gradients of one process, and in a layout all modes, an optimizer on
+the host, and evaluations between steps, give the same bits."""
 
 import random
 import time
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -20,19 +22,23 @@ from memo.estimate.step_seconds import Ends, Lanes
 from memo.flat import layer_numel
 from memo.launch import Launch
 from memo.layer import tensors_of
-from memo.layout import check_streams
-from memo.msp import guests_of, helped_units, lent_by, with_turns
-from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE
+from memo.layout import check_streams, stage_of
+from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
+from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, other_end
 from memo.profiler import MeasuredUnit
 from memo.sharing import decided_shares, even_shares, shared, with_shares
+from memo.subsequences import subsequence_lengths
 from memo.swap.schedule import Fates, evaluation, schedule, units_in_order
-from memo.swap.steps import is_message
+from memo.swap.shared_bytes import SharedBytes
+from memo.swap.steps import LANES, is_message
 from memo.swap.validator import validate_schedule
 from model import GPT
 from testing.ranks import pool
 from testing.stages import equal_shares, helped_config, simulated_bubble
-from tests.helpers import CPU, argv, refusal, validate_stages
-from tests.layouts import agree, gradients, layout_keys, on_ranks, step_alone
+from tests.helpers import CPU, argv, mesh_of, random_batch, refusal, validate_stages
+from tests.helpers import step as loss_of_step
+from tests.layouts import agree, build, gradients, layout_keys, on_ranks, step_alone
 
 # SPPO's table 3: 4 stages, 8 subsequences; a list for each stage
 LEFT_IDS, RIGHT_IDS = [[0, 1, 2], [0, 1], [0], []], [[], [7], [6, 7], [5, 6, 7]]
@@ -72,11 +78,28 @@ def test_in_each_slot_every_stage_computes_as_much(p, N):
 
 # --- schedules ---
 
+def random_shares(rng, layers, cuts):
+    """The Shares where some of those who can help do, with pieces of any length."""
+    made = []
+    for (stage, x), those in helped_units(len(layers), len(cuts)).items():
+        those = [helper for helper in those if rng.random() < 0.8]
+        ends = [*sorted(rng.sample(range(1, cuts[x]), len(those))), cuts[x]]
+        made += [Help(stage, x, helper, *piece, layers[stage], 1 / len(layers))
+                 for helper, *piece in zip(those, ends, ends[1:], strict=False)]
+    return with_turns(made)
+
+
+def with_random_shares(cfg, seed):
+    layers = [len(replace(cfg, stage=k).layers) for k in range(cfg.pp)]
+    cuts = [n // cfg.tp for n in subsequence_lengths(cfg)]
+    return replace(cfg, shares=random_shares(random.Random(seed), layers, cuts))
+
+
 def random_stages(rng):
-    """[(fates, layers, N, order)] of stages that help each other, in any modes, but for some units."""
+    """[(fates, layers, N, order)] of stages that help each other, in any modes."""
     p = rng.randint(2, 4)
     N, layers = rng.randint(p, p + 3), [rng.randint(1, 3) for _ in range(p)]
-    shares = with_turns(piece for piece in equal_shares(layers, [64] * N) if rng.random() < 0.8)
+    shares = random_shares(rng, layers, [64] * N)
     made = []
     for stage in range(p):
         guests, lent = guests_of(shares, stage), lent_by(shares, stage)
@@ -211,14 +234,47 @@ def test_the_memory_is_what_its_lines_say():
     model.close()
 
 
+@pytest.mark.parametrize("family,tp", [("gpt", 1), ("llama", 2)])
+def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
+    for p, N in ((2, 3), (3, 3), (4, 6)):
+        cfg = Config(**KEYS | FAMILIES[family], pp=p, tp=tp, subsequences=N, msp=True)
+        cfg, schedules, sent = with_random_shares(cfg, seed=N), [], {}
+        for stage in range(p):
+            model = GPT(replace(cfg, stage=stage), CPU, torch.float32, mesh=Mesh(weights=Axis("tp", tp)))
+            model.reserve(1, cfg.block_size)
+            swap = model.swap
+            sizes = SharedBytes(swap.placement, tensors_of(cfg, 4), layer_numel(cfg, 1))
+            for step in (step for step in swap.steps if step.kind.startswith((*LANES,))):
+                tensors = swap.lending.message(step, swap.whole, model.layer_params)
+                assert sum(t.nbytes for t in tensors) == sizes.sent(step) > 0
+                sent[step.kind, stage, step.unit] = [(t.numel(), t.dtype) for t in tensors]
+            schedules.append((swap.steps, swap.evaluation))
+            model.close()
+        for those in zip(*schedules, strict=True):
+            validate_stages(those)
+        assert sent and all(sent[*other_end(kind, stage), unit] == tensors
+                            for (kind, stage, unit), tensors in sent.items())
+
+
 # --- gradients ---
 
 KEYS = dict(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, unit_order="subsequence")
 FAMILIES = {"gpt": dict(position="learned", bias=True), "llama": dict(
     norm="rmsnorm", mlp="swiglu", n_inner=112, n_kv_head=2, head_dim=24, tie_embeddings=False, qk_norm=True)}
-CASES = [("pp2", "gpt", 2, "keep"), ("pp3", "llama", 8, "memo"), ("pp2 tp2", "llama", 8, "swap"),
-         ("pp2 dp2", "gpt", 8, "keep"), ("pp4", "gpt", 4, "recompute")]
-QUICK = CASES[0], CASES[1], CASES[4]
+CASES = [("pp2", "gpt", 2, "keep"), ("pp3", "gpt", 3, "swap"), ("pp3", "llama", 8, "memo"),
+         ("pp4", "gpt", 4, "recompute"), ("pp4", "llama", 8, "keep"), ("pp2 tp2", "llama", 8, "swap"),
+         ("pp2 dp2", "gpt", 8, "keep")]
+QUICK = CASES[0], CASES[2], CASES[3]
+
+
+def family_keys(family, layers):
+    return KEYS | FAMILIES[family] | dict(n_layer=layers, gradient_accumulation_steps=2)
+
+
+@cache
+def alone(family, layers):
+    """(loss, gradient norm, {name: gradient}) of one process, which does not cut the sequence."""
+    return step_alone(Config(**family_keys(family, layers)))
 
 
 def delayed(host, *args):
@@ -241,14 +297,45 @@ def delayed(host, *args):
 @pytest.mark.parametrize("layout,family,N,mode", [
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
 def test_stages_that_help_give_the_gradients_of_one_process(layout, family, N, mode):
-    keys = KEYS | FAMILIES[family] | dict(gradient_accumulation_steps=2)
-    keys |= dict(n_layer=8) if layout == "pp4" else {}  # two a stage: units of one helper follow each other
-    cfg = Config(**keys | layout_keys(layout, "ring"), msp=True, activation=mode, subsequences=N,
-                 subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
-    shares = even_shares(cfg)
-    assert {piece.helper for piece in shares} == set(range(cfg.pp))
-    [found] = on_ranks(layout, [replace(cfg, shares=shares)], False, work=delayed)
-    agree(found, step_alone(Config(**keys, subsequences=1)), mode)
+    layers = 8 if layout == "pp4" else 5  # two a stage: units of one helper follow each other
+    cfg = Config(**family_keys(family, layers) | layout_keys(layout, "ring"), msp=True, activation=mode,
+                 subsequences=N, subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
+    cfg = with_random_shares(cfg, seed=3) if N == 8 else replace(cfg, shares=even_shares(cfg))
+    assert {piece.helper for piece in cfg.shares} == set(range(cfg.pp))
+    [found] = on_ranks(layout, [cfg], False, work=delayed)
+    agree(found, alone(family, layers), mode)
+
+
+def trained(host, cfgs):
+    """Of each config the losses of three steps; from the second config on with evaluations between."""
+    mesh, found = mesh_of(host, cfgs[0]), []
+    for n, cfg in enumerate(stage_of(cfg, host.rank, host.size) for cfg in cfgs):
+        (model, optimizer), losses = build(cfg, mesh), []
+        for _ in range(3):
+            if n:
+                model.forward(*random_batch(cfg, 1, cfg.block_size, CPU, seed=7))
+            losses.append(loss_of_step(model, optimizer, cfg).item())
+            optimizer.clip(1.0)
+            optimizer.step(1e-2)
+        model.close()
+        found.append(losses)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_no_mode_no_optimizer_on_the_host_and_no_evaluation_changes_a_bit():
+    """Units of 512 own rows, of homes and of guests, half of which can be recomputed alone."""
+    cfg = Config(**KEYS | FAMILIES["llama"] | dict(n_layer=3, block_size=2048), pp=2, subsequences=2,
+                 subsequence_cut="equal", msp=True, shares=equal_shares([2, 1], [1024] * 2, multiple=128))
+    assert [piece.rows for piece in cfg.shares] == [512] * 2
+    assert [len(replace(cfg, stage=k).layers) for k in range(2)] == [2, 1]
+    ways = [dict(activation="keep"), dict(activation="swap"), dict(activation="recompute"),
+            dict(alpha=0.5, optimizer_device="cpu")]
+    found, others = pool(2).run(trained, [replace(cfg, **way) for way in ways])
+    assert found == others and found[0][2] < found[0][0]
+    for way, losses in zip(ways, found, strict=True):
+        assert losses == found[0], way
 
 
 def placements(host, args):
