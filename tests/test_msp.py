@@ -307,15 +307,17 @@ def test_stages_that_help_give_the_gradients_of_one_process(layout, family, N, m
 
 
 def trained(host, cfgs):
-    """Of each config the losses of three steps; from the second config on with evaluations between."""
+    """Of each config the losses of three steps; of the second one with evaluations between."""
     mesh, found = mesh_of(host, cfgs[0]), []
     for n, cfg in enumerate(stage_of(cfg, host.rank, host.size) for cfg in cfgs):
         (model, optimizer), losses = build(cfg, mesh), []
         for _ in range(3):
-            if n:
+            if n == 1:
                 model.forward(*random_batch(cfg, 1, cfg.block_size, CPU, seed=7))
             losses.append(loss_of_step(model, optimizer, cfg).item())
             optimizer.clip(1.0)
+            if mesh.dp.rank:  # its weights come late to the others, and from there to helpers
+                time.sleep(0.02)
             optimizer.step(1e-2)
         model.close()
         found.append(losses)
@@ -327,13 +329,14 @@ def trained(host, cfgs):
 def test_no_mode_no_optimizer_on_the_host_and_no_evaluation_changes_a_bit():
     """Units of 512 own rows, of homes and of guests, half of which can be recomputed alone."""
     cfg = Config(**KEYS | FAMILIES["llama"] | dict(n_layer=3, block_size=2048), pp=2, subsequences=2,
-                 subsequence_cut="equal", msp=True, shares=equal_shares([2, 1], [1024] * 2, multiple=128))
+                 subsequence_cut="equal", gradient_accumulation_steps=2, msp=True,
+                 shares=equal_shares([2, 1], [1024] * 2, multiple=128))
     assert [piece.rows for piece in cfg.shares] == [512] * 2
     assert [len(replace(cfg, stage=k).layers) for k in range(2)] == [2, 1]
     ways = [dict(activation="keep"), dict(activation="swap"), dict(activation="recompute"),
             dict(alpha=0.5, optimizer_device="cpu")]
-    found, others = pool(2).run(trained, [replace(cfg, **way) for way in ways])
-    assert found == others and found[0][2] < found[0][0]
+    found, *others = pool(4).run(trained, [replace(cfg, **way) for way in ways])
+    assert others == [found] * 3 and found[0][2] < found[0][0]
     for way, losses in zip(ways, found, strict=True):
         assert losses == found[0], way
 
