@@ -23,8 +23,8 @@ from memo.command import run
 from memo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED = {"step_s", "tgs", "mfu", "stall_s", "device_peak_bytes", "rates", "alpha_limits", "binds",
-            "seconds", "host_limit_bytes", "capacity"}  # keys whose values change from run to run
+MEASURED = {"step_s", "tgs", "mfu", "stall_s", "bubble_s", "device_peak_bytes", "rates", "alpha_limits",
+            "binds", "seconds", "host_limit_bytes", "capacity"}  # keys whose values change from run to run
 
 KEYS = ("config/stdlib.py --n_layer=4 --n_embd=128 --n_head=4 --block_size=1024 --max_iters=3 "
         "--warmup_iters=1 --gradient_accumulation_steps=2 --eval_interval=3 --eval_iters=2 "
@@ -43,6 +43,7 @@ RUNS = {  # name: (ranks, keys)
     "cp2 ulysses": (2, "--alpha=0.5 --cp=2 --context_parallel=ulysses"),
     "dp2": (2, "--alpha=0.5"),
     "tp2 cp2 dp2": (8, "--alpha=0.5 --tp=2 --cp=2 --batch_size=2"),
+    "pp2 msp": (2, "--alpha=0.5 --pp=2 --subsequences=4 --batch_size=1 --msp=true --deterministic=true"),
 }
 RESUMED = {"resume alpha 0.5": "alpha 0.5", "resume tp2 cp2 dp2": "tp2 cp2 dp2"}  # both in one process
 ESTIMATES = """\
