@@ -122,8 +122,8 @@ def longest_by_subsequences(model, name, suits=lambda got: got.fits):
         of_n = longest_of_layouts(replace(cfg, subsequences=n), machine, world, fast_arena, modes=(MEMO,),
                                   suits=suits)[:1]
         found += of_n
-    more = [longest(replace(got.cfg, subsequences=64), machine, world, fast_arena, suits,
-                    int(0.9 * got.cfg.block_size)) for got in of_n]
+    more = [longest(replace(got.cfg, subsequences=64), machine, world, fast_arena, suits)
+            for got in of_n]
     return [*found, *filter(None, more)]
 
 

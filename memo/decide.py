@@ -122,7 +122,7 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
 
     def fits(n: int) -> bool:
         return of(n).device_bytes(problem.tensors, problem.dealt) <= room.spare_bytes
-    if fits(units):
+    if fits(3) and fits(units):
         return replace(problem, placement=of(units))
     if room.cpu or cfg.alpha_mode == "paper" or not fits(3):
         return replace(problem, device_bytes=inf if room.cpu else room.spare_bytes)

@@ -6,6 +6,7 @@ So a norm, a cast or an optimizer step is one kernel over one tensor, and a shar
 from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
@@ -58,9 +59,15 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
     """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally: that of the
     embeddings, those of the layers, that of the final norm. A stage may have nothing in the first and the
     last."""
-    parameters = model_parameters(cfg)
-    layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)
-    first, *_, last = ("." in name for name in parameters)  # a layer's
+    return known_layout(tuple(model_parameters(cfg).items()), tp, data)
+
+
+@lru_cache(16)  # a search asks again and again
+def known_layout(parameters: tuple[tuple[str, Parameter], ...], tp: int,
+                 data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+    """The same of {name: Parameter} in pairs."""
+    layout, buckets = flat_layout(dict(parameters), tp, ALIGNED_ELEMENTS * data)
+    first, *_, last = ("." in name for name, _ in parameters)  # a layer's
     return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
 
 

@@ -224,24 +224,24 @@ def try_to_choose(found: Checked, world: int, choose: Callable[[], Choice]) -> C
         return one, "chosen without an estimate"
 
 
+def choice_of(got: Estimate) -> Choice:
+    return got.decided, got.chosen
+
+
 def by_room(found: Checked, launch: Launch) -> Choice:
     """For with_numbers, what needs no measuring: the numbers of the checkpoint, while these fit, for they
     make the bits of the losses; the fewest that fit, where these copy nothing or runs are to be the same;
     and where none fits. None: the speed matters."""
     cfg, machine = replace(found.cfg, **found.kernels), untimed(machine_of(found.device, launch))
-
-    def of(one: Config) -> Estimate:
-        return estimate(one, machine, launch.world, fast_arena)
     before, stages = of_before(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
-    if before and (len(stages) > 1 or numbers_of(cfg) != [1]) and of(before).fits:
+    if before and (len(stages) > 1 or numbers_of(cfg) != [1]) and estimate(
+            before, machine, launch.world, fast_arena).fits:
         return before, "as before"
-    one, why = chosen(cfg, machine, launch.world)
-    if why == "" or cfg.deterministic:  # nothing to choose from; or no speeds count
-        return one, why
-    got = of(one)
-    # with more subsequences a bubble shrinks too
-    matters = got.alpha is not None or one.pp > 1 or len(stages) > 1
-    return None if got.fits and matters else (one, why)
+    got = chosen(cfg, machine, launch.world)
+    # nothing to choose from, or no speeds count; with more subsequences a bubble shrinks too
+    matters = got.chosen and not cfg.deterministic and (
+        got.alpha is not None or got.cfg.pp > 1 or len(stages) > 1)
+    return None if got.fits and matters else choice_of(got)
 
 
 def measured(found: Checked, launch: Launch, host: Axis) -> Machine:
@@ -323,8 +323,8 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     take_device(launch, device)
     if cfg.undecided:  # by_room() has found numbers that fit: these may be others, which are checked as well
         machine = measured(found, launch, host)
-        found = with_numbers(found, launch, host, trace_step, lambda: chosen(
-            replace(cfg, **found.kernels), machine, launch.world))
+        found = with_numbers(found, launch, host, trace_step, lambda: choice_of(chosen(
+            replace(cfg, **found.kernels), machine, launch.world)))
     together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]

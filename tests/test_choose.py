@@ -247,9 +247,10 @@ def test_a_run_chooses_as_the_estimate_does_and_measures_attention(monkeypatch):
     machine = measured_machine(cfg, unknown, torch.device("cpu"), torch.float32, ALONE.host)
     assert {T for T, _ in machine.speeds.table["cpu full forward"]} == {128, 256}
     assert {"cpu backward", "cpu full backward", "matmul", "copy"} <= set(machine.speeds.table)
-    one, why = chosen(cfg, machine, 1)
+    of_run = chosen(cfg, machine, 1)
     got = estimate(cfg, machine, 1, fast_arena)
-    assert (got.cfg, got.chosen) == (one, why) and isinstance(one.subsequences, int)
+    one = of_run.decided
+    assert (got.cfg, got.chosen) == (one, of_run.chosen) and isinstance(one.subsequences, int)
     fast = {op: [(T, 4 * rate) for T, rate in points] if "full" in op else points
             for op, points in machine.speeds.table.items()}
     quick = replace(machine, speeds=hardware.Speeds(fast, 0.0, 4))
@@ -323,8 +324,10 @@ def test_what_needs_no_measuring_is_said_before_anything_is_touched(dataset, tmp
 def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, capsys):
     """And its losses are to the last bit those of a run that was never stopped."""
     def toss(n):
-        monkeypatch.setattr("memo.run.chosen", lambda cfg, *_: (
-            replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer"), "tossed"))
+        def chosen(cfg, machine, world):
+            one = replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer")
+            return replace(estimate(one, machine, world, fast_arena), chosen="tossed")
+        monkeypatch.setattr("memo.run.chosen", chosen)
 
     def resumed(*more):
         train.main(["--init_from=resume", f"--out_dir={tmp_path / 'halves'}", *more])

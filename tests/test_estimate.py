@@ -533,7 +533,7 @@ def test_the_longest_of_several_subsequences_is_found_where_shorter_ones_cannot_
         return cfg and SimpleNamespace(cfg=cfg, fits=cfg.block_size <= 7 * unit)
     assert search.config_with(cfg, block_size=4 * unit) is None
     with patch.object(search, "estimate_or_none", fits_to_7):
-        assert search.longest(cfg, A800, 8, fast_arena).cfg.block_size == 7 * unit
+        assert search.longest_by_bound(cfg, A800, 8, lambda got: got.fits).cfg.block_size == 7 * unit
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from memo.config import Config
 from memo.ending import complete
 from memo.errors import TrainingError
 from memo.estimate.arena import fast_arena
+from memo.estimate.budget import estimate
 from memo.launch import Launch, rank_errors
 from memo.layout import stage_of
 from memo.loggers import read_metrics
@@ -211,8 +212,9 @@ def here_choosing(host, argv):
         small_measures(m)
         m.setattr("memo.decide.LEAST_TOKENS", 16)
         m.setattr("memo.decide.ALIGNED", 1)
-        m.setattr("memo.run.chosen", lambda cfg, *_: (replace(
-            cfg, subsequences=4 >> host.rank, subsequence_cut="equal", unit_order="layer"), "tossed"))
+        numbers = dict(subsequences=4 >> host.rank, subsequence_cut="equal", unit_order="layer")
+        m.setattr("memo.run.chosen", lambda cfg, machine, world: replace(estimate(
+            replace(cfg, **numbers), machine, world, fast_arena), chosen="tossed"))
         return here(host, argv)
 
 

@@ -128,7 +128,7 @@ def test_a_plan_is_made_once_and_cached(tmp_path, monkeypatch):
         with pytest.raises(TypeError):
             cached_plan(trace, tmp_path / "cache", solver="greedy")
         with pytest.raises(TypeError):
-            cached_plan(Trace(trace.events[:-1]), tmp_path / "cache")
+            cached_plan(step(random.Random(30), 2), tmp_path / "cache")
     for folder in (tmp_path / "none", None):
         assert cached_plan(trace, folder).segments == plan.segments  # no folder: no cache
 

@@ -200,13 +200,13 @@ class InOrder:
         return [self.items[k] for k in found]
 
 
-def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> Solution:
+def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
     """The best Solution that `solver` finds within `time_limit` seconds; never worse than greedy's, always
     validated.
 
-    Without a capacity it looks for the least peak; with one it stops at the first placement that fits, and
-    raises NoPlacement where it found none. `auto` runs greedy and, where that leaves a gap, CP-SAT: on
-    coarser problems first.
+    Without a capacity it looks for the least peak, or one of `enough` bytes; with one it stops at the first
+    placement that fits, and raises NoPlacement where it found none. `auto` runs greedy and, where that
+    leaves a gap, CP-SAT: on coarser problems first.
     """
     if solver not in SOLVERS:
         raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
@@ -216,7 +216,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0) -> S
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)
     # the whole needs as much as its largest part: no other part gains by a lower peak
-    stop = bound if problem.capacity is None else problem.capacity // unit
+    stop = max(bound, enough // unit) if problem.capacity is None else problem.capacity // unit
     offsets, peak, found_by = [0] * len(problem.buffers), 0, ["greedy"]
     for part, members in parts:
         placed, part_bound, name = _solve_part(part, solver, stop, decide, start + time_limit)

@@ -4,7 +4,7 @@ MFU. Plain arithmetic; the arena of temporary tensors is handed in or had from a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -95,6 +95,11 @@ class Estimate:
     @property
     def cfg(self) -> Config:
         return self.shown.cfg
+
+    @property
+    def decided(self) -> Config:
+        """`asked` with numbers in place of auto."""
+        return replace(self.cfg, stage=self.asked.stage)
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -257,8 +262,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     if cfg.undecided:
-        one, because = chosen(cfg, machine, world)
-        return replace(estimate(one, machine, world, arena), asked=cfg, chosen=because)
+        return again(chosen(cfg, machine, world), machine, arena)
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
@@ -313,14 +317,24 @@ def verdict(got: Estimate) -> tuple[str | None, str | None]:
 
 def untimed(machine: Machine) -> Machine:
     """The machine without its speeds: whether a run fits depends on no seconds, and is found faster so."""
-    return replace(machine, speeds=None)
+    return replace(machine, speeds=None) if machine.speeds else machine
 
 
-def chosen(cfg: Config, machine: Machine, world: int) -> tuple[Config, str]:
-    """choose() of a config, with the Estimates of a machine as the judge, and the bound of the temporary
-    tensors; with deterministic=True by room alone, for speeds differ from run to run."""
+def chosen(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena) -> Estimate:
+    """The Estimate of what choose() takes of a config, with the Estimates of a machine as the judge, and a
+    bound of the temporary tensors; with deterministic=True by room alone, for speeds differ from run to
+    run."""
     machine = untimed(machine) if cfg.deterministic else machine
-    return choose(cfg, lambda one: judged(estimate(one, machine, world, fast_arena)), world)
+    of = cache(lambda one: estimate(one, machine, world, bound))
+    one, why = choose(cfg, lambda one: judged(of(one)), world)
+    return replace(of(one), asked=cfg, chosen=why)
+
+
+def again(got: Estimate, machine: Machine, arena: ArenaOf) -> Estimate:
+    """The Estimate of what was chosen by chosen(), on that machine and with that arena."""
+    if (machine, arena) == (got.machine, fast_arena):
+        return got
+    return replace(estimate(got.decided, machine, got.world, arena), asked=got.asked, chosen=got.chosen)
 
 
 def judged(got: Estimate) -> Judged:

@@ -1,7 +1,6 @@
 """Bytes of every region of a rank but for temporary tensors: model states, activations. The run and the
 estimate have them from here. Plain arithmetic."""
 
-from collections import Counter
 from typing import NamedTuple
 
 from memo.config import Config
@@ -60,9 +59,8 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int
     always = ", ".join(name for name, t in tensors.items()
                        if not t.group and name != INPUT and not p.apart(name))
     swapped = {INPUT: 0, always: 0, "others": 0}
-    for k, units in Counter(p.like).items():
-        for name, (_, nbytes) in p.swapped(k, tensors).items():
-            swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += units * nbytes
+    for name, nbytes in p.survivor_bytes(tensors).items():
+        swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
     of, swaps = f"{L} layer{'s' * (L > 1)}", f"{p.n_swapped} swapped layers"
     if p.several:
         of, swaps = f"{L} x {p.subsequences} units", f"{p.n_swapped} swapped units"
@@ -74,7 +72,7 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int
             "sweep": "inputs to make keys again"}
     what |= {"guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
              "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
-    regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_swapped(tensors)
+    regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_bytes(tensors)
     if p.guests or p.lent:
         regions |= shared_regions(p, tensors, layer_numel(cfg, data))
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
@@ -83,7 +81,8 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int
              *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]
     stream = p.stream_bytes(tensors)
     lines += [Line("swap", "stream between the layers", 0, stream)] * bool(stream)
-    return lines + [Line("swap", f"keys and values of {len(keys)} units", 0, sum(keys.values()))] * bool(keys)
+    leaving = sum(p.in_order.keys_leaving.values())
+    return lines + [Line("swap", f"keys and values of {leaving} units", 0, keys)] * bool(keys)
 
 
 def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ from memo.config import Config
 from memo.decide import LEAST_TOKENS, degrees_of, numbers_of, stage_keys, stage_numbers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
-from memo.estimate.budget import Estimate, chosen, estimate, untimed
+from memo.estimate.budget import Estimate, again, chosen, estimate, untimed
 from memo.estimate.hardware import Machine
 from memo.estimate.pipeline_seconds import least_s
 from memo.estimate.regions import states
@@ -44,8 +45,7 @@ def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: Ar
         if cfg and cfg.undecided:
             if never_fits(cfg, machine, world):
                 return None
-            one, why = chosen(cfg, untimed(machine), world)
-            return replace(estimate(one, machine, world, arena), asked=cfg, chosen=why)
+            return again(chosen(cfg, untimed(machine), world), machine, arena)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
@@ -79,12 +79,18 @@ def fast_enough(cfg: Config, machine: Machine, world: int, known: Sequence[Estim
     rates = sorted({other.tgs or 0.0 for other in known if other.fits}, reverse=True)
     if len(rates) >= best and tgs(tokens, world, least_s(got.stages, world, layer)) <= rates[best - 1]:
         return None
-    return replace(estimate(got.cfg, machine, world, fast_arena), asked=got.asked, chosen=got.chosen)
+    return again(got, machine, fast_arena)
 
 
-def with_the_fastest(got: Estimate, arena: ArenaOf) -> Estimate:
-    """The Estimate with the fastest of the subsequences that fit, where these are auto."""
-    return estimate(got.asked, got.machine, got.world, arena) if got.asked.undecided else got
+def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena) -> Estimate:
+    """The Estimate with the fastest of the subsequences that fit, where these are auto, found by `bound`."""
+    if not got.asked.undecided:
+        return got
+    fastest = chosen(got.asked, got.machine, got.world, bound)
+    if fastest.decided == got.decided:
+        return replace(got, chosen=fastest.chosen)
+    fastest = again(fastest, got.machine, arena)
+    return fastest if fastest.fits else got
 
 
 def speed(got: Estimate) -> float:
@@ -146,52 +152,58 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
 
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-            suits: Suits = lambda got: got.fits, known: int = 0) -> Estimate | None:
+            suits: Suits = lambda got: got.fits) -> Estimate | None:
     """The Estimate of the greatest block_size that `suits` (by default: that fits), a multiple of 1,024 * cp
-    * tp up to LONGEST; None where not one of them does. `known`: a block_size that fits, by which the search
-    begins."""
-    unit, trying = MULTIPLE * cfg.cp * cfg.tp, 0
+    * tp up to LONGEST; None where not one of them does."""
+    most = longest_by_bound(cfg, machine, world, suits)
+    return most and with_seconds(most, machine, arena, suits)
+
+
+def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bound: ArenaOf = fast_arena,
+                     start: Estimate | None = None) -> Estimate | None:
+    """The same without seconds, where `bound` gives the temporary tensors. `start`: one that suits, by which
+    the search begins. Steps double until none suits, then bisection, for memory grows with the sequence."""
+    unit, alone, best = MULTIPLE * cfg.cp * cfg.tp, untimed(machine), start
     least = -(-cfg.n_subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
-    alone = untimed(machine)
+    low = start.cfg.block_size // unit if start else least - 1
+    most, step = max(least, LONGEST // unit), max(1, low // 16)
+    high = low + step
 
-    def of(n: int, arena: ArenaOf, machine: Machine = alone) -> Estimate | None:
-        """The Estimate of n units, None where they do not fit."""
-        nonlocal trying
-        trying = n * unit
-        got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, arena)
-        return got if got and got.fits and suits(got) else None
-
-    def fitting(arena: ArenaOf) -> int:
-        """The greatest number of units, 0 where not one fits: by steps twice as long each until they do not
-        fit, then by bisection, for memory grows with the sequence, and what fits is judged faster."""
-        most, low, high = max(least, LONGEST // unit), least - 1, max(least, known // unit)
-        step = 1 if known else high
-        while high <= most and of(high, arena):
+    def suit(n: int) -> bool:
+        """Whether n units do."""
+        nonlocal best
+        got = estimate_or_none(config_with(cfg, block_size=n * unit), alone, world, bound)
+        if not (got and got.fits and suits(got)):
+            return False
+        best = got
+        return True
+    with progress(lambda: f"looking for the greatest block_size that fits: trying {unit * high:,}"):
+        while high <= most and suit(high):
             low, high, step = high, high + step, 2 * step
         high = min(high, most + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if of(middle, arena) else (low, middle)
-        return low if low >= least else 0
+            low, high = (middle, high) if suit(middle) else (low, middle)
+    return best
 
-    def whole(n: int, arena: ArenaOf) -> Estimate | None:
-        """The Estimate of n units with seconds, or of fewer, should n not fit."""
-        while n >= least:
-            if got := of(n, arena, machine):
-                return got
+
+def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits) -> Estimate | None:
+    """Of the longest by the bound the Estimate with seconds; of one that is longer, or shorter, as `arena`
+    gives the temporary tensors."""
+    unit, bound = MULTIPLE * most.cfg.cp * most.cfg.tp, fast_arena
+    with progress(lambda: f"tracing a step of {most.cfg.block_size:,} tokens"):
+        if arena is not fast_arena:  # the bound is a little above the trace: scale it, then check
+            scale = sum(arena(most.cfg, machine)) / sum(fast_arena(most.cfg, machine))
+            bound = partial(fast_arena, scale=scale)
+            most = longest_by_bound(most.asked, machine, most.world, suits, bound, most) or most
+        n = most.cfg.block_size // unit
+        while n > 0 and (one := config_with(most.decided, block_size=n * unit)):
+            got = estimate(one, machine, most.world, arena)
+            if got.fits and suits(got):
+                got = replace(got, asked=replace(most.asked, block_size=n * unit), chosen=most.chosen)
+                return with_the_fastest(got, arena, bound)
             n -= max(1, n // 100)
-        return None
-    with progress(lambda: f"looking for the greatest block_size that fits: trying {trying:,}"):
-        n = fitting(fast_arena)
-        if arena is not fast_arena and n:  # the bound is a little above the trace: scale it, then check
-            at = config_with(cfg, block_size=n * unit)
-            assert at is not None  # it fits
-            numbered = estimate_or_none(at, machine, world, fast_arena)
-            assert numbered is not None  # it fits
-            traced, bound = sum(arena(numbered.cfg, machine)), sum(fast_arena(numbered.cfg, machine))
-            n = fitting(lambda cfg, machine: fast_arena(cfg, machine, scale=traced / bound))
-        got = whole(n, arena) if n else None
-        return with_the_fastest(got, arena) if got and cfg.undecided else got
+    return None
 
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
@@ -212,19 +224,18 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
             others = sorted((got.cfg.block_size for key, got in found.items() if key != likeness),
                             reverse=True)
             least = max([*others[best - 1:best], found[likeness].cfg.block_size if likeness in found else 0])
-            unit = MULTIPLE * one.cp * one.tp
-            known = max(unit, -(-least // unit) * unit)
-            at_least = config_with(one, block_size=known) if least else None
-            got = estimate_or_none(at_least, alone, world, fast_arena)
-            if least and not (got and got.fits and suits(got)):
-                continue  # most layouts end here: with one estimate
-            most = longest(one, alone, world, fast_arena, suits, known if least else 0)
+            unit, start = MULTIPLE * one.cp * one.tp, None
+            if least:  # most layouts end here: with one estimate
+                at_least = config_with(one, block_size=-(-least // unit) * unit)
+                start = estimate_or_none(at_least, alone, world, fast_arena)
+                if not (start and start.fits and suits(start)):
+                    continue
+            most = longest_by_bound(one, machine, world, suits, start=start)
             if most and (likeness not in found or length(most) > length(found[likeness])):
                 found[likeness] = most
         taken = sorted(found.values(), key=length, reverse=True)[:best]
-        with_seconds = (longest(got.asked, machine, world, fast_arena if n else arena, suits,
-                                got.cfg.block_size) for n, got in enumerate(taken))
-        return sorted(filter(None, with_seconds), key=length, reverse=True)
+        exact = (with_seconds(got, machine, fast_arena if n else arena, suits) for n, got in enumerate(taken))
+        return sorted(filter(None, exact), key=length, reverse=True)
 
 
 def at_its_end(got: Estimate) -> bool:

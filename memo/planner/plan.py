@@ -12,6 +12,7 @@ import hashlib
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 from memo.dsa import gaps, problem, solvers
@@ -100,7 +101,7 @@ class Levels:
 
     def __init__(self, alignment: int, solver: str, time_limit: float) -> None:
         self.alignment, self.how = alignment, (solver, time_limit)
-        self.solutions: dict[Problem, Solution] = {}
+        self.solutions: dict[tuple[Problem, int], Solution] = {}
         self.rows: list[dict] = []
 
     def problem(self, lives: Lives) -> Problem:
@@ -110,22 +111,31 @@ class Levels:
         buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
         return Problem(tuple(buffers), alignment=self.alignment)
 
-    def solve(self, name: str, lives: Lives) -> tuple[list[int], int]:
-        """(offsets, peak)."""
+    def bound(self, lives: Lives) -> int:
+        return lower_bound(self.problem(lives))
+
+    def solve(self, name: str, lives: Lives, enough: int = 0) -> tuple[list[int], int]:
+        """(offsets, peak). `enough`: bytes, a peak that need not be lower."""
         offsets, peak = [0] * len(lives), 0
         for group in components((lower, upper) for lower, upper, _ in lives):
-            solution = self.solution(name, self.problem([lives[i] for i in group]))
+            solution = self.solution(name, self.problem([lives[i] for i in group]), enough)
             peak = max(peak, solution.peak)
             for i, offset in zip(group, solution.offsets, strict=True):
                 offsets[i] = offset
         return offsets, peak
 
-    def solution(self, name: str, problem: Problem) -> Solution:
-        if problem not in self.solutions:
-            s = self.solutions[problem] = solve(problem, *self.how)
+    def solution(self, name: str, problem: Problem, enough: int) -> Solution:
+        key = problem, enough
+        if key not in self.solutions:
+            s = self.solutions[key] = solved(problem, *self.how, enough)
             self.rows.append(dict(segment=name, n=len(problem.buffers), lower_bound=s.lower_bound,
                                   peak=s.peak, proven=s.proven, solver=s.solver, seconds=s.seconds))
-        return self.solutions[problem]
+        return self.solutions[key]
+
+
+@lru_cache(64)  # the layers of a step are planned without its head, too
+def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Solution:
+    return solve(problem, solver, time_limit, enough)
 
 
 def compose(trace: Trace, solver: str, alignment: int, time_limit: float, by_segment: bool) -> Plan:
@@ -134,24 +144,28 @@ def compose(trace: Trace, solver: str, alignment: int, time_limit: float, by_seg
     requests, sizes, spans = requests_of(marked(trace))
     levels = Levels(alignment, solver, time_limit)
     inside: dict[str, list[Request]] = {}
+    lives: dict[str, Lives] = {}
     blocks: list[tuple[list[Request], list[int], tuple[int, int, int]]] = []
     for r in requests:
         if by_segment and r.freed_in == r.segment:
             inside.setdefault(r.segment, []).append(r)
+            lives.setdefault(r.segment, []).append((r.lower, r.upper, r.bytes))
         elif by_segment:  # to level 2 a segment is one moment: what crosses its border is there throughout
             upper = spans[r.freed_in][1] if r.freed_in else r.upper
             blocks.append(([r], [0], (spans[r.segment][0], upper, r.bytes)))
         else:
             blocks.append(([r], [0], (r.lower, r.upper, r.bytes)))
+    # the step needs as much as its largest segment: no other one gains by a lower peak
+    enough = max(map(levels.bound, lives.values()), default=0) - levels.bound([life for *_, life in blocks])
     for label, mine in inside.items():
-        offsets, peak = levels.solve(label, [(r.lower, r.upper, r.bytes) for r in mine])
+        offsets, peak = levels.solve(label, lives[label], enough)
         blocks.append((mine, offsets, (*spans[label], peak)))  # the pseudo block
     bases, arena_bytes = levels.solve(WHOLE, [life for *_, life in blocks])
     places: dict[str, list] = {label: [(n, None) for n in nbytes] for label, nbytes in sizes.items()}
     for (mine, offsets, _), base in zip(blocks, bases, strict=True):
         for r, offset in zip(mine, offsets, strict=True):
             places[r.segment][r.k] = (r.bytes, base + offset)
-    bound = lower_bound(levels.problem([(r.lower, r.upper, r.bytes) for r in requests]))
+    bound = levels.bound([(r.lower, r.upper, r.bytes) for r in requests])
     segments = {label: tuple(its) for label, its in places.items()}
     seconds = time.perf_counter() - start
     plan = Plan(arena_bytes, bound, alignment, solver, seconds, segments, tuple(levels.rows))

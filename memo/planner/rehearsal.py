@@ -2,7 +2,7 @@
 memory or GPU."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memo.backends import workspaces
 from memo.planner.allocator import Arena
@@ -135,6 +134,15 @@ def cpu_workspace_bytes(q: torch.Tensor, k: torch.Tensor, threads: int, backward
     return threads * 2 * scores + 4 * queries if backward else threads * (scores + (2 + D) * queries * 4)
 
 
+def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
+    """Those among an operation's arguments or results, and in lists of these."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)
+
+
 class FakeArena(TorchDispatchMode):
     """Records the requests of segments that run on fake tensors: those of each operation's results, and
     `requests`, see traced_requests()."""
@@ -155,10 +163,10 @@ class FakeArena(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        old = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
+        for t in tensors_in((result,)):
+            if t.untyped_storage()._cdata not in old:
                 self.note(t.untyped_storage())
         own = []
         for nbytes in self.requests(func.name(), args) if self.requests else ():

@@ -199,10 +199,8 @@ class AlphaProblem:
         others' part of U - 2.
         """
         p, found = self.placement, dict[int, float]()
-        order = p.likes
         always = self.always_bytes + self.layer_keys_bytes
-        ahead = min(max(1, p.n_buffers - 1), p.subsequences)
-        for i, *following in {tuple(order[k:k + 1 + ahead]) for k in range(self.n_swapped)}:
+        for i, *following in p.followed:
             mean_s = sum(self.forward_s[j] for j in following) / len(following)
             hidden = mean_s * ((p.n_units - 2) / self.n_swapped) * self.offload_bytes_per_s
             alpha = (hidden - always * self.parts[i]) / (self.others_bytes * self.parts[i])

@@ -4,10 +4,10 @@ Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, Shares, guest_number
@@ -17,11 +17,32 @@ from memo.swap.schedule import (
     Fates,
     keys_leave,
     stream_leaves,
-    swept_inputs,
     units_in_order,
 )
 
 Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one
+
+
+class InOrder(NamedTuple):
+    """Units in the order of the forward. `number`: the place of each; `likes`: the place of its subsequence,
+    or guest, in Placement.lengths; `keys_leaving`: {such a place: its units whose keys and values give way to
+    another layer's}; `neighbours`: pairs of such places that are one after the other."""
+
+    units: list[tuple[int, int]]
+    number: dict[tuple[int, int], int]
+    likes: list[int]
+    keys_leaving: Counter[int]
+    neighbours: set[tuple[int, int]]
+
+
+@lru_cache(16)  # many placements of a search have the same
+def in_order(layers: int, subsequences: int, order: str, guests: Shares) -> InOrder:
+    units = units_in_order(layers, subsequences, order, guests)
+    numbers = (*range(subsequences), *(guest_number(piece, subsequences) for piece in guests))
+    places = {number: k for k, number in enumerate(numbers)}
+    likes = [places[i] for _, i in units]
+    leaving = Counter(places[i] for layer, i in units if keys_leave((layer, i), layers))
+    return InOrder(units, {unit: k for k, unit in enumerate(units)}, likes, leaving, {*pairwise(likes)})
 
 
 @dataclass(frozen=True)
@@ -101,10 +122,14 @@ class Placement:
         return self.n_layer * self.subsequences + sum(piece.layers for piece in self.guests)
 
     @cached_property
+    def in_order(self) -> InOrder:
+        return in_order(self.n_layer, self.subsequences, self.order, self.guests)
+
+    @property
     def units(self) -> list[tuple[int, int]]:
         """(layer, subsequence) of each unit, in the order of the forward; a guest's have its number in the
         place of a subsequence."""
-        return units_in_order(self.n_layer, self.subsequences, self.order, self.guests)
+        return self.in_order.units
 
     @cached_property
     def guest_of(self) -> dict[int, Help]:
@@ -125,39 +150,40 @@ class Placement:
             own[piece.subsequence] -= piece.rows
         return *own, *(piece.rows for piece in self.guests)
 
-    @cached_property
+    @property
     def likes(self) -> list[int]:
         """Of each unit the place of its subsequence, or guest, in `lengths`."""
-        places = {number: k for k, number in enumerate((*range(self.subsequences), *self.guest_of))}
-        return [places[i] for _, i in self.units]
+        return self.in_order.likes
 
-    @cached_property
+    @property
     def number(self) -> dict[tuple[int, int], int]:
         """{(layer, subsequence): the place of the unit in that order}."""
-        return {unit: k for k, unit in enumerate(self.units)}
-
-    @cached_property
-    def rows_of_units(self) -> list[int]:
-        return [self.lengths[i] for i in self.likes]
+        return self.in_order.number
 
     def rows(self, k: int) -> int:
         """Rows of unit k."""
-        return self.rows_of_units[k] if self.several else self.n_rows
+        return self.lengths[self.likes[k]] if self.several else self.n_rows
 
     def apart(self, name: str) -> bool:
         """Whether a tensor is in no buffer: keys and values, where there are several subsequences."""
         return self.several and name in KEYS_VALUES
 
-    def part(self, k: int, whole: int | tuple[int, ...]) -> int:
-        """Rows of unit k: its own number, or as large a part of its rows as `whole` of all, in multiples of
-        SPLIT_ROWS."""
+    def part(self, i: int, whole: int | tuple[int, ...]) -> int:
+        """Rows of a unit of `lengths[i]`: its own number, or as large a part of its rows as `whole` of all,
+        in multiples of SPLIT_ROWS."""
         if isinstance(whole, tuple):
-            return whole[self.likes[k]]
-        return rows(whole / self.n_rows, self.rows(k), SPLIT_ROWS) if self.several else whole
+            return whole[i]
+        return rows(whole / self.n_rows, self.lengths[i], SPLIT_ROWS) if self.several else whole
 
-    def kept_rows(self, k: int, name: str) -> int:
-        """Rows of tensor `name` that survive of unit k where it is swapped."""
-        return self.part(k, self.kept.get(name, self.n_rows))
+    def kept_rows(self, i: int, name: str) -> int:
+        """Rows of tensor `name` that survive of a unit of `lengths[i]` where it is swapped."""
+        return self.part(i, self.kept.get(name, self.n_rows))
+
+    def copied_rows(self, i: int, name: str, kept: int, resident: bool) -> int:
+        """Of `kept` rows of such a unit that survive those that the host takes; or, `resident`, that stay on
+        the device."""
+        stay = min(kept, self.part(i, self.stays.get(name, 0)))
+        return stay if resident else kept - stay
 
     @property
     def n_inputs(self) -> int:
@@ -171,16 +197,18 @@ class Placement:
         return self.n_units - self.n_buffers
 
     @cached_property
-    def gives_up(self) -> frozenset[int]:
-        """The swapped units of which nothing but the input survives."""
-        swapped = sorted(range(max(0, self.n_swapped)), key=lambda k: (self.likes[k], k))
-        return frozenset(swapped[:self.input_only])
+    def followed(self) -> set[tuple[int, ...]]:
+        """The place in `lengths` of each swapped unit, and those of the units behind it while which its copy
+        may run: n_buffers - 1, at least one, at most those of a layer."""
+        ahead, likes = min(max(1, self.n_buffers - 1), self.subsequences), self.likes
+        return {*zip(*(likes[j:max(0, self.n_swapped) + j] for j in range(1 + ahead)), strict=False)}
 
     @cached_property
-    def neighbours(self) -> list[int]:
-        """Units, each with the one before it, which stand for all pairs of subsequences that are one after
-        the other."""
-        return [*{(self.likes[k - 1], self.likes[k]): k for k in range(1, self.n_units)}.values()]
+    def gives_up(self) -> frozenset[int]:
+        """The swapped units of which nothing but the input survives."""
+        if not self.input_only:
+            return frozenset()
+        return frozenset(sorted(range(max(0, self.n_swapped)), key=self.likes.__getitem__)[:self.input_only])
 
     @cached_property
     def buffers_known(self) -> dict[tuple, list[tuple[int, int]]]:
@@ -203,12 +231,13 @@ class Placement:
         n = self.n_inputs if name == INPUT else self.n_buffers
         if not self.several and (name == INPUT or n != 2):  # one after the other
             return [(b * self.n_rows, self.n_rows) for b in range(n)]
-        lengths = [max(self.rows_of_units[b::n]) for b in range(n)]
+        rows = [*map(self.lengths.__getitem__, self.likes)]
+        lengths = [max(rows[b::n]) for b in range(n)]
         if n != 2:
             return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
         # neighbours take turns: neither may reach into what the other keeps
-        spans = [self.rows(a) + self.kept_rows(b, name) for k in self.neighbours
-                 for a, b in ((k - 1, k), (k, k - 1))]
+        kept = [self.kept_rows(i, name) for i in range(len(self.lengths))]
+        spans = [self.lengths[a] + kept[b] for i, j in self.in_order.neighbours for a, b in ((i, j), (j, i))]
         span = max(*lengths, *spans)
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
@@ -225,7 +254,7 @@ class Placement:
         if k in self.gives_up and name != INPUT:
             rows = 0
         elif k < self.n_swapped or (k < self.n_units - 1 and self.n_buffers == 2):
-            rows = self.kept_rows(k, name)
+            rows = self.kept_rows(self.likes[k], name)
         else:
             rows = n
         return rows, (n - rows) * (k % self.n_buffers % 2)
@@ -249,16 +278,19 @@ class Placement:
             inside = not (self.x_stays or self.units[k] in self.stream_rows) if name == INPUT else (
                 not self.apart(name))
             if kept and inside:
-                row, stay = self.row_bytes(t), min(kept, self.part(k, self.stays.get(name, 0)))
-                first, n = (first + kept - stay, stay) if resident else (first, kept - stay)
-                ranges[name] = row * first, row * n
+                n = self.copied_rows(self.likes[k], name, kept, resident)
+                ranges[name] = self.row_bytes(t) * (first + (kept - n) * resident), self.row_bytes(t) * n
         return {name: (first, n) for name, (first, n) in ranges.items() if n}
+
+    def key_row_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Bytes that a unit sends to the host for each row of its keys and values, where these leave."""
+        copied = self.several and self.keys == "copied"
+        return sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES) if copied else 0
 
     def keys_swapped(self, tensors: dict[str, Tensor]) -> dict[int, int]:
         """{unit: bytes of its keys and values, which go to the host}."""
-        if not self.several or self.keys != "copied":
+        if not (row := self.key_row_bytes(tensors)):
             return {}
-        row = sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
@@ -313,8 +345,10 @@ class Placement:
         """What the schedule needs to know of the units."""
         swapped = frozenset(range(self.n_swapped))
         copied = swapped - (self.gives_up if self.x_stays else frozenset())
-        lacking = {k for k in set(self.like) if self.missing(k)}
-        rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
+        lacking = {i for i, n in enumerate(self.lengths) if any(
+            self.kept_rows(i, name) < n for name in self.kept if not self.apart(name))}
+        fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
+        rebuilt = frozenset(k for k in fewer if self.likes[k] in lacking or k in self.gives_up)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys,
                      self.stream, self.receives, self.sends, self.guests, self.lent)
 
@@ -335,12 +369,13 @@ class Placement:
         """{region: bytes on the device} of what is needed besides buffers: what stays; with several
         subsequences keys and values, the fp32 sums of their gradients, the stream between two layers, inputs
         for sweeps. `dealt`: times that each head of keys lies in the pieces of all ranks."""
-        resident = {"resident": self.survivor_bytes(tensors, resident=True)} if self.stays else {}
+        resident = {"resident": sum(self.survivor_bytes(tensors, True).values())} if self.stays else {}
         if not self.several:
             return resident
         elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
         layers = self.n_layer if self.keys == "stay" else 1
-        sweeps = swept_inputs(self.fates, self.units) if self.keys == "made" else []
+        made = self.keys == "made" and not self.x_stays  # from inputs that swapped units have sent
+        sweeps = (unit for unit in self.units[:max(0, self.n_swapped)] if keys_leave(unit, self.n_layer))
         x = self.row_bytes(tensors[INPUT])
         itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
         summed = self.n_layer if self.order == "subsequence" else 1
@@ -348,7 +383,7 @@ class Placement:
             "keys": elements * (layers * self.n_rows + (self.cuts[0] if self.keys != "stay" else 0)),
             "key_gradients": elements * 4 // itemsize * summed * self.n_rows,
             "stream": x * (self.own_stream_rows + sum(piece.rows for piece in self.guests)),
-            "sweep": x * max(self.cuts) * min(SWEEP_PLACES, len(sweeps))}
+            "sweep": x * max(self.cuts) * len([*islice(sweeps, SWEEP_PLACES)]) * made}
 
     def row_bytes(self, t: Tensor) -> int:
         """Bytes of one own row of a tensor that holds all of them."""
@@ -356,13 +391,27 @@ class Placement:
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of all rows."""
-        return (self.stream_bytes(tensors) + self.survivor_bytes(tensors)
-                + sum(self.keys_swapped(tensors).values()))
+        return (self.stream_bytes(tensors) + sum(self.survivor_bytes(tensors).values())
+                + self.keys_bytes(tensors))
 
-    def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> int:
-        """Bytes of swapped() of all units."""
-        return sum(units * n for k, units in Counter(self.like).items()
-                   for _, n in self.swapped(k, tensors, resident).values())
+    def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Bytes of keys_swapped() of all units."""
+        leaving = self.in_order.keys_leaving
+        return self.key_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
+
+    def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
+        """{tensor: bytes of swapped() of all units}."""
+        swapped, found = range(max(0, self.n_swapped)), dict[str, int]()
+        whole, units = Counter(self.likes[:len(swapped)]), self.units
+        some = whole - Counter(self.likes[k] for k in self.gives_up)
+        if self.stream_rows:
+            whole = Counter(self.likes[k] for k in swapped if units[k] not in self.stream_rows)
+        for name, t in tensors.items():
+            if not self.apart(name) and not (self.x_stays and name == INPUT):
+                found[name] = self.row_bytes(t) * sum(
+                    n * self.copied_rows(i, name, self.kept_rows(i, name), resident)
+                    for i, n in (whole if name == INPUT else some).items())
+        return {name: n for name, n in found.items() if n}
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer,

@@ -117,7 +117,7 @@ def place_rows(cfg: Config, problem: AlphaProblem,
     placement = replace(problem.placement, kept=kept, input_only=chosen.input_only)
     if rests(cfg) and problem.device_bytes < inf and (stays := resting(problem)):
         placement = replace(placement, stays=stays)
-        here = placement.survivor_bytes(problem.tensors, resident=True)
+        here = sum(placement.survivor_bytes(problem.tensors, resident=True).values())
         chosen = replace(chosen, host_bytes=chosen.host_bytes - here,
                          layer_bytes=chosen.layer_bytes - here * N // problem.swapped_rows)
     return placement, chosen
