@@ -290,17 +290,31 @@ def a_run(out_dir, data, ranks, keys, device, steps):
     return row
 
 
+ON_128 = "--gpu=a800-80gb --gpus=128 --gradient_accumulation_steps=16 --search"
+ON_8 = "--gpu=h100-80gb --gpus=8 --search --max_context"
+HELPING = ("--gpu=a800-80gb --gpus=64 --pp=8 --tp=8 --cp=1 --block_size=1310720 --subsequences=160 "
+           "--subsequence_cut=flops --unit_order=subsequence --msp=true --fast")
+SPEED = {"7B at 1M, no cache": "7b_1m --gpu=a800-80gb", "7B at 1M, cached": "7b_1m --gpu=a800-80gb",
+         "7B, search over 128 GPUs": f"7b_1m {ON_128}", "65B, search over 128 GPUs": f"65b_1m {ON_128}",
+         "7B, longest context on 8 H100": f"7b_1m {ON_8}",
+         "Llama-3-8B, longest context on 8 H100": f"llama3_8b_1m {ON_8}",
+         "13B in 8 stages that help each other, 160 subsequences": f"13b_1m {HELPING}"}
+
+
 def speed():
-    """Seconds of the command itself, without and with its cache, and of a search over 64 GPUs."""
-    out, command = {}, [sys.executable, "-m", "memo.estimate", "config/7b_1m.py", "--gpu=a800-80gb", "--json"]
-    with tempfile.TemporaryDirectory() as cache:
-        for name, more in (("7B at 1M, no cache", []), ("7B at 1M, cached", []),
-                           ("search over 64 GPUs",
-                            ["--gpus=64", "--gradient_accumulation_steps=8", "--search"])):
-            start = time.perf_counter()
-            subprocess.run([*command, *more], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
-                           env=os.environ | dict(XDG_CACHE_HOME=cache))
-            out[name] = time.perf_counter() - start
+    """Seconds of the command itself: without and with its cache; of searches, and of the largest schedules,
+    without."""
+    out = {}
+    for name, argv in SPEED.items():
+        preset, *options = argv.split()
+        command = [sys.executable, "-m", "memo.estimate", f"config/{preset}.py", *options, "--json"]
+        with tempfile.TemporaryDirectory() as cache:
+            for _ in range(1 + name.endswith(", cached")):
+                start = time.perf_counter()
+                subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+                               env=os.environ | dict(XDG_CACHE_HOME=cache))
+                out[name] = time.perf_counter() - start
+        print(f"{name}: {out[name]:.2f} s", flush=True)
     return out
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class Speeds:
     def rate(self, op: str, size: float = 1) -> float:
         """Per second, log-linear between the sizes that are known, constant beyond them."""
         points = self.table.get(op) or self.table["memory"]
-        for (a, slow), (b, fast) in zip(points, points[1:], strict=False):
+        for (a, slow), (b, fast) in pairwise(points):
             if size < b:
                 part = max(0.0, math.log(size / a) / math.log(b / a))
                 return slow ** (1 - part) * fast**part

@@ -104,12 +104,13 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = M
     several stages in the subsequences too."""
     depths = stage_numbers(cfg, world)
     widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
-    for pp, tp, mode, where in product(depths, widths, modes, ("auto", "cpu")):
+    for pp, tp, mode in product(depths, widths, modes):
         if world % (pp * tp) or (pp > 1 and mode != modes[-1]):
             continue
         for cp in degrees_of(world // (pp * tp)):
             kinds = ("ring", "ulysses") if cp > 1 else (cfg.context_parallel,)
-            for use, kind in [*(("megatron", kind) for kind in kinds), ("metp", "ring")]:
+            uses = [*(("megatron", kind) for kind in kinds), ("metp", "ring")]
+            for (use, kind), where in product(uses, ("auto", "cpu")):
                 keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
                             optimizer_device=where, alpha="auto") | mode | stage_keys(cfg, pp)
                 if one := config_with(cfg, **keys):

@@ -2,7 +2,8 @@
 subsequences up to it (memo/parallel/prefix.py)."""
 
 from collections import Counter
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from math import fsum
 
 from memo.config import Config
@@ -113,6 +114,13 @@ class MetpUnitSeconds(UnitSeconds, MetpSeconds):
 
 def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
     """The seconds of a layer of a config."""
+    return known_seconds(replace(cfg.whole, optimizer_device="auto", activation="memo",
+                                 alpha_mode="per_tensor"), machine, itemsize)
+
+
+@lru_cache(4)  # layouts that differ in stages, modes or the optimizer's place alone follow each other
+def known_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
+    """The same, of keys that count."""
     lengths = subsequence_lengths(cfg)
     if len(lengths) == 1:
         return (MetpSeconds if cfg.metp else LayerSeconds)(cfg, machine, itemsize)

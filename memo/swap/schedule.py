@@ -303,13 +303,15 @@ def with_needed_waits(steps: Iterable[Step]) -> list[Step]:
     last: dict[str, dict[str, int]] = {}  # the same of each stream's last step
     for number, step in enumerate(steps):
         stream = step.stream
-        clock, waits = last.get(stream, {}), []
+        clock, waits = dict(last.get(stream, {})), []
         for key in sorted(step.waits, key=lambda key: done[key][stream_of(key)], reverse=True):
             if done[key][stream_of(key)] > clock.get(stream_of(key), -1):
                 waits.append(key)
-                clock = {s: max(clock.get(s, -1), done[key].get(s, -1)) for s in clock | done[key]}
+                for other, n in done[key].items():
+                    clock[other] = max(clock.get(other, -1), n)
         kept.append(step if len(waits) == len(step.waits) <= 1 else step._replace(waits=tuple(waits)))
-        done[step.key] = last[stream] = clock | {stream: number}
+        clock[stream] = number
+        done[step.key] = last[stream] = clock
     return kept
 
 
