@@ -9,6 +9,7 @@ from memo.errors import ConfigError
 # for communicators: torch has a pool of 32 of that priority, and a checkpoint's copies take one. Those of
 # memo/swap/streams.py are of the other pool
 MOST_COMMUNICATORS = 31
+LANES = 2  # communicators of two stages that compute for each other: one for each direction
 
 
 def degrees(cfg: Config, world: int) -> int:
@@ -54,11 +55,10 @@ def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1) ->
 
 def stage_communicators(cfg: Config) -> int:
     """How many a rank has with other stages: with each neighbour one for each direction, and one for the
-    gradients of a matrix that the first stage and the last one hold; where stages compute for each other, two
-    for each direction with each other stage."""
+    gradients of a matrix that the first stage and the last one hold. Those of stages that compute for each
+    other are made when it is known who does: LANES with each."""
     neighbours = (not cfg.has_embedding) + (not cfg.has_head)
-    return 2 * neighbours + 4 * (cfg.pp - 1) * cfg.msp + (
-        cfg.ties_stages and (cfg.has_embedding or cfg.has_head))
+    return 2 * neighbours + (cfg.ties_stages and (cfg.has_embedding or cfg.has_head))
 
 
 def n_communicators(cfg: Config, world: int) -> int:
@@ -70,12 +70,12 @@ def n_communicators(cfg: Config, world: int) -> int:
 
 def check_streams(cfg: Config, world: int) -> None:
     """Errors: ConfigError: more communicators between GPUs than there are streams for. Two that shared one
-    might hold each other up in a circle."""
+    might hold each other up in a circle. With msp each stage may compute for each other one."""
     if not cfg.msp:  # without it a stage has few
         return
-    most = max(n_communicators(replace(cfg, stage=k), world) for k in range(cfg.pp))
+    most = LANES * (cfg.pp - 1) + max(n_communicators(replace(cfg, stage=k), world) for k in range(cfg.pp))
     if most > MOST_COMMUNICATORS:
-        fits = cfg.pp - -(-(most - MOST_COMMUNICATORS) // 4)
+        fits = cfg.pp - -(-(most - MOST_COMMUNICATORS) // LANES)
         raise ConfigError(f"pp={cfg.pp} with msp=True needs {most} communicators on a GPU, there are streams "
                           f"for {MOST_COMMUNICATORS} (each needs one of its own); try pp={fits} or less, or "
                           "leave msp out")

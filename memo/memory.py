@@ -35,6 +35,7 @@ from memo.formulas import percent
 from memo.launch import Launch
 from memo.msp import Help, shares_lines
 from memo.optim import Optimizer
+from memo.parallel.mesh import open_lanes
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
@@ -154,7 +155,10 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     else:  # copies also hide where a stage waits for others
         stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
         together = with_bubbles(stages, [one.alone() for one in stages])
-        placement, swap_plan = (shared(stages, together) if cfg.msp else together)[cfg.stage]
+        if cfg.msp:
+            together = shared(stages, together)
+            open_lanes(model.mesh, [piece for p, _ in together for piece in p.lent], model.device)
+        placement, swap_plan = together[cfg.stage]
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
 

@@ -108,6 +108,11 @@ def lent_by(shares: Shares, stage: int) -> Shares:
     return tuple(piece for piece in shares if piece.stage == stage)
 
 
+def helping_pairs(shares: Iterable[Help]) -> list[tuple[int, int]]:
+    """The stages that compute for each other, two by two: the earlier one first."""
+    return sorted({(min(p.stage, p.helper), max(p.stage, p.helper)) for p in shares})
+
+
 def guest_units(guests: Shares, subsequences: int, before: bool) -> list[tuple[int, int]]:
     """(layer, guest_number()) of a helper's units before its own, or behind them, in the order of the
     forward: slot by slot, layer by layer, homes in turns, so that none waits long for the next piece of a

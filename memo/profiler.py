@@ -177,19 +177,19 @@ def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
     """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once,
     and add what has come; all ranks must call it."""
     start, end = model.buckets[1]
-    lanes, sent = model.mesh.lanes, model.params[start:end]
+    mesh, sent = model.mesh, model.params[start:end]
     came = sent.clone()
 
     def send() -> None:
         works = []
         if not cfg.has_head:
-            works.append(lanes[f"bulk to {cfg.stage + 1}"].send(sent))
+            works.append(mesh.behind.x.send(sent))
         if not cfg.has_embedding:
-            works.append(lanes[f"bulk from {cfg.stage - 1}"].receive(came))
+            works.append(mesh.before.x.receive(came))
         for work in works:
             work.wait()
     send()  # connections are made by the first
-    sending, adding = (least_seconds(model.device, call, host=model.mesh.host)
+    sending, adding = (least_seconds(model.device, call, host=mesh.host)
                        for call in (send, partial(came.add_, sent)))
     return Lanes((sent.nbytes / sending,) * cfg.pp, end - start, 3 * sent.nbytes / adding)
 

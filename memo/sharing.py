@@ -6,10 +6,12 @@ the judge. The run hands in what its stages measured, the estimate what it model
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import fsum
 
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.config import Config
 from memo.decide import Placed
+from memo.estimate.regions import lane_bytes
 from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
 from memo.layer import keys_dealt, n_rows, tensors_of
@@ -64,31 +66,33 @@ def parts_of(stages: Sequence[StageFacts]) -> dict[tuple[int, int], float]:
     """{(stage, subsequence): fastest_part()} of all units next to the bubbles."""
     found, cfg = {}, stages[0].cfg
     free = even_shares(cfg)
-    seconds = [bulk_seconds(one, free) for one in stages]
+    seconds = [lane_seconds(one, free) for one in stages]
     for (stage, x), those in helped_units(cfg.pp, cfg.n_subsequences).items():
         rates = stages[stage].rates
         assert rates is not None
         if pieces := [piece for piece in free if piece[:2] == (stage, x)]:
-            forward = max(seconds[stage]("lend", piece, "") for piece in pieces)
-            back = max(seconds[stage](kind, piece, BACK) for piece in pieces for kind in ("lend", "repay"))
+            forward = max(seconds[stage](("lend", "pass"), piece, "") for piece in pieces)
+            back = max(seconds[stage](kinds, piece, BACK) for piece in pieces
+                       for kinds in (("lend", "pass"), ("repay", "return")))
             unit = rates.units[x]
             found[stage, x] = fastest_part(unit.forward_s, unit.backward_s, forward, back, len(those),
                                            pieces[0].turns)
     return found
 
 
-def bulk_seconds(home: StageFacts, shares: Shares) -> Callable[[str, Help, str], float]:
-    """-> what gives the seconds of a piece's messages of a kind, of one layer, beside those of the others at
-    the same time; `end`: of the step's kind."""
+def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[str], Help, str], float]:
+    """-> what gives the seconds of a piece's messages of some kinds, which take turns on a lane, of one
+    layer, beside those of the others at the same time; `end`: of the steps' kinds."""
     assert home.ends is not None
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
     if lanes is None:
-        return lambda kind, piece, end: 0.0
+        return lambda kinds, piece, end: 0.0
     sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel)
 
-    def seconds(kind: str, piece: Help, end: str) -> float:
-        step = Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence))
-        return max(piece.turns, piece.together) * lanes.seconds(sizes.sent(step), step, 1)
+    def seconds(kinds: Sequence[str], piece: Help, end: str) -> float:
+        steps = [Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence)) for kind in kinds]
+        together = max(piece.turns, piece.together)
+        return fsum(lanes.seconds(sizes.sent(step), step, together) for step in steps)
     return seconds
 
 
@@ -150,7 +154,9 @@ def lacking_bytes(facts: StageFacts, placed: Placed) -> float:
 def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
     """The facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
-    taken = shared_regions(placed(cfg, 1, n_rows(cfg)), tensors_of(cfg, facts.itemsize),
-                           layer_numel(cfg, 1))
-    room = replace(facts.room, spare_bytes=facts.room.spare_bytes - sum(taken.values()))
+    p = placed(cfg, 1, n_rows(cfg))
+    taken = sum(shared_regions(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1)).values())
+    if not facts.room.cpu:
+        taken += lane_bytes(p)
+    room = replace(facts.room, spare_bytes=facts.room.spare_bytes - taken)
     return replace(facts, cfg=cfg, room=room)

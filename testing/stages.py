@@ -13,7 +13,7 @@ from memo.bubbles import schedules_of
 from memo.config import Config
 from memo.layout import stage_of
 from memo.msp import Shares, shares_of
-from memo.parallel.mesh import Axis, open_mesh
+from memo.parallel.mesh import Axis, open_lanes, open_mesh
 from memo.parallel.pp import times_of_stages
 from memo.swap.placing import placed
 from memo.swap.schedule import Step
@@ -56,7 +56,8 @@ def slept(host: Axis, cfg: Config, forward_s: float, passes: int = 1) -> list[Sp
     rows."""
     cfg, rows = stage_of(cfg, host.rank, host.size), cfg.block_size // cfg.n_subsequences
     torch.set_num_threads(1)
-    mesh = open_mesh(host, 1, 1, torch.device("cpu"), pp=cfg.pp, tied=cfg.ties_stages, msp=cfg.msp)
+    mesh = open_mesh(host, 1, 1, torch.device("cpu"), pp=cfg.pp, tied=cfg.ties_stages)
+    open_lanes(mesh, cfg.shares, torch.device("cpu"))
     model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.int64)
     model.reserve(*tokens.shape)

@@ -12,8 +12,9 @@ from memo.config import as_keys
 from memo.layer import model_parameters
 from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
+from memo.msp import helping_pairs
 from memo.parallel.cp import local_positions
-from memo.parallel.mesh import open_mesh
+from memo.parallel.mesh import open_lanes, open_mesh
 from memo.parallel.pp import times_of_stages
 from model import initial_weights
 
@@ -118,13 +119,14 @@ MESHES = {}  # of this process, the last one alone: each group has a thread that
 
 def mesh_of(host, cfg):
     """The Mesh of a layout, which stays until another one is asked for."""
-    key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp, cfg.ties_stages, cfg.msp
+    helping = *helping_pairs(cfg.shares),
+    key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp, cfg.ties_stages, helping
     if key not in MESHES:
         for mesh in MESHES.values():
             mesh.close()
         MESHES.clear()
-        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp, pp=cfg.pp, tied=cfg.ties_stages,
-                                msp=cfg.msp)
+        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp, pp=cfg.pp, tied=cfg.ties_stages)
+        open_lanes(MESHES[key], cfg.shares, CPU)
     return MESHES[key]
 
 

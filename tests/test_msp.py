@@ -147,7 +147,7 @@ def test_each_wait_for_a_message_or_of_one_is_needed():
                         pairs.add((step.kind.split(" ")[0], wait[0].split(" ")[0]))
     assert len(seen) > 5, seen
     # what comes to a helper for the next unit but one, behind what leaves it of this one
-    assert {("borrow", "return"), ("take", "return"), ("take", "repay")} <= pairs
+    assert {("borrow", "return"), ("take", "repay")} <= pairs
 
 
 def test_a_message_that_is_missing_or_out_of_order_is_found():
@@ -215,7 +215,7 @@ def test_nobody_helps_where_the_device_has_no_room_for_it():
         stages = facts_of(replace(cfg, deterministic=deterministic), [0.1] * 8, 0.0)
         alone = [one.alone() for one in stages]
         nbytes = [p.device_bytes(tensors_of(cfg, 4)) for p, _ in alone]
-        for more, helps in ((2**30, True), (0, False), (-1, False)):
+        for more, helps in ((2**32, True), (0, False), (-1, False)):
             room = [replace(one, room=Room(2**50, n + more)) for one, n in zip(stages, nbytes, strict=True)]
             assert (shared(room, alone) != alone) == helps
 
@@ -377,10 +377,10 @@ def test_bad_input(keys, message):
 
 
 def test_each_communicator_has_a_stream():
-    cfg = Config(n_layer=8, msp=True, pp=7, subsequences=8)
-    check_streams(cfg, 7)
-    with pytest.raises(ConfigError, match="needs 33 communicators .* for 31 .*; try pp=7 or less"):
-        check_streams(replace(cfg, pp=8), 8)
+    cfg = Config(n_layer=16, msp=True, pp=14, subsequences=16)  # 26 with all others, 4 with neighbours, world
+    check_streams(cfg, 14)
+    with pytest.raises(ConfigError, match="pp=15 .* needs 33 communicators .* for 31 .*; try pp=14 or less"):
+        check_streams(replace(cfg, pp=15), 15)
 
 
 def test_a_search_goes_without():

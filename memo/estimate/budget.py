@@ -25,7 +25,7 @@ from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes,
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.host import fullest_node_bytes, host_capacity, host_share
 from memo.estimate.pipeline_seconds import ends_of, pipeline_s
-from memo.estimate.regions import Line, activation_lines, cpu_spare, states
+from memo.estimate.regions import Line, activation_lines, cpu_spare, lane_bytes, states
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import step_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -228,6 +228,8 @@ def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lack
              Line("transient", "arena of temporary tensors", beside.transient - travelling)]
     lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
     lines += [Line("head", "more of it for the head", beside.head)] * bool(beside.head)
+    if (lanes := lane_bytes(placed[0])) and not beside.room.cpu:
+        lines.append(Line("communication", "NCCL communicators of stages that help", lanes))
     return Stage(cfg, beside.numel, tuple(lines), *placed, lacks)
 
 

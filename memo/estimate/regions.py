@@ -10,7 +10,7 @@ from memo.estimate.host import STATES_BYTES
 from memo.estimate.step_seconds import micro_batches
 from memo.flat import gradient_places, gradient_slots, layer_numel, local_layout, shared_numel
 from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
-from memo.layout import n_communicators
+from memo.layout import LANES, n_communicators
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import shared_regions
 
@@ -83,6 +83,11 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int
     lines += [Line("swap", "stream between the layers", 0, stream)] * bool(stream)
     leaving = sum(p.in_order.keys_leaving.values())
     return lines + [Line("swap", f"keys and values of {leaving} units", 0, keys)] * bool(keys)
+
+
+def lane_bytes(placement: Placement) -> int:
+    """Of a GPU, for the communicators with stages that help, or are helped."""
+    return LANES * len(placement.partners) * COMMUNICATOR_BYTES
 
 
 def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> int:

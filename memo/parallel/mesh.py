@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise, permutations
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from memo.device import synchronize
 from memo.launch import FOREVER, Launch, connection_errors, process_group
 from memo.layout import communicators
+from memo.msp import Help, helping_pairs
 from memo.parallel.rendezvous import Communicator, Notes, Program
 
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
@@ -240,8 +241,8 @@ class Mesh:
     `hops`: the ranks of `weights` once more, where METP's matrices go round. `pp`: the stages of a
     pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
     one, where both hold the embedding's matrix. `lanes`: {stream of a schedule: an Axis of two ranks, of this
-    stage and of another one that it helps, or that helps it}. `peers`: the ranks of this rank's stage, as
-    `host`.
+    stage and of another one that it helps, or that helps it}: see open_lanes(). `peers`: the ranks of this
+    rank's stage, as `host`.
     """
 
     weights: Axis = field(default_factory=partial(Axis, "tp"))
@@ -367,59 +368,65 @@ def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> 
     return mesh_of_axes(axes, tp, cp, Axis("host", dp * cp * tp, rank)), program
 
 
+def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
+              carrier: Any = None, backend: str = "") -> Axis | None:
+    """The Axis of the line that has this rank, if one has; all ranks must call it. Sends the first messages
+    of these `kinds`: so communicators take their memory of the device now, and a network that carries no
+    messages is found. `carrier`: the group, where another axis has one that serves."""
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    mine = next((line for line in lines if host.rank in line), [])
+    ends = f", {mine[0]} to {mine[-1]}" if mine else ""
+    with connection_errors(f"axis {name} ({len(mine)} ranks{ends}) over {backend}", host.rank, backend):
+        # each rank makes the groups of all lines
+        groups = [carrier] if carrier else [dist.new_group(line, FOREVER, backend) for line in lines]
+        if not mine:
+            return None
+        group = carrier or groups[lines.index(mine)]
+        axis = Axis(name, len(mine), mine.index(host.rank), group)
+        axis.warm(kinds, device)
+        return axis
+
+
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
-              metp: bool = False, pp: int = 1, tied: bool = False, msp: bool = False) -> Mesh:
+              metp: bool = False, pp: int = 1, tied: bool = False) -> Mesh:
     """The Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first stage of
-    several and the last one hold the same matrix; `msp`: whether stages compute for each other. Sends the
-    first messages of each axis: so communicators take their memory of the device now, and a network that
-    carries no messages is found."""
+    several and the last one hold the same matrix."""
     dp = host.size // (pp * cp * tp)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     lines = lines_of(tp, cp, dp, metp, pp)
     axes: dict[str, Axis] = {}
-
-    def open_axis(name: str, lines: list[list[int]], kinds: list[str], carrier: Any = None,
-                  backend: str = backend) -> Axis | None:
-        """The Axis of the line that has this rank, if one has."""
-        mine = next((line for line in lines if host.rank in line), [])
-        ends = f", {mine[0]} to {mine[-1]}" if mine else ""
-        with connection_errors(f"axis {name} ({len(mine)} ranks{ends}) over {backend}", host.rank, backend):
-            # each rank makes the groups of all lines
-            groups = [carrier] if carrier else [dist.new_group(line, FOREVER, backend) for line in lines]
-            if not mine:
-                return None
-            group = carrier or groups[lines.index(mine)]
-            axis = Axis(name, len(mine), mine.index(host.rank), group)
-            axis.warm(kinds, device)
-            return axis
     shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
     rooted = ["start_broadcast", "start_reduce"] if metp else []
     kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, world=["sum"])
     for name, carrier in communicators(tp, cp, dp, metp, pp).items():
         group = None if carrier == name else axes[carrier].group
-        axis = open_axis(name, lines[name], kinds[name], group)
+        axis = open_axis(name, host, lines[name], kinds[name], device, group)
         assert axis is not None  # every rank is in a line
         axes[name] = axis
     others: dict[str, Any] = {}
     if pp > 1:
-        others = {"peers": open_axis("peers", lines["peers"], [], backend="gloo")}
+        others = {"peers": open_axis("peers", host, lines["peers"], [], device, backend="gloo")}
         ranks = lines["peers"]  # of each stage
         for a, b in pairwise(ranks):
             pairs = [list(pair) for pair in zip(a, b, strict=True)]
-            x, dx = (open_axis("pp", pairs, ["shift"]) for _ in range(2))
+            x, dx = (open_axis("pp", host, pairs, ["shift"], device) for _ in range(2))
             if x and dx:
                 others["behind" if host.rank in a else "before"] = Link(x, dx)
         if tied:
             pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
-            if ends := open_axis("tied", pairs, ["sum"]):
+            if ends := open_axis("tied", host, pairs, ["sum"], device):
                 others["tied"] = ends
-        lanes = others["lanes"] = dict[str, Axis]()
-        for source, to in permutations(range(pp), 2) if msp else ():
-            pairs = [sorted(pair) for pair in zip(ranks[source], ranks[to], strict=True)]
-            for what in ("", "bulk "):
-                if axis := open_axis("msp", pairs, ["shift"]):
-                    sends = host.rank in ranks[source]
-                    lanes[f"{what}to {to}" if sends else f"{what}from {source}"] = axis
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
     return mesh_of_axes(axes, tp, cp, host, pp, **others)
+
+
+def open_lanes(mesh: Mesh, shares: Iterable[Help], device: torch.device) -> None:
+    """Opens the lanes between stages that compute for each other. All ranks must call it, with the same
+    `shares`, those of all stages."""
+    ranks = torch.arange(mesh.host.size).view(mesh.pp.size, -1).tolist()  # of each stage
+    for source, to in sorted(way for pair in helping_pairs(shares) for way in (pair, pair[::-1])):
+        pairs = [sorted(pair) for pair in zip(ranks[source], ranks[to], strict=True)]
+        if axis := open_axis("msp", mesh.host, pairs, ["shift"], device):
+            mesh.lanes[f"to {to}" if mesh.pp.rank == source else f"from {source}"] = axis
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the long messages

@@ -80,8 +80,7 @@ class Swap:
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
-        peers = {piece.stage for piece in p.guests} | {piece.helper for piece in p.lent}
-        lanes = [f"{lane} {peer}" for peer in sorted(peers) for lane in sorted({*LANES.values()})]
+        lanes = [f"{lane} {partner}" for partner in p.partners for lane in sorted({*LANES.values()})]
         self.streams = streams or open_streams(device, p.receives or p.sends, lanes)
         self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
                              for name, n in nbytes.items()}

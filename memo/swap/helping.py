@@ -16,6 +16,10 @@ A helper's units are units of its own schedule. Of each, messages, home to helpe
 Pieces of a unit so follow each other within a layer, in the backward the last one first, and one helper
 computes while another one is a layer ahead. Helpers have two places for what comes early and for gradients,
 homes one for what each helper repays.
+
+Two stages have a lane for each direction, which does what it is given in order. What is early or late takes
+turns with what others wait for: lend, pass, lend, pass; in the backward return, repay, return, repay. So the
+bulk of a unit travels while the unit before is computed, or the one behind.
 """
 
 from collections import defaultdict
@@ -48,14 +52,11 @@ class Home:
 
     # --- forward ---
 
-    def first(self) -> Iterator[Step]:
-        """Of the first subsequence, whose keys have none before."""
-        for layer in range(self.layers) if 0 in self.pieces else ():
-            yield from self.lend(layer, 0, ())
-
-    def lend(self, layer: int, x: int, waits: tuple[Key, ...]) -> Iterator[Step]:
+    def lend(self, unit: Unit) -> Iterator[Step]:
+        layer, x = unit
+        before = layer, x - 1  # whose keys are lent, too
         for key in self.keys("lend", layer, self.pieces.get(x, ())):
-            yield Step(*key, waits)
+            yield Step(*key, (("forward", before), *self.complete(before)) if x else ())
 
     def complete(self, unit: Unit, end: str = "") -> tuple[Key, ...]:
         """The steps behind which all rows of a unit are computed that others have."""
@@ -77,35 +78,57 @@ class Home:
             # protects the rows of x, which those of y are about to overwrite
             yield Step(*fetched, self.keys("pass", 0, [piece]) if layer == self.layers - 1 else ())
             made += fetched,
-        yield from self.lend(layer, x + 1, (("forward", unit), *self.complete(unit)))
+        yield from self.lend((layer + 1, x) if layer + 1 < self.layers else (0, x + 1))
 
     # --- backward ---
 
     def lend_back(self, x: int) -> Iterator[Step]:
-        """Of a subsequence, while the one behind it is computed."""
-        for layer in reversed(range(self.layers)) if x in self.pieces else ():
-            made: tuple[Key, ...] = (("forward", (layer, x)),)
-            for piece in self.pieces.get(x, ()):
-                made += self.keys("fetch", layer, [piece])
-                [lent] = self.keys("lend", layer, [piece], BACK)
-                yield Step(*lent, made)
+        """To those who help with this subsequence, and with none behind it."""
+        behind = {piece.helper for i, those in self.pieces.items() if i > x for piece in those}
+        for piece in self.pieces.get(x, ()):
+            if piece.helper not in behind:
+                yield self.lend_one(self.layers - 1, piece)
+
+    def lend_one(self, layer: int, piece: Help) -> Step:
+        pieces = self.pieces[piece.subsequence]
+        up_to = self.keys("fetch", layer, pieces[:pieces.index(piece) + 1])
+        [lent] = self.keys("lend", layer, [piece], BACK)
+        return Step(*lent, (("forward", (layer, piece.subsequence)), *up_to))
+
+    def lend_next(self, layer: int, piece: Help) -> Iterator[Step]:
+        """What a helper needs for its next unit."""
+        if layer > 0:
+            yield self.lend_one(layer - 1, piece)
+            return
+        earlier = [one for x, those in self.pieces.items() if x < piece.subsequence
+                   for one in those if one.helper == piece.helper]
+        if earlier:
+            yield self.lend_one(self.layers - 1, max(earlier, key=lambda one: one.subsequence))
 
     def before_subsequence(self, x: int, arrived: tuple[Key, ...]) -> Iterator[Step]:
-        """The messages of a subsequence's backward but for what is lent. `arrived`: the step that brings
-        dy."""
+        """The first messages of a subsequence's backward; add_one() has the others. `arrived`: the step that
+        brings dy."""
         pieces = self.pieces.get(x, [])
-        for layer in reversed(range(self.layers)) if pieces else ():
-            # protects the sums that later subsequences still add to
-            waits = (self.summed[layer],) if layer in self.summed else ()
+        for layer in reversed(range(max(0, self.layers - 2), self.layers)):
             for piece in reversed(pieces):
-                [passed], [fetched] = (self.keys(kind, layer, [piece], BACK) for kind in ("pass", "fetch"))
-                yield Step(*passed, waits + (arrived if layer == self.layers - 1 else ()))
-                # protects the sums, and the rows of dy, that come back changed
-                dy = self.keys("pass", self.layers - 1, [piece], BACK) if layer == 0 else ()
-                yield Step(*fetched, (passed, *dy))
-                waits = fetched,
-        for piece in reversed(pieces):
-            yield self.collect(self.layers - 1, piece)
+                yield from self.sums_of(layer, piece, arrived if layer == self.layers - 1 else ())
+                if layer == self.layers - 1:
+                    yield self.collect(layer, piece)
+
+    def sums_of(self, layer: int, piece: Help, arrived: tuple[Key, ...] = ()) -> Iterator[Step]:
+        """Sends sums to a helper, and what it needs for its next unit; gets the sums back."""
+        pieces = self.pieces[piece.subsequence]
+        later = pieces[pieces.index(piece) + 1:][:1]
+        # protects the sums that later subsequences, and rows, still add to
+        waits = self.keys("fetch", layer, later, BACK)
+        if not later and layer in self.summed:
+            waits = self.summed[layer],
+        [passed], [fetched] = (self.keys(kind, layer, [piece], BACK) for kind in ("pass", "fetch"))
+        yield Step(*passed, waits + arrived)
+        yield from self.lend_next(layer, piece)
+        # protects the sums, and the rows of dy, that come back changed
+        dy = self.keys("pass", self.layers - 1, [piece], BACK) if layer == 0 else ()
+        yield Step(*fetched, (passed, *dy))
 
     def collect(self, layer: int, piece: Help) -> Step:
         [collected] = self.keys("collect", layer, [piece], BACK)
@@ -123,11 +146,12 @@ class Home:
         """What the home adds before the backward of one of its units; layer -1 stands behind all."""
         layer, x = unit
         pieces = self.pieces.get(x, [])
+        turns = max((piece.turns for piece in pieces), default=1)
         for turn in range(self.layers) if pieces else ():
             for ahead, piece in reversed([*enumerate(pieces)]):
                 # pieces are done one after the other: this one is so many units of the home ahead; a unit
                 # more is left to the message
-                before = self.layers - 1 - max(0, turn + 1 - ahead // piece.turns)
+                before = self.layers - 1 - max(0, turn + 1 - ahead // turns)
                 if before == layer:
                     yield from self.add_one(self.layers - 1 - turn, piece)
 
@@ -137,6 +161,8 @@ class Home:
         self.summed[layer] = self.added[piece.helper] = added
         if layer > 0:
             yield self.collect(layer - 1, piece)
+        if layer > 1:
+            yield from self.sums_of(layer - 2, piece)
 
 
 class Helper:

@@ -150,6 +150,11 @@ class Placement:
             own[piece.subsequence] -= piece.rows
         return *own, *(piece.rows for piece in self.guests)
 
+    @cached_property
+    def partners(self) -> list[int]:
+        """The stages that compute for this one, and those for which it computes."""
+        return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
+
     @property
     def likes(self) -> list[int]:
         """Of each unit the place of its subsequence, or guest, in `lengths`."""

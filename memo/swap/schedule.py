@@ -184,7 +184,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
     following = dict(zip(inputs, inputs[1:], strict=False))
     for unit in inputs[:1]:
         yield Step("receive", unit, stream.before(unit))
-    yield from home.first()
+    yield from home.lend((0, 0))
     yield from helper.first(before=True)
     for k, unit in enumerate(units):
         if unit == (0, subsequences - 1):  # while the last subsequence is computed
@@ -264,8 +264,8 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
         if unit == (stream.top, 0):  # while the last subsequence is computed
             yield from helper.first_back(before=True)
         if unit == (stream.top, i) and not guest:
-            yield from home.lend_back(i - 1)
             yield from home.before_subsequence(i, arrived or (("head", unit),))
+            yield from home.lend_back(i - 1)
         if guest:
             waits, arrived = waits + helper.before_recompute(unit), helper.before_backward(unit)
         if k in fates.rebuilt:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 FORWARD = ("embedding", "forward", "head", "offload", "offload keys", "offload stream", "prefetch stream",
            "receive", "send")
 # {kind of a message between a home and a helper, which is another stage: its stream}, the other one's number
-# behind both. What comes early, or may be late, does not hold up what others wait for
-LANES = {"lend": "bulk to", "repay": "bulk to", "borrow": "bulk from", "collect": "bulk from",
-         "pass": "to", "return": "to", "take": "from", "fetch": "from"}
+# behind both
+LANES = {"lend": "to", "repay": "to", "pass": "to", "return": "to",
+         "borrow": "from", "collect": "from", "take": "from", "fetch": "from"}
 SENT = "send", "lend", "pass", "return", "repay"  # what the kinds of those begin with that send
 BACK = " back"  # ends the kinds of those of a backward
 Unit = tuple[int, int]  # layer, subsequence

@@ -55,9 +55,9 @@ def rule_of_read(step: Step, what: str, copied: bool) -> str:
 def rule_of_write(step: Step, other: Step) -> str:
     if other.stream == "offload":
         return "a buffer is overwritten after its copy has left"
-    if other.stream.startswith(("send", "to", "bulk to")):
+    if other.stream.startswith(("send", "to")):
         return "a place is overwritten after it was sent"
-    if step.stream.startswith(("prefetch", "receive", "from", "bulk from")):
+    if step.stream.startswith(("prefetch", "receive", "from")):
         return "a buffer is refilled after it was read"
     return "a place is written after it was read"
 

@@ -114,8 +114,7 @@ def two_steps(layout, axis_of):
     before, behind = (Link(*(axis_of(f"{way} {which}", 2 * (cfg.pp > 1) or 1) for way in ("x", "dx")))
                       for which in ("before", "behind"))
     other = 1 - cfg.stage
-    lanes = {lane: axis_of(lane, 2) for way in ("to", "from") for lane in (f"{way} {other}",
-                                                                         f"bulk {way} {other}") if cfg.msp}
+    lanes = {lane: axis_of(lane, 2) for lane in (f"to {other}", f"from {other}") if cfg.msp}
     if cfg.msp:
         cfg = replace(cfg, shares=even_shares(cfg))
     mesh = Mesh(before=before, behind=behind, lanes=lanes, weights=axis_of("tp", cfg.tp),
