@@ -16,6 +16,7 @@ With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +44,9 @@ from memo.parallel.tp import (
 )
 from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
-from memo.subsequences import unit_rows
+from memo.subsequences import slice_lengths, unit_rows
 from memo.swap.buffers import Swap
+from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
 from memo.swap.steps import LANES, SENT, Step, Unit, is_forward
 
@@ -167,6 +169,18 @@ class GPT:
         self.lengths = [len(t) for t in here]
         self.positions = [t.to(self.device).repeat(B) for t in here]
         self.turn = [self.rotations_of(positions) for positions in self.positions]
+        p, slices = self.swap.placement, slice_lengths(cfg, T * cfg.cp)
+        self.unit_turn = dict(enumerate(self.turn))
+        for unit, s in self.swap.units.items() if p.several else ():
+            first, end, i = 0, len(s.x), unit[1]
+            if guest := p.guest_of.get(i):
+                first, end, i = guest.first, guest.end, guest.subsequence
+            tokens = [rows * (1 if cfg.metp else tp.size) // B for rows in (first, end)]
+            ends = accumulate(n // cfg.token_ranks for n in slices[i])
+            inside = [tokens[0], *(n for n in ends if tokens[0] < n < tokens[1]), tokens[1]]
+            s.slices = [b - a for a, b in pairwise(inside)]
+            if end - first < p.cuts[i] and (turn := self.turn[i]) is not None:
+                self.unit_turn[unit[1]] = of_sequences(turn, B, first, end).flatten(0, 1)
 
     @property
     def key_shape(self) -> tuple[int, int]:
@@ -345,12 +359,10 @@ class GPT:
 
     def of_unit(self, unit: Unit) -> tuple[Block, torch.Tensor | None]:
         """What computes a unit, and the rotations of its rows."""
-        (layer, i), p = unit, self.swap.placement
-        guest = p.guest_of.get(i)
-        turn = self.turn[guest.subsequence if guest else i]
-        first, end = (guest.first, guest.end) if guest else (0, len(self.swap.units[unit].x))
+        layer, i = unit
+        guest = i in self.swap.placement.guest_of
         block = self.guest_blocks[self.swap.lending.turn[unit]] if guest else self.blocks[layer]
-        return block, turn if turn is None else turn[first:end]
+        return block, self.unit_turn.get(i)
 
     def zeroed(self, unit: Unit) -> list[torch.Tensor]:
         """What is to be 0 before the backward of a unit, which adds to it."""
@@ -367,19 +379,22 @@ class GPT:
     @staticmethod
     def unit_forward(block: Block, x: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
                      y: torch.Tensor) -> None:
-        """x -> y, (n, C)."""
+        """x -> y, (n, C), or both (B, n/B, C) where others compute the rows between."""
         if x is not s.x:
-            s.x.copy_(x)
-        block.forward(s, turn, y)
+            s.x.view(x.shape).copy_(x)
+        if y.dim() == 2:
+            block.forward(s, turn, y)
+        else:
+            y.copy_(block.forward(s, turn, torch.empty_like(s.x)).view(y.shape))
 
     def unit_backward(self, block: Block, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
                       dx: torch.Tensor, zeroed: list[torch.Tensor]) -> None:
-        """dy -> dx, (n, C)."""
+        """dy -> dx, as in unit_forward."""
         if zeroed:
             torch._foreach_zero_(zeroed)
-        block.backward(dy, s, turn)
+        block.backward(dy.flatten(0, -2), s, turn)
         if dx is not s.x:
-            dx.copy_(s.x)
+            dx.copy_(s.x.view(dx.shape))
 
     def arrive(self, bucket: int) -> None:
         """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all

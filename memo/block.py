@@ -25,7 +25,7 @@ from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_hea
 from memo.layer import KEYS_VALUES, layer_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
-from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward
+from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, in_slices
 from memo.parallel.tp import (
     bias_backward,
     column_linear_backward,
@@ -65,7 +65,7 @@ class Block:
         # the product of a query and a key has a variance of D; the softmax wants 1
         self.head_dim, self.scale = layer.head_dim, layer.head_dim ** -0.5
         self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)  # of a rank
-        self.keys_apart = layer.head_norms or prefix.ranks > 1
+        self.keys_change = layer.head_norms or prefix.ranks > 1  # on their way to a piece
         names = [t.name for t in layer.skeletal]
         self.last = layer.skeletal[-1].name  # of the MLP half
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
@@ -89,7 +89,7 @@ class Block:
         if len(s.attn_out[rows["attn_out"]]):
             q, out = self.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
             if s.pieces:
-                attend_prefix(self.prefix_at(turn), q, s.pieces, self.scale, out, s.lse)
+                attend_prefix(self.prefix_at(s, turn), q, s.pieces, self.scale, out, s.lse)
             else:
                 k, v = self.keys_of(s)
                 attend(self.attention_at(turn), q, k, v, True, self.scale, out, s.lse)
@@ -122,8 +122,8 @@ class Block:
             for name in "qk":
                 if rows[name] != NO_ROWS:
                     self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
-        if s.pieces and rows["k"] != NO_ROWS and self.keys_apart:
-            made = self.prefix_at(turn).to_pieces(*self.keys_of(s))
+        if s.pieces and rows["k"] != NO_ROWS and self.keys_apart(s):
+            made = self.prefix_at(s, turn).to_pieces(*self.keys_of(s))
             for place, tensor in zip(s.pieces[-1], made, strict=True):
                 place.copy_(tensor)
 
@@ -136,10 +136,15 @@ class Block:
         if not s.pieces:
             return s
         k, v = s.pieces[-1]
-        if self.keys_apart:
+        if self.keys_apart(s):
             k, v = (s.x.new_empty(len(s.x) * self.tp.size, len(self.w.k_w)) for _ in range(2))
         return SimpleNamespace(**vars(s) | {name: t.view(len(s.x), self.tp.size, -1)
                                             for name, t in (("k", k), ("v", v))})
+
+    def keys_apart(self, s: SimpleNamespace) -> bool:
+        """Whether the unit's own piece does not hold keys and values as the layer makes them; so, too, where
+        other stages compute the later rows of several sequences, whose keys lie between."""
+        return self.keys_change or not s.pieces[-1][0].is_contiguous()
 
     def keys_of(self, s: SimpleNamespace) -> list[torch.Tensor]:
         """(B, T, Hkv/tp, D) twice."""
@@ -149,7 +154,7 @@ class Block:
         """The unit's own piece again, from its input x (n, C)."""
         names = [name for name in ("ln1_out", "ln1_mean", "ln1_rstd") if hasattr(s, name)]
         normed = {name: torch.empty_like(getattr(s, name)) for name in names}
-        again = SimpleNamespace(x=x, pieces=s.pieces, lse=s.lse, **normed)
+        again = SimpleNamespace(x=x, pieces=s.pieces, slices=s.slices, lse=s.lse, **normed)
         rows = self.no_rows | dict.fromkeys((*names, *KEYS_VALUES), EVERY_ROW)
         self.queries_keys_values(self.with_keys(again), turn, rows)
 
@@ -158,7 +163,7 @@ class Block:
         """dq, dk, dv of attention over a prefix; those of k and v are complete: later subsequences have added
         theirs to `s.sums` before."""
         q, out = self.heads(s.q, s.attn_out, like=s.lse)
-        prefix = self.prefix_at(turn)
+        prefix = self.prefix_at(s, turn)
         dq = attend_prefix_backward(prefix, dout, q, s.pieces, s.sums, out, s.lse, self.scale)
         if self.w.k_norm_w is not None:  # the norm's backward wants k as it was before
             self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, s.ln1_out, {"k": EVERY_ROW})
@@ -202,11 +207,12 @@ class Block:
             return self.attention
         return over_normed_heads(self.attention, self.ops, self.w, self.dw, self.eps, turn)
 
-    def prefix_at(self, turn: torch.Tensor | None) -> PrefixAttention:
+    def prefix_at(self, s: SimpleNamespace, turn: torch.Tensor | None) -> PrefixAttention:
         """The same over a prefix."""
+        prefix = in_slices(self.prefix, s.slices)
         if self.w.q_norm_w is None:
-            return self.prefix
-        return prefix_of_normed_heads(self.prefix, self.ops, self.w, self.dw, self.eps, turn)
+            return prefix
+        return prefix_of_normed_heads(prefix, self.ops, self.w, self.dw, self.eps, turn)
 
     def projection(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""

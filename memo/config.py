@@ -268,16 +268,10 @@ class Config:
             self.check_msp()
 
     def check_msp(self) -> None:
-        """Stages that help each other: what they share has rows of one sequence, on one rank or on tp's."""
         rule = "stages that have nothing to compute help others"
         if self.pp == 1:
             raise ConfigError(f"msp=True goes with pp > 1 only, not pp=1 ({rule}); try --pp=2, or leave "
                               "it out")
-        for name, wanted in (("cp", 1), ("tensor_parallel", "megatron"), ("batch_size", 1)):
-            if (value := getattr(self, name)) != wanted:
-                raise ConfigError(f"msp=True goes with {name}={wanted} only, not {name}={value} (pieces of a "
-                                  f"subsequence are its neighbouring rows); try --{name}={wanted}, or leave "
-                                  "msp out")
         if self.subsequences != "auto" and self.subsequences < self.pp:
             raise ConfigError(f"msp=True needs at least pp={self.pp} subsequences, not {self.subsequences} "
                               f"({rule}, each only before or only behind its own); try "

@@ -157,7 +157,9 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
         together = with_bubbles(stages, [one.alone() for one in stages])
         if cfg.msp:
             together = shared(stages, together)
-            open_lanes(model.mesh, [piece for p, _ in together for piece in p.lent], model.device)
+            shares = tuple(piece for p, _ in together for piece in p.lent)
+            open_lanes(model.mesh, shares, model.device)
+            model.cfg = replace(cfg, shares=shares)
         placement, swap_plan = together[cfg.stage]
     model.reserve(B, T, placement, **how)
     return Decision(placement, swap_plan, rates, limit)
@@ -180,7 +182,7 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
     if trace is None:
         arena.recorded()  # half a rehearsal, of no use
     p = model.swap.placement
-    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name, shares=(*p.guests, *p.lent))
+    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
 
     def make(device: torch.device) -> "GPT":

@@ -105,7 +105,7 @@ class MetpBlock(Block):
                 self.fill_piece(s, normed, heads, matrices, turn)
             del matrices  # before the next group's take memory
             if s.pieces:
-                attend_prefix(self.prefix_at(turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
+                attend_prefix(self.prefix_at(s, turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
             else:  # over all ranks' tokens
                 attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, others,
                        others and ahead.prepare)
@@ -147,8 +147,8 @@ class MetpBlock(Block):
         if "k_w" not in matrices:
             return
         [own] = of_heads(s.pieces[-1:], heads.kv)
-        if self.keys_apart:
-            made = self.prefix_at(turn).to_pieces(*self.made("kv", normed, matrices, turn, s.lse))
+        if self.keys_apart(s):
+            made = self.prefix_at(s, turn).to_pieces(*self.made("kv", normed, matrices, turn, s.lse))
             for place, tensor in zip(own, made, strict=True):
                 place.copy_(tensor)
         else:
@@ -259,12 +259,12 @@ class MetpBlock(Block):
             k, v = kv
             return attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale, others,
                                    meanwhile)
-        prefix, sums = self.prefix_at(turn), of_heads(s.sums, heads.kv)
+        prefix, sums = self.prefix_at(s, turn), of_heads(s.sums, heads.kv)
         dq = attend_prefix_backward(prefix, dout, q, of_heads(s.pieces, heads.kv), sums, out, lse, self.scale)
         if "k_w" not in matrices:
             return [dq]
         own = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in sums[-1]]
-        if self.keys_apart:  # the norm's backward wants k as it was before
+        if self.keys_apart(s):  # the norm's backward wants k as it was before
             [own[0]] = self.made("k", normed, matrices, turn, s.lse)
         return [dq, *prefix.from_pieces(*sums[-1], *own)]
 

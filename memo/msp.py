@@ -21,7 +21,7 @@ class Help(NamedTuple):
     stage: int
     subsequence: int
     helper: int
-    first: int  # of a rank's own rows
+    first: int  # of a rank's own rows, where each sequence of a batch has as many
     end: int
     layers: int
     part: float

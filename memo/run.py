@@ -341,7 +341,7 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
     lines = memory.where_it_lives(cfg, decision, model, optimizer)
     records = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              columns=token_columns(cfg, cfg.block_size, mesh), lines=lines, stage_records=records,
+              columns=token_columns(model.cfg, cfg.block_size, mesh), lines=lines, stage_records=records,
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)
     run.loggers = together(mesh.host, lambda: open_loggers(run) if run.speaks else [])

@@ -28,17 +28,20 @@ Part = Callable[[int, int], float]
 
 
 def flops_of_rows(cfg: Config, x: int, rows: int) -> float:
-    """Of a layer's forward, of the first own rows of subsequence x."""
+    """Of a layer's forward, of one sequence: of the first own rows of subsequence x."""
     lengths = subsequence_lengths(cfg)
-    before = sum(lengths[:x])
-    return layer_forward_flops(cfg, before + rows * cfg.tp) - (layer_forward_flops(cfg, before) if x else 0)
+    before, tokens = sum(lengths[:x]), rows * cfg.cp * cfg.tp // cfg.batch_size
+    return layer_forward_flops(cfg, before + tokens) - (layer_forward_flops(cfg, before) if x else 0)
 
 
 def shares_with(cfg: Config, part: Part) -> Shares:
     """The Shares of a config. part(stage, x): of a unit's FLOPs, what each of its helpers gets."""
-    cuts = [n // cfg.tp for n in subsequence_lengths(cfg)]
+    ranks = cfg.cp * cfg.tp
+    cuts = [cfg.batch_size * n // ranks for n in subsequence_lengths(cfg)]
     layers = [len(replace(cfg, stage=k).layers) for k in range(cfg.pp)]
-    multiple = ALIGNED if all(n % ALIGNED == 0 and n >= 2 * cfg.pp * ALIGNED for n in cuts) else 1
+    multiple = cfg.batch_size * cfg.block_multiple // ranks  # of rows: as many of each sequence, and zigzag
+    if all(n % (ALIGNED * multiple) == 0 and n >= 2 * cfg.pp * ALIGNED * multiple for n in cuts):
+        multiple *= ALIGNED
     return shares_of(layers, cuts, multiple, partial(flops_of_rows, cfg), part)
 
 
@@ -87,7 +90,8 @@ def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[str], H
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
     if lanes is None:
         return lambda kinds, piece, end: 0.0
-    sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel)
+    sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel,
+                        lanes.dealt)
 
     def seconds(kinds: Sequence[str], piece: Help, end: str) -> float:
         steps = [Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence)) for kind in kinds]
@@ -155,7 +159,8 @@ def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
     """The facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
     p = placed(cfg, 1, n_rows(cfg))
-    taken = sum(shared_regions(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1)).values())
+    taken = sum(shared_regions(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1),
+                               keys_dealt(cfg)).values())
     if not facts.room.cpu:
         taken += lane_bytes(p)
     room = replace(facts.room, spare_bytes=facts.room.spare_bytes - taken)

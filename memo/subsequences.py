@@ -41,6 +41,20 @@ def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
     return tuple(n * multiple for n in counts)
 
 
+def slice_lengths(cfg: "Config", S: int | None = None) -> list[tuple[int, ...]]:
+    """Of each subsequence the tokens of its slices, one after the other: each is dealt by itself to the ranks
+    that share a sequence. A slice ends where rows end that a stage computes for another one: so what comes
+    before them in a rank's order comes before them on all ranks. Otherwise a subsequence is one slice."""
+    lengths = subsequence_lengths(cfg, S)
+    if cfg.token_ranks == 1 or S not in (None, cfg.block_size):
+        return [(n,) for n in lengths]
+    ends = [{n} for n in lengths]
+    for piece in cfg.shares:
+        ends[piece.subsequence] |= {rows * cfg.cp * cfg.tp // cfg.batch_size
+                                    for rows in (piece.first, piece.end)}
+    return [tuple(end - first for first, end in pairwise(sorted({0} | here))) for here in ends]
+
+
 def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
     """The subsequences of B sequences of which a rank of cp holds T tokens each, as a Placement takes them:
     `cuts`, a rank's own rows of each, none where there is one subsequence; `order`; of a stage of several

@@ -28,7 +28,7 @@ from memo.parallel.mesh import Axis, Mesh
 from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, other_end
 from memo.profiler import MeasuredUnit
 from memo.sharing import decided_shares, even_shares, shared, with_shares
-from memo.subsequences import subsequence_lengths
+from memo.subsequences import slice_lengths, subsequence_lengths
 from memo.swap.schedule import Fates, evaluation, schedule, units_in_order
 from memo.swap.shared_bytes import SharedBytes
 from memo.swap.steps import LANES, is_message
@@ -221,10 +221,10 @@ def test_nobody_helps_where_the_device_has_no_room_for_it():
 
 
 def test_the_memory_is_what_its_lines_say():
-    cfg = Config(**KEYS, pp=2, stage=1, msp=True, subsequences=4, activation="keep")
+    cfg = Config(**KEYS, batch_size=2, pp=2, stage=1, msp=True, subsequences=4, activation="keep")
     cfg = replace(cfg, shares=even_shares(cfg))
     model = GPT(cfg, CPU, torch.float32)
-    model.reserve(1, cfg.block_size)
+    model.reserve(2, cfg.block_size)
     p = model.swap.placement
     lines = activation_lines(cfg, p, 4)
     assert sum(line.device_bytes for line in lines) == model.swap.device_bytes
@@ -341,6 +341,25 @@ def test_no_mode_no_optimizer_on_the_host_and_no_evaluation_changes_a_bit():
         assert losses == found[0], way
 
 
+SHARED = [("pp2 cp2", "llama", "memo", "ring", 2), ("pp3 cp2", "gpt", "keep", "ring", 1),
+          ("pp2 cp2", "llama", "recompute", "ulysses", 1), ("pp2 tp2", "llama", "swap", "metp", 2)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout,family,mode,kind,B", [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case != SHARED[0])) for case in SHARED])
+def test_so_they_do_with_batches_and_where_ranks_share_a_sequence(layout, family, mode, kind, B):
+    keys = KEYS | FAMILIES[family] | dict(gradient_accumulation_steps=2, batch_size=B, block_size=1024)
+    cfg = Config(**keys | layout_keys(layout, kind), msp=True, activation=mode, subsequences=4,
+                 subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
+    cfg = replace(cfg, shares=even_shares(cfg))
+    slices = slice_lengths(cfg)  # each dealt to the ranks by itself
+    assert max(map(len, slices)) == cfg.pp and sum(map(sum, slices)) == cfg.block_size
+    [found] = on_ranks(layout, [cfg], True, work=delayed)
+    agree(found, step_alone(Config(**keys, subsequences=1)), mode)
+    assert found[3] == 0  # the memory plan has all that is requested
+
+
 def placements(host, args):
     """Of a run that is ready to train."""
     run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
@@ -365,9 +384,6 @@ def test_the_stages_of_a_run_agree(dataset, tmp_path, deterministic):
 @pytest.mark.parametrize("keys,message", [
     (dict(), "msp=True goes with pp > 1 only, not pp=1 .*; try --pp=2"),
     (dict(pp="auto", tp=2), "msp=True goes with pp > 1 only, not pp=1 .*; try --pp=2"),
-    (dict(pp=2, cp=2), "msp=True goes with cp=1 only, not cp=2 .*; try --cp=1"),
-    (dict(pp=2, tp=2, tensor_parallel="metp"), "not tensor_parallel=metp .*; try --tensor_parallel=megatron"),
-    (dict(pp=2, batch_size=2), "msp=True goes with batch_size=1 only, not batch_size=2 .*; try --batch_size"),
     (dict(pp="auto", subsequences=1), "with msp=True pp > 1, and at least pp subsequences"),
     (dict(pp=4, subsequences=2), "at least pp=4 subsequences, not 2 .*; try --subsequences=4")])
 def test_bad_input(keys, message):

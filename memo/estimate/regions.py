@@ -74,7 +74,7 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int
              "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
     regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_bytes(tensors)
     if p.guests or p.lent:
-        regions |= shared_regions(p, tensors, layer_numel(cfg, data))
+        regions |= shared_regions(p, tensors, layer_numel(cfg, data), keys_dealt(cfg))
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),

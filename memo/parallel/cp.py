@@ -21,7 +21,7 @@ from memo.attention import Attention, Gradients, Result
 from memo.config import Config
 from memo.parallel.mesh import Axis, Mesh
 from memo.parallel.visits import Visits
-from memo.subsequences import subsequence_lengths
+from memo.subsequences import slice_lengths
 
 
 def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
@@ -35,16 +35,19 @@ def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
 
 def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[list[tuple[int, int]]]]:
     """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by subsequences, and of
-    each by columns: a rank's (B, T) has the tokens of one subsequence after the other, and in it the columns
-    take turns. One column, whose tokens these ranks have in turns; with METP one for each of them, which is
-    its own."""
+    each by columns: a rank's (B, T) has the tokens of one subsequence after the other, in it those of one
+    slice after the other, and the columns take turns. One column, whose tokens these ranks have in turns;
+    with METP one for each of them, which is its own."""
     tokens, tp, found, start = mesh.tokens, mesh.weights, [], 0
     ranks = range(tokens.rank - tp.rank, tokens.rank - tp.rank + tp.size) if cfg.metp else [tokens.rank]
-    for length in subsequence_lengths(cfg, S):
-        columns = [local_token_ranges(length, replace(tokens, rank=rank), cfg.context_parallel)
-                   for rank in ranks]
-        found.append([[(start + first, start + end) for first, end in column] for column in columns])
-        start += length
+    for slices in slice_lengths(cfg, S):
+        columns: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        for length in slices:
+            for column, rank in zip(columns, ranks, strict=True):
+                mine = local_token_ranges(length, replace(tokens, rank=rank), cfg.context_parallel)
+                column += [(start + first, start + end) for first, end in mine]
+            start += length
+        found.append(columns)
     return found
 
 

@@ -13,11 +13,13 @@ adds on each rank what that rank has computed meanwhile. It starts at the next r
 own queries meet their own piece; while the queries leave, they meet the pieces before. So all messages have
 something to hide behind, and the sum makes size - 1 hops. Ulysses: pieces are exchanged once, when they are
 made; queries are exchanged for each call. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32.
+Where stages compute for each other, a subsequence may have several slices, with a zigzag each: in_slices().
 """
 
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -138,6 +140,39 @@ def pieces_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
             dq[:, queries].add_(dq_)
         del dq_  # before the next piece's
     return dq
+
+
+def in_slices(prefix: PrefixAttention, slices: Sequence[int]) -> PrefixAttention:
+    """`prefix` of queries of so many tokens in each of several slices: a PrefixAttention of the same shape. A
+    slice meets those before it in a full call, like pieces, and itself in a causal one."""
+    if len(slices) < 2:
+        return prefix
+    mine = [slice(first, end) for first, end in pairwise(accumulate(slices, initial=0))]
+    both = [(r, slice(r.start * prefix.ranks, r.stop * prefix.ranks)) for r in mine]  # of queries, of keys
+
+    def met(pieces: Pieces, keys: slice) -> Pieces:
+        parts = [slice(0, keys.start)] * (keys.start > 0) + [keys]
+        return [*pieces[:-1], *((k[:, r], v[:, r]) for k, v in pieces[-1:] for r in parts)]
+
+    def forward(q: torch.Tensor, pieces: Pieces, scale: float) -> Result:
+        out, lse = zip(*(prefix.forward(q[:, r], met(pieces, keys), scale) for r, keys in both), strict=True)
+        return torch.cat(out, 1), torch.cat(lse, 2)
+
+    def backward(dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces, out: torch.Tensor,
+                 lse: torch.Tensor, scale: float) -> torch.Tensor:
+        return torch.cat([prefix.backward(dout[:, r], q[:, r], met(pieces, keys), met(sums, keys), out[:, r],
+                                          lse[:, :, r].contiguous(), scale) for r, keys in both], 1)
+
+    def to_pieces(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [prefix.to_pieces(k[:, r], v[:, r]) for r in mine]
+        return torch.cat([k for k, _ in found], 1), torch.cat([v for _, v in found], 1)
+
+    def from_pieces(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor,
+                    v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for r, keys in both:
+            prefix.from_pieces(dk[:, keys], dv[:, keys], k[:, r], v[:, r])
+        return k, v
+    return PrefixAttention(forward, backward, to_pieces, from_pieces, prefix.ranks)
 
 
 # --- ring: queries pass, keys and values stay ---

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memo.layer import INPUT, Layer
-from memo.swap.lending import Lending, of_rows
+from memo.swap.lending import Lending, of_rows, of_sequences
 from memo.swap.placement import Placement
 from memo.swap.schedule import SWEEP_PLACES, evaluation, schedule, swept_inputs
 from memo.swap.shared_bytes import shared_regions
@@ -54,9 +54,10 @@ class Swap:
     """The activations of all units of a (B, T) batch that tp ranks share, placed as `placement` says.
 
     `tensors`: {name: Tensor} of one layer. `units[layer, i]`: the skeletal tensors of a unit, views of its
-    buffer; with several subsequences also `pieces`, [(k, v)] of the subsequences up to it, and `sums`, of
-    their gradients, fp32. `layers`: the units of the first subsequence. `between[layer, i]`: (x, y), twice
-    (n_i, C): what lies below a unit and what lies above it; in the backward their gradients. With one
+    buffer; with several subsequences also `pieces`, [(k, v)] of the subsequences up to it, `sums`, of their
+    gradients, fp32, and `slices`, the tokens of each slice of its own one. `layers`: the units of the first
+    subsequence. `between[layer, i]`: (x, y), twice (n_i, C), or (B, n_i/B, C) where other stages compute the
+    rows between: what lies below a unit and what lies above it; in the backward their gradients. With one
     subsequence x is the unit's own input, with several both are one place, of the stream; `whole` the same
     with the rows that other stages compute; `x[layer]` are all rows, where the device has them. `missing[k]`:
     {tensor: the rows to recompute} of unit k. `steps`: the schedule, `evaluation`: that of a forward alone;
@@ -90,7 +91,8 @@ class Swap:
             t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
             return self.cut(name, at, t.shape, torch.float32 if t.fp32 else dtype)
         names = [name for name in tensors if name in self.buffers]
-        self.units = {unit: SimpleNamespace(pieces=None, **{name: view(k, like, name) for name in names})
+        self.units = {unit: SimpleNamespace(pieces=None, slices=(),
+                                            **{name: view(k, like, name) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.likes, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Any = None
@@ -105,7 +107,8 @@ class Swap:
             for unit, s in self.units.items():
                 n = len(s.x) if unit[1] in p.guest_of else p.cuts[unit[1]]
                 place = self.cut("stream", p.stream_place(unit) * row, (n, *shape[1:]), dtype)
-                self.whole[unit], self.between[unit] = (place, place), (place[:len(s.x)],) * 2
+                mine = place if len(place) == len(s.x) else of_sequences(place, B, 0, len(s.x))
+                self.whole[unit], self.between[unit] = (place, place), (mine, mine)
             swept = self.buffers["sweep"].view(dtype).view(-1, *shape[1:])
             self.sweep_inputs = list(swept.split(max(p.cuts)))
         else:  # a layer's output has the place of the next one's input
@@ -148,7 +151,7 @@ class Swap:
                     s.pieces[-1], s.sums[-1] = (of_rows(pair, mine, tokens) for pair in (keys[unit[1]],
                                                                                          sums[unit[1]]))
         if p.guests or p.lent:
-            self.lending = Lending(p, self.cut, piece, numel, row, tokens, self.dtype)
+            self.lending = Lending(p, self.cut, piece, self.B, numel, row, tokens, self.dtype)
         for unit in (unit for unit in p.units if unit[1] in p.guest_of):
             s = self.units[unit]
             s.pieces, s.sums = (self.lending.pieces_of(unit, of) for of in (self.lending.keys,

@@ -1,7 +1,8 @@
 """The tensors that stages of a pipeline send each other where one computes rows of another: parts of what a
 home has, and a helper's places for them (memo/swap/helping.py). Source: SPPO 6.2.
 
-All are contiguous: of one sequence, rows of a subsequence are neighbours.
+Of each sequence of a batch, rows of a subsequence are neighbours: a message has parts of each, all
+contiguous.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,13 @@ Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def of_rows(pair: tuple[torch.Tensor, torch.Tensor], rows: slice, tokens: int) -> tuple:
-    """Those rows of keys and values (1, T, Hkv, D) with so many tokens for each."""
-    return tuple(t[:, rows.start * tokens:rows.stop * tokens] for t in pair)
+    """Those rows of keys and values (B, T, Hkv, D) with so many tokens for each."""
+    return tuple(t[:, rows.start * tokens // len(t):rows.stop * tokens // len(t)] for t in pair)
+
+
+def of_sequences(stream: torch.Tensor, B: int, first: int, end: int) -> torch.Tensor:
+    """Those rows of B sequences, equally many of each: (n, ...) -> (B, rows, ...)."""
+    return stream.unflatten(0, (B, -1))[:, first // B:end // B]
 
 
 class Lending:
@@ -28,9 +34,9 @@ class Lending:
     parameters. `weights`, `gradients`: of a helper's two places, flat. `repaid`: {helper: place of gradients
     of the weights, and of sums of keys and values, flat}."""
 
-    def __init__(self, placement: Placement, cut: Callable, piece: Callable, numel: int, row: int,
+    def __init__(self, placement: Placement, cut: Callable, piece: Callable, B: int, numel: int, row: int,
                  tokens: int, dtype: torch.dtype) -> None:
-        p, self.placement, self.tokens = placement, placement, tokens
+        p, self.placement, self.B, self.tokens = placement, placement, B, tokens
         self.row = row  # elements of keys and values of a row
         rows, size, fp32 = guest_rows(p), dtype.itemsize, torch.float32
         places = range(PLACES) if p.guests else ()
@@ -86,25 +92,30 @@ class Lending:
         flat."""
         kind, back, unit = step.kind.split(" ")[0], step.kind.endswith(BACK), step.unit
         if guest := self.placement.guest_of.get(unit[1]):
-            turn, stream = self.turn[unit], whole[unit][0]
+            turn, stream = self.turn[unit], of_sequences(whole[unit][0], self.B, 0, guest.rows)
             weights, repaid = self.weights[turn], [self.gradients[turn], self.sum_bytes[unit]]
         else:
             guest, unit = self.lent_at(step)
-            weights, stream = params(unit[0]), whole[unit][0][guest.first:guest.end]
+            weights, stream = params(unit[0]), of_sequences(whole[unit][0], self.B, guest.first, guest.end)
             repaid = self.repaid_of(guest, unit, len(weights))
         keys, sums = (pieces[unit][-1] for pieces in (self.keys, self.sums))
         first, last = unit[0] == 0, unit[0] == guest.layers - 1
         before, up_to, own = slice(0, guest.first), slice(0, guest.end), slice(guest.first, guest.end)
+        flat: Tensors = []
+        pair: tuple[torch.Tensor, ...] = ()
+        ends = False
         if kind in ("repay", "collect"):
-            found = repaid
+            flat = repaid
         elif kind in ("lend", "borrow"):
-            found = [weights, self.key_bytes[unit], *(of_rows(keys, up_to, self.tokens) if back else ())]
+            flat = [weights, self.key_bytes[unit]]
+            pair = of_rows(keys, up_to, self.tokens) if back else ()
         elif kind in ("pass", "take"):
-            pair = of_rows(sums, up_to, self.tokens) if back else of_rows(keys, before, self.tokens)
-            found = [*pair, *[stream] * (last if back else first)]
+            pair, ends = (of_rows(sums, up_to, self.tokens), last) if back else (
+                of_rows(keys, before, self.tokens), first)
         else:
-            pair = of_rows(sums, before, self.tokens) if back else of_rows(keys, own, self.tokens)
-            found = [*pair, *[stream] * (first if back else last)]
+            pair, ends = (of_rows(sums, before, self.tokens), first) if back else (
+                of_rows(keys, own, self.tokens), last)
+        found = [*flat, *(part for t in (*pair, *[stream] * ends) for part in t)]
         return [t for t in found if t.numel()]
 
     def repaid_of(self, guest: Help, unit: Unit, numel: int) -> Tensors:
