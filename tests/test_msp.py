@@ -16,13 +16,15 @@ from memo.bubbles import StageFacts, micro_batch_s
 from memo.config import Config
 from memo.decide import Rates, Room, with_stages
 from memo.errors import ConfigError
-from memo.estimate.__main__ import prepare
+from memo.estimate import budget, hardware, report, search
+from memo.estimate.arena import fast_arena
 from memo.estimate.regions import activation_lines
 from memo.estimate.step_seconds import Ends, Lanes
 from memo.flat import layer_numel
 from memo.launch import Launch
 from memo.layer import tensors_of
 from memo.layout import check_streams, stage_of
+from memo.load_config import load_config
 from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
 from memo.parallel.mesh import Axis, Mesh
 from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, other_end
@@ -399,6 +401,15 @@ def test_each_communicator_has_a_stream():
         check_streams(replace(cfg, pp=15), 15)
 
 
-def test_a_search_goes_without():
-    with pytest.raises(ConfigError, match="msp=True goes without --search .*; leave it out"):
-        prepare(["--search", "--msp=true", "--gpus=8"])
+def test_a_search_takes_help_where_it_makes_a_layout_faster():
+    cfg = load_config(["config/7b_1m.py", "--n_layer=6", "--n_embd=2048", "--n_head=16", "--pp=2", "--tp=1",
+                       "--cp=1", "--block_size=32768", "--subsequences=8", "--unit_order=subsequence"])
+    helped = []
+    for rate in (1e8, 1e11):
+        machine = hardware.machine("a800-80gb", network_bytes_per_s=rate, gpus_per_node=1)
+        got = budget.estimate(cfg, machine, 2, fast_arena)
+        found = search.with_help(got, fast_arena)
+        helped.append(found.cfg.msp)
+        assert found.fits and (found.tgs > got.tgs) == found.cfg.msp
+        assert report.summary(found).startswith("pp=2 msp tp=1" if found.cfg.msp else "pp=2 tp=1")
+    assert helped == [False, True] and found.asked == replace(cfg, msp=True)

@@ -130,10 +130,7 @@ def prepare(argv: list[str]) -> tuple[Config, Machine, int, dict[str, Any]]:
         raise ConfigError("pp=auto needs the number of ranks that stages are to be found for; give --gpus=")
     world = int(options.get("gpus") or prod(keys.get(name, 1) for name in ("pp", "tp", "cp")))
     if "search" in options:  # among all layouts: the config's own need not be one
-        if keys.get("msp"):
-            raise ConfigError("msp=True goes without --search (layouts are compared without help between "
-                              "stages); leave it out, then estimate the layout that was found with it")
-        keys |= dict(pp=1, tp=1, cp=1)
+        keys |= dict(pp=1, tp=1, cp=1, msp=False)
     cfg = Config(**keys)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or local_vocab_size(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}

@@ -32,7 +32,7 @@ def billions(n: float) -> str:
 def layout_of(got: Estimate) -> str:
     cfg = got.cfg
     kind = f" {cfg.context_parallel}" if cfg.cp > 1 and not cfg.metp else ""  # METP's is a ring
-    pp = f"pp={cfg.pp} " * (cfg.pp > 1)
+    pp = f"pp={cfg.pp} " * (cfg.pp > 1) + "msp " * cfg.msp
     return f"{pp}tp={cfg.tp}{' metp' * cfg.metp} cp={cfg.cp}{kind} dp={got.dp}"
 
 
@@ -96,11 +96,11 @@ def stage_lines(got: Estimate) -> list[str]:
 
 def summary(got: Estimate) -> str:
     alpha = "" if got.alpha is None else f"{got.alpha:.2f}"
-    return f"{layout_of(got):29}{mode_of(got):42}{alpha:>6}{percent(got.mfu):>8}" \
+    return f"{layout_of(got):33}{mode_of(got):42}{alpha:>6}{percent(got.mfu):>8}" \
            f"{got.tgs or 0:>12,.1f}{got.device_bytes / GIB:>9.1f}  {got.binds}"
 
 
-HEADING = f"{'layout':29}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
+HEADING = f"{'layout':33}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB':>9}  bound by"
 
 
 def advice(got: Estimate) -> list[str]:
@@ -130,6 +130,8 @@ def as_dict(got: Estimate) -> dict:
     cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
     layout = dict(tp=cfg.tp, cp=cfg.cp, pp=cfg.pp, dp=got.dp, tensor_parallel=cfg.tensor_parallel,
                   subsequences=cfg.n_subsequences)
+    if cfg.msp:
+        layout["msp"] = True
     if cfg.metp:
         layout["head_groups"] = head_groups(cfg)
     stages = dict(stage=cfg.stage, stages=[stage_dict(one) for one in got.stages]) if cfg.pp > 1 else {}

@@ -93,6 +93,15 @@ def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena)
     return fastest if fastest.fits else got
 
 
+def with_help(got: Estimate, arena: ArenaOf) -> Estimate:
+    """The Estimate of stages that help each other, where that is faster."""
+    one = config_with(got.cfg, stage=0, msp=True)  # None for one stage, or too few subsequences
+    helped = estimate_or_none(one, got.machine, got.world, arena)
+    if helped is None or not helped.fits or speed(helped) <= speed(got):
+        return got
+    return replace(helped, asked=replace(got.asked, msp=True), chosen=got.chosen)
+
+
 def speed(got: Estimate) -> float:
     """The key by which Estimates are compared: tokens per second, or less memory where the speed is not
     known."""
@@ -119,9 +128,9 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = M
 
 def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
            best: int = 5) -> list[Estimate]:
-    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`.
-    Where none fits, the one that takes the least memory. Errors: ConfigError where there is no layout at all
-    for so many ranks."""
+    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`;
+    with stages that help each other (msp) where these are faster so. Where none fits, the one that takes the
+    least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
     seen: set[tuple] = set()
     every, judged = [*layouts(cfg, machine, world)], 0
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "
@@ -148,8 +157,10 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                 taken.append(with_the_fastest(exact, arena))
             if len(taken) == best:
                 break
+        if taken:  # of stages that help each other only these are looked at: it takes long
+            return sorted((with_help(one, arena) for one in taken), key=speed, reverse=True)
         nearest = min(found, key=lambda got: got.device_bytes)
-        return taken or [estimate_or_none(nearest.asked, machine, world, arena) or nearest]
+        return [estimate_or_none(nearest.asked, machine, world, arena) or nearest]
 
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
