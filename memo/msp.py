@@ -39,6 +39,10 @@ class Help(NamedTuple):
 
 
 Shares = tuple[Help, ...]  # of all stages
+# {(stage, subsequence): {helper: the part of the unit's FLOPs that it gets}}, in causal order
+Parts = dict[tuple[int, int], dict[int, float]]
+# (stage, subsequence, stages, subsequences) -> who helps there
+Helping = Callable[[int, int, int, int], list[int]]
 
 
 def guest_number(piece: Help, subsequences: int) -> int:
@@ -50,6 +54,16 @@ def helpers(stage: int, subsequence: int, stages: int, subsequences: int) -> lis
     """The stages that are idle when one has this subsequence, those that share its pieces in causal order."""
     slot = stage + subsequence
     return [k for k in range(stages) if slot < k or slot - k >= subsequences]
+
+
+def dealt_helpers(stage: int, subsequence: int, stages: int, subsequences: int) -> list[int]:
+    """Of these helpers those that a stage gets where they are dealt out to all busy ones, as evenly as can
+    be: each helper then needs the weights of fewer stages."""
+    those, slot = helpers(stage, subsequence, stages, subsequences), stage + subsequence
+    busy = [k for k in range(stages) if 0 <= slot - k < subsequences]
+    n, turn = len(those), busy.index(stage)
+    first, end = turn * n // len(busy), (turn + 1) * n // len(busy)
+    return those[first:max(end, first + 1)]
 
 
 def helped_units(stages: int, subsequences: int) -> dict[tuple[int, int], list[int]]:
@@ -71,18 +85,22 @@ def piece_ends(flops: Callable[[int], float], rows: int, multiple: int, parts: S
     return [*ends, rows]
 
 
+def even_parts(stages: int, subsequences: int, helping: Helping = helpers) -> Parts:
+    """The Parts with which a home and its helpers compute as long, where `helping` says who helps."""
+    found = {unit: helping(*unit, stages, subsequences) for unit in helped_units(stages, subsequences)}
+    turns = Counter((helper, sum(unit)) for unit, those in found.items() for helper in those)
+    return {unit: dict.fromkeys(those, 1 / (len(those) + max(turns[helper, sum(unit)] for helper in those)))
+            for unit, those in found.items()}
+
+
 def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
-              flops: Callable[[int, int], float], part: Callable[[int, int], float]) -> Shares:
+              flops: Callable[[int, int], float], parts: Parts) -> Shares:
     """The Shares of stages with so many `layers`, of subsequences of `cuts` rows, in pieces of multiples of
-    `multiple` rows. flops(x, n): of the first n rows of subsequence x. part(stage, x): the part of a unit's
-    FLOPs that each of its helpers gets; 0: nobody helps there."""
-    N, made = len(cuts), list[Help]()
-    for (stage, x), those in helped_units(len(layers), N).items():
-        given = part(stage, x)
-        if given <= 0:
-            continue
-        parts = [1 - given * len(those), *[given] * len(those)]
-        ends = piece_ends(partial(flops, x), cuts[x], multiple, parts)
+    `multiple` rows. flops(x, n): of the first n rows of subsequence x."""
+    made = list[Help]()
+    for (stage, x), those in parts.items():
+        every = [1 - sum(those.values()), *those.values()]
+        ends = piece_ends(partial(flops, x), cuts[x], multiple, every)
         made += [Help(stage, x, helper, first, end, layers[stage],
                        (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
                  for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]

@@ -1,6 +1,7 @@
-"""How much the stages of a pipeline compute for each other: of each slot of memo/msp.py the part that a
-helper gets, so that all end together, where that is faster. The schedules of all stages, run together, are
-the judge. The run hands in what its stages measured, the estimate what it models. No torch. Source: SPPO 6.2.
+"""How much the stages of a pipeline compute for each other: of each slot of memo/msp.py who helps whom, and
+the part that a helper gets, so that all end together, where that is faster. The schedules of all stages, run
+together, are the judge. The run hands in what its stages measured, the estimate what it models. No torch.
+Source: SPPO 6.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.config import Config
 from memo.decide import Placed
 from memo.estimate.regions import lane_bytes
+from memo.estimate.step_seconds import UnitRates
 from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
 from memo.layer import keys_dealt, n_rows, tensors_of
-from memo.msp import Help, Shares, helped_units, shares_of
+from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, helpers, shares_of
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
@@ -24,7 +26,6 @@ from memo.swap.shared_bytes import SharedBytes, shared_regions
 from memo.swap.steps import BACK, Step
 
 FASTER = 0.99  # at most so much of a slot's seconds is left where help is worth its messages
-Part = Callable[[int, int], float]
 
 
 def flops_of_rows(cfg: Config, x: int, rows: int) -> float:
@@ -34,52 +35,57 @@ def flops_of_rows(cfg: Config, x: int, rows: int) -> float:
     return layer_forward_flops(cfg, before + tokens) - (layer_forward_flops(cfg, before) if x else 0)
 
 
-def shares_with(cfg: Config, part: Part) -> Shares:
-    """The Shares of a config. part(stage, x): of a unit's FLOPs, what each of its helpers gets."""
+def shares_with(cfg: Config, parts: Parts) -> Shares:
+    """The Shares of a config."""
     ranks = cfg.cp * cfg.tp
     cuts = [cfg.batch_size * n // ranks for n in subsequence_lengths(cfg)]
     layers = [len(replace(cfg, stage=k).layers) for k in range(cfg.pp)]
     multiple = cfg.batch_size * cfg.block_multiple // ranks  # of rows: as many of each sequence, and zigzag
     if all(n % (ALIGNED * multiple) == 0 and n >= 2 * cfg.pp * ALIGNED * multiple for n in cuts):
         multiple *= ALIGNED
-    return shares_of(layers, cuts, multiple, partial(flops_of_rows, cfg), part)
+    return shares_of(layers, cuts, multiple, partial(flops_of_rows, cfg), parts)
 
 
-def even_shares(cfg: Config) -> Shares:
-    """The Shares where messages are free: in each slot every stage computes as much."""
-    return shares_with(cfg, lambda stage, x: 1 / cfg.pp)
+def even_shares(cfg: Config, helping: Helping = helpers) -> Shares:
+    """The Shares where messages are free, and `helping` says who helps: in each slot every stage computes as
+    much."""
+    return shares_with(cfg, even_parts(cfg.pp, cfg.n_subsequences, helping))
 
 
-def fastest_part(forward_s: float, backward_s: float, message_s: float, message_back_s: float, helpers: int,
-                 turns: int) -> float:
-    """Of a unit's FLOPs, what each of so many helpers gets, who take so many units in turns: the part with
-    which home, helpers and messages, which hide behind both, are done soonest; 0 where that is not worth
-    it."""
+def fastest_part(unit: UnitRates, message_s: float, message_back_s: float, n: int,
+                 turns: int) -> tuple[float, float]:
+    """(seconds of a unit's slot, the part of its FLOPs that each of n helpers gets, who take so many units in
+    turns): that with which home, helpers and messages, which hide behind both, are done soonest."""
     def slot_s(part: float) -> float:
-        computing = max(1 - part * helpers, part * turns) if part else 1.0
-        return (max(computing * forward_s, message_s * (part > 0))
-                + max(computing * backward_s, message_back_s * (part > 0)))
-    late = (1 - message_s / forward_s) / helpers, (1 - message_back_s / backward_s) / helpers
-    most = 1 / (helpers + turns)
+        computing = max(1 - part * n, part * turns)
+        return max(computing * unit.forward_s, message_s) + max(computing * unit.backward_s, message_back_s)
+    late = (1 - message_s / unit.forward_s) / n, (1 - message_back_s / unit.backward_s) / n
+    most = 1 / (n + turns)
     best = min([most, *(part for part in late if 0 < part < most)], key=slot_s)
-    return best if slot_s(best) < FASTER * slot_s(0.0) else 0.0
+    return slot_s(best), best
 
 
-def parts_of(stages: Sequence[StageFacts]) -> dict[tuple[int, int], float]:
-    """{(stage, subsequence): fastest_part()} of all units next to the bubbles."""
-    found, cfg = {}, stages[0].cfg
-    free = even_shares(cfg)
+def fastest_parts(stages: Sequence[StageFacts], helping: Helping) -> Parts:
+    """The Parts that are soonest done where `helping` says who may help: all of these, fewer, or nobody where
+    that is not worth its messages."""
+    found, cfg = Parts(), stages[0].cfg
+    free = even_shares(cfg, helping)
     seconds = [lane_seconds(one, free) for one in stages]
-    for (stage, x), those in helped_units(cfg.pp, cfg.n_subsequences).items():
+    for unit in dict.fromkeys(piece[:2] for piece in free):
+        (stage, x), pieces = unit, [piece for piece in free if piece[:2] == unit]
         rates = stages[stage].rates
         assert rates is not None
-        if pieces := [piece for piece in free if piece[:2] == (stage, x)]:
-            forward = max(seconds[stage](("lend", "pass"), piece, "") for piece in pieces)
-            back = max(seconds[stage](kinds, piece, BACK) for piece in pieces
+        alone_s = rates.units[x].forward_s + rates.units[x].backward_s
+        best = FASTER * alone_s, 0.0, 0
+        for n in range(1, len(pieces) + 1):
+            those = [piece._replace(together=n) for piece in pieces[:n]]
+            forward = max(seconds[stage](("lend", "pass"), piece, "") for piece in those)
+            back = max(seconds[stage](kinds, piece, BACK) for piece in those
                        for kinds in (("lend", "pass"), ("repay", "return")))
-            unit = rates.units[x]
-            found[stage, x] = fastest_part(unit.forward_s, unit.backward_s, forward, back, len(those),
-                                           pieces[0].turns)
+            best = min(best, (*fastest_part(rates.units[x], forward, back, n, pieces[0].turns), n))
+        _, part, n = best
+        if n:
+            found[unit] = dict.fromkeys((piece.helper for piece in pieces[:n]), part)
     return found
 
 
@@ -108,15 +114,17 @@ def kept(facts: StageFacts, shares: Shares) -> Placement:
 
 
 def decided_shares(stages: Sequence[StageFacts]) -> Shares:
-    """The Shares that are fastest: those before the stages' own subsequences, those behind them, both or
-    none. All stages must have the same facts, and get the same answer."""
+    """The Shares that are fastest: all idle stages help all busy ones, or are dealt out to them; before the
+    stages' own subsequences, behind them, both or not at all. All stages must have the same facts, and get
+    the same answer."""
     cfg = replace(stages[0].cfg, stage=0)
     if not timed(stages):
         return even_shares(cfg)
-    parts = parts_of(stages)
-    whole = shares_with(cfg, lambda stage, x: parts.get((stage, x), 0.0))
-    ways = [(), whole, *(tuple(piece for piece in whole if piece.before == before)
-                         for before in (True, False))]
+    ways: list[Shares] = [()]
+    for helping in (helpers, dealt_helpers):
+        whole = shares_with(cfg, fastest_parts(stages, helping))
+        ways += [whole, *(tuple(piece for piece in whole if piece.before == before)
+                          for before in (True, False))]
 
     def seconds(shares: Shares) -> float:
         return micro_batch_s(stages, [kept(one, shares) for one in stages])

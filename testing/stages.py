@@ -12,7 +12,7 @@ import torch
 from memo.bubbles import schedules_of
 from memo.config import Config
 from memo.layout import stage_of
-from memo.msp import Shares, shares_of
+from memo.msp import Shares, even_parts, shares_of
 from memo.parallel.mesh import Axis, open_lanes, open_mesh
 from memo.parallel.pp import times_of_stages
 from memo.swap.placing import placed
@@ -26,7 +26,7 @@ LAYERS = 80  # those of the 65B model
 
 def equal_shares(layers: Sequence[int], cuts: Sequence[int], multiple: int = 1) -> Shares:
     """The Shares where every stage computes as much in each slot, if rows cost the same."""
-    return shares_of(layers, cuts, multiple, lambda x, n: float(n), lambda stage, x: 1 / len(layers))
+    return shares_of(layers, cuts, multiple, lambda x, n: float(n), even_parts(len(layers), len(cuts)))
 
 
 def helped_config(p: int, N: int, n_layer: int = LAYERS) -> Config:
