@@ -99,7 +99,7 @@ def with_random_shares(cfg, seed):
 
 def random_stages(rng):
     """[(fates, layers, N, order)] of stages that help each other, in any modes."""
-    p = rng.randint(2, 4)
+    p = rng.choice([2, 3, 4, 6])
     N, layers = rng.randint(p, p + 3), [rng.randint(1, 3) for _ in range(p)]
     shares = random_shares(rng, layers, [64] * N)
     made = []
