@@ -1,7 +1,7 @@
 """METP in seconds, on processes that talk over gloo: how far messages hide, and what one process pays.
 
     python -m bench.metp_time overlap    ranks whose messages take a while per byte
-    python -m bench.metp_time replay     what their order allows, simulated: shapes alone, nothing is timed
+    python -m bench.metp_time replay     what their order allows, simulated: FLOPs count, nothing is timed
     python -m bench.metp_time cpu        one process, 8 groups of heads, beside a layer that keeps everything
 
 Several at once; without an argument all; --rounds=5 measures so often. Writes bench/results/metp_time.json
@@ -149,7 +149,7 @@ class Bench:
     """A layer of METP on slow communicators. The first messages of a half are posted where a step posts them,
     before the half that precedes it, and the MLP's last gradients come home beside attention."""
 
-    def __init__(self, host, keys, device=CPU, clock=time.perf_counter):
+    def __init__(self, host, keys, clock=time.perf_counter):
         cfg, p = Config(**keys, tp=host.size, tensor_parallel="metp", attention="cpu"), host.size
         self.host, self.clock = host, clock
         self.axes = {name: Slow(name, p, host.rank, host.group and host.another())
@@ -158,11 +158,10 @@ class Bench:
                     peers=host)
         self.nothing = [dict.fromkeys(self.axes, 0.0)] * 2  # seconds a byte
         self.prepare(self.nothing, False)
-        self.model = GPT(cfg, device, torch.float32, mesh=mesh)
-        if host.group:
-            self.model.load(initial_weights(cfg, 0, CPU))
+        self.model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+        self.model.load(initial_weights(cfg, 0, CPU))
         self.model.reserve(1, cfg.block_size, streams=open_streams(CPU))
-        self.x = torch.randn(self.model.swap.layers[0].x.shape, device=device)
+        self.x = torch.randn(self.model.swap.layers[0].x.shape)
 
     def prepare(self, rates, at_once, phase=0):
         self.tape = self.tape if phase else Tape(self.clock)
@@ -277,11 +276,13 @@ def overlap(rounds):
 
 def replay():
     """Rows of the same layers, simulated: what their order of messages allows where computing takes as long
-    as its FLOPs say, and nothing else takes time. The ranks do the same at the same time: one is played."""
+    as its FLOPs say, and nothing else takes time. The ranks do the same at the same time: one is played, to
+    which nothing is sent. Its products are done, for FLOPs to be counted: on the meta device those of
+    gradients would be left out."""
     rows = []
     for p, name, keys in shapes():
         with Paced(0.0) as paced:
-            bench = Bench(Axis("host", p), keys, torch.device("meta"), lambda paced=paced: paced.flops)
+            bench = Bench(Axis("host", p), keys, lambda paced=paced: paced.flops)
             bench.run(bench.nothing)
             bench.model.close()
         compute, _ = replayed(bench.tape, bench.nothing)

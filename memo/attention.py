@@ -70,7 +70,7 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
            scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Any = None,
            meanwhile: Callable | None = None) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `coming`: see start_keys();
-    `meanwhile` is called before the last blocks of a ring."""
+    `meanwhile` is called between the blocks of a ring (cp.py)."""
     B, T, H, D = q.shape
     groups = slices_of_heads(B * T, D, H, k.shape[2], attention.heads)
     for h, kv in groups:

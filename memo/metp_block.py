@@ -96,6 +96,10 @@ class MetpBlock(Block):
         coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces, behind=behind)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
         ahead = self.groups_ahead(coming, s, normed, turn)
+
+        def meanwhile(done: int, left: int) -> None:
+            if left <= 2:
+                ahead.prepare()
         for heads, matrices, kv, others in ahead:
             [q] = self.made("q", normed, matrices, turn, s.lse)
             if self.begins_part(heads):
@@ -108,7 +112,7 @@ class MetpBlock(Block):
                 attend_prefix(self.prefix_at(s, turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
             else:  # over all ranks' tokens
                 attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, others,
-                       others and ahead.prepare)
+                       others and meanwhile)
             del q, kv, others
         projection.add()
 
@@ -201,13 +205,19 @@ class MetpBlock(Block):
         bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.head_dim)
         keys = self.groups_ahead(coming, s, normed, turn)
-        ahead = Ahead(map(partial(self.with_queries, dy, s, normed, turn, home), keys))
+        ahead = Ahead(map(partial(self.with_queries, dy, s, normed, turn), keys))
 
-        def meanwhile() -> None:
+        def meanwhile(done: int, left: int) -> None:
+            if done == 1:  # beside the first gradients of keys, which otherwise have one block alone
+                self.send_projection_gradient(heads, dy, s, home)
+            if left > 1:
+                return
             if self.early:  # gradients of keys have the own block alone to hide behind: more is done there,
                 ahead.prepare()  # so that the ring does not rest until the next group's block has gradients
             keys.prepare()
         for heads, matrices, kv, others, q, dout in ahead:
+            if others is None:  # there is no ring to do it in
+                self.send_projection_gradient(heads, dy, s, home)
             gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, others,
                                                    others and meanwhile)
             del dout, q, kv, others
@@ -235,18 +245,24 @@ class MetpBlock(Block):
         return s.x
 
     def with_queries(self, dy: torch.Tensor, s: SimpleNamespace, normed: torch.Tensor,
-                     turn: torch.Tensor | None, home: Reductions, item: tuple) -> tuple:
-        """A group of groups_ahead(), with q and the gradient of attention's output. That of the projection's
-        matrix leaves."""
-        heads, matrices, *kv_others = item
+                     turn: torch.Tensor | None, item: tuple) -> tuple:
+        """A group of groups_ahead(), with q and the gradient of attention's output."""
+        heads, matrices, kv, others = item
+        if others is not None:
+            others.post(3)  # no block of keys is in use until the ring begins: there may be one more
         [q] = self.made("q", normed, matrices, turn, s.lse)
-        dout, columns = torch.empty_like(q), s.attn_out[:, self.columns_of(heads)]
-        places = home.places(heads, ["proj_w"])
+        dout = torch.empty_like(q)
+        for r in row_pieces(len(dy)):
+            torch.mm(dy[r], matrices["proj_w"], out=dout.view(len(dy), -1)[r])
+        return heads, matrices, kv, others, q, dout
+
+    def send_projection_gradient(self, heads: Heads, dy: torch.Tensor, s: SimpleNamespace,
+                                 home: Reductions) -> None:
+        """The gradient of the projection's matrix, of a group of heads, sets off."""
+        places, columns = home.places(heads, ["proj_w"]), s.attn_out[:, self.columns_of(heads)]
         for r in row_pieces(len(dy)):
             accumulate_product(places["proj_w"], dy[r].t(), columns[r])
-            torch.mm(dy[r], matrices["proj_w"], out=dout.view(columns.shape)[r])
         home.start(heads, places, "proj_w")
-        return heads, matrices, *kv_others, q, dout
 
     def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,

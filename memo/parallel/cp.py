@@ -66,7 +66,7 @@ def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 # --- ring ---
 
-def nothing() -> None:
+def nothing(done: int, left: int) -> None:
     pass
 
 
@@ -80,8 +80,9 @@ def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
     return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
-# `coming`: ring_start(k, v). meanwhile() is called before the last two blocks of a forward, with two ranks
-# and in a backward before the last one: what it sends has these to hide behind.
+# `coming`: ring_start(k, v). meanwhile(done, left) is called before each block but the first, with how many
+# blocks are done and how many are left: what it sends has these to hide behind, and in a backward the
+# gradients that are on their way have what it computes.
 
 def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visits:
     return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
@@ -94,9 +95,8 @@ def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Callable, 
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     coming = coming or ring_start(axis, ahead, *kv)
     for step in range(axis.size):
-        if step == max(1, axis.size - 2):
-            meanwhile()
         if step > 0:
+            meanwhile(step, axis.size - step)
             kv = next(coming)
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         out_, lse_ = attention.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
@@ -116,8 +116,8 @@ def ring_backward(attention: Attention, axis: Axis, ahead: int, dout: torch.Tens
     T, coming = q.shape[1], coming or ring_start(axis, ahead, k, v)
     dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
     for step in range(1, axis.size + 1):
-        if step == axis.size:
-            meanwhile()
+        if step > 1:
+            meanwhile(step - 1, axis.size - step + 1)
         kv = next(coming, (k, v))
         queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
         new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
