@@ -219,14 +219,13 @@ def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
 
 def message_bytes(cfg: Config, itemsize: int) -> int:
     """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
-    backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) beside the
-    MLP's last gradients."""
+    backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) and of two
+    groups' gradients beside the MLP's last ones."""
     part, group = travelling(cfg)
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
-    early = makes_queries_early(cfg)  # of one group more, and the next group's of the projection
-    groups = 4 + early  # one more: of one group those of q, k, v at once, too
-    attention = group * (groups * itemsize + (2 + early) * 4)
+    groups = 4 + makes_queries_early(cfg)  # one more: of one group those of q, k, v at once, too
+    attention = group * (groups * itemsize + 2 * 4)
     return max(mlp, attention + 2 * 4 * part)  # sent, and received
 
 

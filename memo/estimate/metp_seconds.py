@@ -168,7 +168,7 @@ class MetpSeconds(LayerSeconds):
         exposed += self.exposed_beside(self.travel_s("gather", self.group_bytes), mlp)
         exposed += self.steps_s("gather", "scatter", self.group_bytes, fp32 * self.group_bytes, self.groups,
                                 attention / self.groups)
-        # behind the last group: the projection's left before attention, the others' before their products
+        # behind the last group: the projection's left beside attention, the others' before their products
         last = norm_backward + sum(self.parts_s(1, self.C, width) for width in self.widths)
         exposed += self.exposed_beside(self.travel_s("scatter", fp32 * self.qkv_bytes), last)
         sums = self.sums_s((self.hop_bytes * (self.tp - 1) + self.group_bytes * self.groups) / self.itemsize)
