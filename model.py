@@ -26,7 +26,7 @@ from memo.attention import resolve_attention
 from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
-from memo.flat import bucket_views, gradient_places, gradient_slots, local_layout, views
+from memo.flat import bucket_places, bucket_views, gradient_slots, local_layout, views, weight_slots
 from memo.layer import head_rows, keys_dealt, layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
@@ -48,7 +48,7 @@ from memo.subsequences import slice_lengths, unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
-from memo.swap.steps import LANES, SENT, Step, Unit, is_forward
+from memo.swap.steps import LANES, SENT, Step, Unit, is_forward, is_of_states
 
 TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
@@ -78,8 +78,8 @@ class GPT:
 
     `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)]
     in the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally
-    among mesh.replicas. `bucket_grads`: the gradients of each, flat; layers may take turns in one place
-    (memo/flat.py: gradient_slots).
+    among mesh.replicas. `bucket_params`, `bucket_grads`: those of each, flat, and their gradients; layers may
+    take turns in one place (memo/flat.py: weight_slots, gradient_slots).
     """
 
     def __init__(self, cfg: Config, device: torch.device, dtype: torch.dtype, grads: bool = True,
@@ -93,15 +93,16 @@ class GPT:
         self.attention = attention_over_ranks(attention, *over, ahead=1 + cfg.metp)
         self.prefix = over_prefix(attention, *over)  # with several subsequences
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
-        micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size
+        self.micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size  # in a step
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
-        begins, numel = gradient_places(self.buckets, gradient_slots(cfg, micro_batches))
-        self.params = torch.zeros(self.buckets[-1][1], dtype=dtype, device=device)
+        places, numel = bucket_places(self.buckets, weight_slots(cfg))
+        self.params = torch.zeros(numel, dtype=dtype, device=device)
+        self.bucket_params = [self.params[at:end] for at, end in places]
+        places, numel = bucket_places(self.buckets, gradient_slots(cfg, self.micro_batches))
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)
-        self.bucket_grads = [self.grads[at:at + end - start]
-                             for at, (start, end) in zip(begins, self.buckets, strict=True)]
+        self.bucket_grads = [self.grads[at:end] for at, end in places]
         # the same by name, as views, for those who compute
-        weights = views(self.layout, self.params)
+        weights = bucket_views(self.layout, self.buckets, self.bucket_params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
         self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", TABLES))
                            for tensors in (weights, gradients))
@@ -110,6 +111,7 @@ class GPT:
         self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
+        self.optimizer: Any = None  # from which layers come, where they do
         self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     def block(self, layer: int, weights: dict[str, torch.Tensor],
@@ -138,7 +140,7 @@ class GPT:
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
-        mine = views(self.layout, self.params)
+        mine = bucket_views(self.layout, self.buckets, self.bucket_params)
         for name, tensor in named_tensors:
             mine[name].copy_(local(tensor, self.layout[name].whole, self.mesh.weights))
 
@@ -159,9 +161,10 @@ class GPT:
         lending = self.swap.lending
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
-        # of each bucket the last step that adds to its gradients
-        self.last_to_add = {self.bucket_of(step): step.key for step in self.swap.steps if step.kind in (
-            "backward", "embedding backward") or step.kind.startswith("add")}
+        # of each bucket the last step that adds to its gradients; those of layers that come leave by a step
+        added = ("embedding backward", *["backward", "add"] * (not cfg.layers_come))
+        self.last_to_add = {self.bucket_of(step): step.key for step in self.swap.steps
+                            if step.kind.startswith(added)}
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
@@ -275,6 +278,10 @@ class GPT:
                 self.swap.wait(step)
                 self.swap.launch(step, f"{step.kind} {self.swap.name(step.unit)}", self.exchange, step)
                 continue
+            if is_of_states(step.kind):
+                self.swap.wait(step)
+                self.swap.launch(step, f"{step.kind} {step.unit[0]}", *self.optimizer.work_of(step))
+                continue
             if step.stream != "compute":
                 self.swap.wait(step)
                 self.swap.launch(step)  # a copy
@@ -322,7 +329,7 @@ class GPT:
 
     def layer_params(self, layer: int) -> torch.Tensor:
         """Of a layer of this stage, flat."""
-        return self.params[slice(*self.buckets[layer + 1])]
+        return self.bucket_params[layer + 1]
 
     def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory

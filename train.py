@@ -73,7 +73,8 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     found = prepare_run(argv, launch, host, read_argv, trace_step)
     cfg, device = found.cfg, found.device
     # which ranks share a sequence (cp), a layer (tp), hold the same parameters (replicas), other layers (pp)
-    mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages)
+    mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages,
+                     cfg.layers_come)
 
     # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
     with naming_region(found.expected, device, "params"):

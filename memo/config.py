@@ -125,6 +125,10 @@ class Config:
                                 "cpu keeps master weights and moments in host memory; auto on the device",
                                 choices=("auto", "cpu"))
 
+    states: str = key("device", "where a layer's parameters and gradients are while nothing is computed with "
+                      "it: on the device; sharded over the ranks that have the same ones; on the host, with "
+                      "the optimizer's states", choices=("device", "sharded", "host"))
+
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
     init_from: str = key("scratch", "scratch | resume | hf:<folder of a Hugging Face model>")
     eval_interval: int = key(100, "steps between evaluations; 0 never evaluates", least=0, **STEPS)
@@ -180,6 +184,7 @@ class Config:
         if self.alpha != "auto" and self.activation != "memo":
             raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not "
                               f"activation={self.activation}; leave one of them out")
+        self.check_states()
         if self.memory_plan == "off" and (self.memory_plan_check or self.solver != "auto"):
             name = "memory_plan_check" if self.memory_plan_check else "solver"
             raise ConfigError(f"{name}={getattr(self, name)} goes with memory_plan=bilevel only; leave one "
@@ -276,6 +281,21 @@ class Config:
             raise ConfigError(f"msp=True needs at least pp={self.pp} subsequences, not {self.subsequences} "
                               f"({rule}, each only before or only behind its own); try "
                               f"--subsequences={self.pp}")
+
+    def check_states(self) -> None:
+        """Layers that come take turns in two places: each comes once in a pass."""
+        if not self.layers_come:
+            return
+        if self.pp != 1:
+            raise ConfigError(f"states={self.states} goes with pp=1 only, not pp={self.pp} (a stage needs "
+                              "all its layers for each subsequence, so they stay); try --pp=1 with more tp or "
+                              "cp, or --states=device")
+        if self.unit_order == "subsequence" and self.subsequences != 1:
+            raise ConfigError(f"states={self.states} goes with unit_order=layer only, not subsequence (all "
+                              "layers would come for each subsequence); try --unit_order=layer")
+        if self.states == "sharded" and self.optimizer_device == "cpu":
+            raise ConfigError("states=sharded goes with optimizer_device=auto only, not cpu (shards stay on "
+                              "the device, beside the optimizer's); try --states=host")
 
     def check_metp(self) -> None:
         """Groups of heads must have equally many, of one tp rank, that share heads of keys evenly."""
@@ -394,6 +414,16 @@ class Config:
     def by_layer(self) -> bool:
         """Whether units run layer by layer, as they do in one stage where nobody has decided."""
         return self.n_subsequences == 1 or (self.unit_order != "subsequence" and self.pp == 1)
+
+    @property
+    def layers_come(self) -> bool:
+        """Whether a layer's parameters come to the device for each pass, and its gradients leave."""
+        return self.states != "device"
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether master weights, moments and steps are the host's."""
+        return self.optimizer_device == "cpu" or self.states == "host"
 
     @property
     def undecided(self) -> bool:

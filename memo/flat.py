@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from memo.config import Config
 from memo.layer import Parameter, model_parameters
+from memo.swap.layer_states import LAYER_PLACES
 
 if TYPE_CHECKING:
     import torch
@@ -100,15 +101,25 @@ def gradient_slots(cfg: Config, micro_batches: int) -> int:
     by layer, one layer computes while the layer above leaves; unless another micro batch of the step is to
     add to them, or another subsequence, whose units come behind those of all layers."""
     leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and cfg.by_layer
-    return min(2, len(cfg.layers)) if leaves else len(cfg.layers)
+    return min(LAYER_PLACES, len(cfg.layers)) if leaves or cfg.layers_come else len(cfg.layers)
 
 
-def gradient_places(buckets: list[tuple[int, int]], slots: int) -> tuple[list[int], int]:
-    """(where the gradients of each bucket begin, elements in all) in a flat buffer where the layers, the
-    buckets but for the first and the last, take turns in so many slots."""
-    first, *layers, last = (end - start for start, end in buckets)
+def weight_slots(cfg: Config) -> int:
+    """How many layers' parameters are on the device at once."""
+    return min(LAYER_PLACES, len(cfg.layers)) if cfg.layers_come else len(cfg.layers)
+
+
+def bucket_places(buckets: list[tuple[int, int]], slots: int) -> tuple[list[tuple[int, int]], int]:
+    """([(start, end)] of each bucket, elements in all) in a flat buffer where the layers, the buckets but for
+    the first and the last, take turns in so many slots."""
+    first, *layers, last = sizes = [end - start for start, end in buckets]
     begins = [0, *(first + i % slots * n for i, n in enumerate(layers)), first + slots * layers[0]]
-    return begins, begins[-1] + last
+    return [(at, at + n) for at, n in zip(begins, sizes, strict=True)], begins[-1] + last
+
+
+def staged_bytes(cfg: Config, numel: int, micro_batches: int, itemsize: int) -> int:
+    """Bytes of host memory for a shard's way to an optimizer on the host and back (memo/staging.py)."""
+    return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
 
 
 def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]], parts: list) -> dict:

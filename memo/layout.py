@@ -38,14 +38,16 @@ def stage_of(cfg: Config, rank: int, world: int) -> Config:
     return replace(cfg, stage=rank // (world // cfg.pp))
 
 
-def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1) -> dict[str, str]:
+def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
+                  layers_come: bool = False) -> dict[str, str]:
     """{axis: the axis whose communicator carries its messages} of the axes that have several ranks, but for
     the neighbours of a pipeline (stage_communicators). Each axis has a communicator of its own, for one does
     what it is given in order: METP's matrices go round on another one than is broadcast on, and its keys and
-    values on a third. Only `world` shares that of another axis with the same ranks: `world` sums scalars, at
-    times when the other axis has nothing under way."""
+    values on a third; where layers come, their parameters have another one than the sums of gradients. Only
+    `world` shares that of another axis with the same ranks: `world` sums scalars, at times when the other
+    axis has nothing under way."""
     sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp,
-                 world=pp * dp * cp * tp)
+                 shards=dp * cp if layers_come else 1, world=pp * dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
     for name in ("tp", "data"):
         if 1 < sizes[name] == sizes["world"]:
@@ -64,7 +66,7 @@ def stage_communicators(cfg: Config) -> int:
 def n_communicators(cfg: Config, world: int) -> int:
     """How many communicators a rank has, between GPUs."""
     dp = world // (cfg.pp * cfg.cp * cfg.tp)
-    mine = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp).values())
+    mine = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp, cfg.layers_come).values())
     return len(mine) + stage_communicators(cfg)
 
 

@@ -60,13 +60,13 @@ def host_limit(cfg: Config, launch: Launch) -> int:
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
     gradients, where optimizer_device=cpu keeps them there; the copies that checkpoints of the ranks on this
     host are written from come on top. Errors: OutOfHostMemory."""
-    if not swaps_layers(cfg) and cfg.optimizer_device == "auto" and not cfg.msp:
+    if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
         return 0
     first = launch.rank - launch.local_rank
     copies = node_bytes(stage_state_bytes(cfg, launch.world), launch.world,
                         range(first, first + launch.local_world))
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
-    if cfg.optimizer_device == "auto":
+    if not cfg.optimizer_on_host:
         return share
     needs = stage_state_bytes(cfg, launch.world, HOST_STATES_BYTES)[cfg.stage]
     if needs > share:
@@ -220,8 +220,10 @@ def plan_memory(cfg: Config, model: "GPT") -> None:
 def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Optimizer) -> list[Line]:
     """[Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
-    on_host, staging = (states, optimizer.staging) if cfg.optimizer_device == "cpu" else (0, None)
-    grads = model.grads.nbytes + optimizer.kept.nbytes, staging.nbytes if staging else 0
+    staging = optimizer.staging
+    on_host = states if staging else 0
+    shards = 0 if staging else sum(optimizer.sums[k].nbytes for k in optimizer.coming)
+    grads = model.grads.nbytes + optimizer.kept.nbytes + shards, staging.nbytes if staging else 0
     positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),

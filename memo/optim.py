@@ -11,8 +11,11 @@ piece of each bucket:
     step        AdamW on the pieces, bucket by bucket; each goes to all ranks while the next is worked on
     forward     waits for a bucket where it is first needed
 
-With optimizer_device=cpu states and steps are the host's: see memo/staging.py.
-Source: ZeRO (arXiv 1910.02054), stage 1.
+With optimizer_device=cpu states and steps are the host's: see memo/staging.py. With states=sharded the sums
+of a layer's gradients are kept in pieces, and its parameters are made of the master weights whenever they are
+needed; with states=host both go to the host, and come from there. So the bucket of a layer has no place of
+its own on the device: see memo/swap/layer_states.py, and Optimizer.work_of, which does these steps.
+Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 """
 
 from collections import namedtuple
@@ -24,10 +27,11 @@ import torch
 from torch.optim.adamw import adamw
 
 from memo.config import Config
-from memo.flat import Location, Piece, boxes, is_shared, joined, shared_numel, views
+from memo.flat import Location, Piece, boxes, bucket_views, is_shared, joined, shared_numel
 from memo.parallel.mesh import Works
 from memo.parallel.tp import local
 from memo.staging import Staging
+from memo.swap.steps import Step
 
 if TYPE_CHECKING:
     from model import GPT
@@ -73,20 +77,36 @@ class Optimizer:
 
     def __init__(self, model: "GPT", cfg: Config) -> None:
         self.model, self.cfg, data = model, cfg, model.mesh.replicas
-        on_host = cfg.optimizer_device == "cpu"
+        on_host = cfg.optimizer_on_host
         device = torch.device("cpu") if on_host else model.device
-        numel = model.params.numel() // data.size
-        whole = data.size == 1 and model.params.dtype == torch.float32 and not on_host
+        numel = model.buckets[-1][1] // data.size
+        whole = data.size == 1 and model.dtype == torch.float32 and not on_host and not cfg.layers_come
         self.master = model.params if whole else torch.zeros(numel, device=device)
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
         self.steps = torch.zeros((), device=device)
         self.staging = Staging(model, numel, cfg.pin_memory) if on_host else None
-        self.own, self.grads = [], []  # of each bucket this rank's Range, and its gradients on the device
-        for (start, end), grads in zip(model.buckets, model.bucket_grads, strict=True):
+        self.own: list[Range] = []  # of each bucket what this rank owns
+        self.parts: list[torch.Tensor] = []  # its parameters on the device
+        self.grads: list[torch.Tensor] = []  # its gradients on the device
+        for (start, end), params, grads in zip(model.buckets, model.bucket_params, model.bucket_grads,
+                                               strict=True):
             part = (end - start) // data.size
-            first = start + part * data.rank
+            first, mine = start + part * data.rank, slice(part * data.rank, part * (data.rank + 1))
             self.own.append(Range(first, first + part, start // data.size))
-            self.grads.append(grads[part * data.rank:part * (data.rank + 1)])
+            self.parts.append(params[mine])
+            self.grads.append(grads[mine])
+        # the buckets of layers that come for each pass, and of each bucket where the sums of gradients lie
+        self.coming = range(1, len(self.own) - 1) if cfg.layers_come else range(0)
+        self.sums = list(self.grads)
+        if self.staging is not None:
+            self.sums = [self.staging.grads[own.shard] for own in self.own]
+        elif self.coming:
+            first, end = self.own[1].at, self.own[-1].at
+            layers = torch.zeros(end - first, device=device)
+            self.sums[1:-1] = [layers[own.at - first:][:len(sums)]
+                               for own, sums in zip(self.own[1:-1], self.sums[1:-1], strict=True)]
+        if self.coming:
+            model.optimizer = self
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
         tp = model.mesh.weights.size
         self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
@@ -104,12 +124,13 @@ class Optimizer:
             self.shared.append([])
             for r in (r for r, shared in ranges if shared):
                 n = r.end - r.start
-                g, free = (free[:n], free[n:]) if on_host else (self.gradient(k, r), free)
+                g, free = (free[:n], free[n:]) if on_host else (self.within_bucket(self.sums, k, r), free)
                 self.shared[k].append((r, g))
         # of the matrix that the first stage and the last one hold: both share it out alike
         self.tied = self.shard_of(model.layout["wte"]) if cfg.ties_stages and "wte" in model.layout else []
         self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
         self.reducing: dict[int, Works] = {}
+        self.left: set[int] = set()  # the buckets of which gradients of this step have left the device
         self.scale: torch.Tensor | None = None
 
     def within(self, k: int, ranges: list[tuple]) -> list[tuple[Range, Any]]:
@@ -131,13 +152,16 @@ class Optimizer:
         """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights
         and the model's parameters."""
         model = self.model
-        mine = views(model.layout, model.params)
+        mine = bucket_views(model.layout, model.buckets, model.bucket_params)
         for name, tensor in named_tensors:
             p = model.layout[name]
             part = local(tensor, p.whole, model.mesh.weights)
-            mine[name].copy_(part)
+            if not (self.coming and "." in name):
+                mine[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
+        for k in self.coming:
+            self.send(k)
 
     def states(self) -> dict[str, torch.Tensor]:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
@@ -161,23 +185,31 @@ class Optimizer:
                     at += rows * columns
         return made
 
+    def within_bucket(self, tensors: list[torch.Tensor], k: int, r: Range) -> torch.Tensor:
+        """Range r of the k-th of `tensors`, which are of what this rank owns of each bucket."""
+        return tensors[k][r.start - self.own[k].start:r.end - self.own[k].start]
+
     def gradient(self, k: int, r: Range) -> torch.Tensor:
         """The gradients of Range r of bucket k, on the device."""
-        return self.grads[k][r.start - self.own[k].start:r.end - self.own[k].start]
+        return self.within_bucket(self.grads, k, r)
+
+    def start_sum(self, k: int) -> None:
+        """Starts to sum the gradients of bucket k over the data ranks."""
+        self.reducing[k] = self.model.mesh.replicas.start_scatter_sum(self.model.bucket_grads[k],
+                                                                      self.grads[k])
 
     def reduce(self, k: int) -> None:
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
         to bring them to an optimizer on the host, which needs the buckets in descending order."""
-        model = self.model
-        works = model.mesh.replicas.start_scatter_sum(model.bucket_grads[k], self.grads[k])
-        self.reducing[k] = works
+        self.start_sum(k)
         if self.staging is not None:
+            self.left.add(k)
             self.staging.bring(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
 
     def reduced(self, k: int) -> None:
         """Waits for the sum over the data ranks, adds that of another stage which holds the same matrix, and
         notes what clip() needs of it."""
-        if works := self.reducing.get(k):
+        if works := self.reducing.pop(k, None):
             works.wait()
             for r in self.tied if k == 0 else ():
                 self.model.mesh.tied.sum(self.gradient(0, r))  # both ends get the same bits, and step alike
@@ -188,17 +220,59 @@ class Optimizer:
             for r, g in self.shared[k]:
                 g.copy_(self.gradient(k, r))
 
+    # --- layers that come: steps of the schedule ---
+
+    def work_of(self, step: Step) -> tuple:
+        """(function, argument) of a step that brings a layer's parameters, or moves its gradients."""
+        k = step.unit[0] + 1
+        if step.kind == "prefetch weight gradients":
+            return self.bring_sums, k, k in self.left  # not those of the step before
+        if step.kind == "offload weight gradients":
+            self.left.add(k)
+            return self.leave, k
+        return self.bring_weights, k
+
+    def bring_weights(self, k: int) -> None:
+        """Makes the parameters of bucket k those of the master weights."""
+        if self.staging is not None:
+            self.staging.fetch(self.own[k], self.parts[k])
+        else:
+            self.parts[k].copy_(self.master[self.own[k].shard])
+        self.model.mesh.shards.start_gather(self.parts[k], self.model.bucket_params[k]).wait()
+
+    def bring_sums(self, k: int, there: bool) -> None:
+        """Adds what earlier micro batches have left, if it is `there`, to the gradients of bucket k, which
+        are zero."""
+        if there and self.staging is not None:
+            self.staging.up(self.own[k].at, self.grads[k])
+        elif there:
+            self.grads[k].copy_(self.sums[k])
+
+    def leave(self, k: int) -> None:
+        """Sums the gradients of bucket k over the data ranks and keeps this rank's part; their place on the
+        device is zero again."""
+        self.start_sum(k)
+        if self.staging is not None:
+            self.staging.leave(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
+        else:
+            self.reduced(k)
+            self.sums[k].copy_(self.grads[k])
+            self.model.bucket_grads[k].zero_()
+
+    # --- the end of a step ---
+
     def clip(self, max_norm: float) -> torch.Tensor:
         """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
         most `max_norm` (0: leaves them)."""
         tp, world, buckets = self.model.mesh.weights, self.model.mesh.world, range(len(self.own))
         if self.staging is None:
             for k in reversed(buckets):
-                self.reduced(k)
+                if k not in self.coming:
+                    self.reduced(k)
         else:
-            assert len(self.reducing) == len(buckets), "gradients come to the host by reduce()"
+            assert len(self.left) == len(buckets), "gradients come to the host by reduce()"
             self.staging.arrived()
-        self.reducing.clear()
+        self.left.clear()
         squares = [self.squares]
         for _, g in (one for shared in self.shared for one in shared):
             square = square_sum(tp.sum(g))
@@ -220,14 +294,15 @@ class Optimizer:
             staging.complete_with(last)
         for k, ranges in enumerate(self.decays):
             for r, decays in ranges:
-                g = self.gradient(k, r) if staging is None else staging.grads[r.shard]
+                g = self.within_bucket(self.sums, k, r)
                 w, m, v = (t[r.shard] for t in self.states().values())
                 adamw_step(w, g, m, v, self.steps, lr, (cfg.beta1, cfg.beta2),
                            cfg.weight_decay if decays else 0.0, scale)
-            if staging is None:
+            if staging is None or k in self.coming:
                 self.send(k)
             else:
-                staging.send(k, self.own[k], self.master[self.own[k].shard])
+                staging.stage(self.own[k], self.master[self.own[k].shard])
+                staging.send(k, self.own[k], self.parts[k])
         self.steps += 1
         self.scale = None
         if staging is None:
@@ -235,12 +310,15 @@ class Optimizer:
 
     def send(self, k: int) -> None:
         """Sends this rank's part of bucket k's master weights on its way into the parameters of all data
-        ranks."""
-        model, own = self.model, self.own[k]
-        part = model.params[own.flat]
+        ranks; those of a layer that comes go no farther than to where it comes from."""
+        model, own, part = self.model, self.own[k], self.parts[k]
+        if k in self.coming:
+            if self.staging is not None:
+                self.staging.stage(own, self.master[own.shard])
+            return
         if self.master is not model.params:
             part.copy_(self.master[own.shard])
-        model.arriving[k] = model.mesh.replicas.start_gather(part, model.params[slice(*model.buckets[k])])
+        model.arriving[k] = model.mesh.replicas.start_gather(part, model.bucket_params[k])
 
     def publish(self) -> None:
         """Makes the model's parameters those of the master weights."""

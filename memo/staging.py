@@ -1,4 +1,5 @@
 """The ways between a model's device and an optimizer in host memory: gradients come down, weights go up.
+Those of layers that come for each pass (memo/swap/layer_states.py) are steps of the schedule; of all others:
 
     backward    the gradients of a bucket, complete and summed over the data ranks, leave on the offload
                 stream while the layers below compute
@@ -6,7 +7,8 @@
                 the host works on the next
     forward     waits for the weights of a bucket where it first needs them
 
-One block of page-locked host memory serves both: the weights go up from where their gradients came down.
+One block of page-locked host memory serves both: the weights go up from where their gradients came down;
+but those of layers that come again after their gradients have left, for another micro batch, have their own.
 Source: ZeRO-Offload (arXiv 2101.06840).
 """
 
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.swap.buffers import Pairs, copy_bytes
+from memo.flat import staged_bytes
+from memo.swap.buffers import Pairs, bytes_of, copy_bytes
 from memo.swap.slab import HostSlab
 from memo.swap.streams import Event, Streams
 
@@ -41,9 +44,11 @@ class Staging:
 
     def __init__(self, model: "GPT", numel: int, pin: bool) -> None:
         self.model, layers = model, model.cfg.layers
-        self.slab = HostSlab(4 * (numel + 1), model.device, pin)
-        self.nbytes = self.slab.bytes.nbytes
-        self.grads, self.scale = self.slab.bytes.view(torch.float32).split((numel, 1))
+        self.nbytes = staged_bytes(model.cfg, numel, model.micro_batches, model.dtype.itemsize)
+        self.slab = HostSlab(self.nbytes, model.device, pin)
+        floats = self.slab.bytes[:4 * (numel + 1)].view(torch.float32)
+        self.grads, self.scale = floats.split((numel, 1))
+        self.apart = self.nbytes > floats.nbytes  # whether weights have places of their own
         self.complete, self.used = Event("gradients complete"), Event("weights used")
         self.names = ["of the embedding", *layers, "of the head"]
         self.left, self.uploaded = ([Event(f"{what} {name}") for name in self.names]
@@ -75,17 +80,34 @@ class Staging:
     def pairs(self, place: int, t: torch.Tensor) -> Pairs:
         """[(bytes of t, on the device, their place from number `place` of the host's on)], for one copy
         each."""
-        return self.slab.pairs(4 * place, t.view(-1).view(torch.uint8))
+        return self.slab.pairs(4 * place, bytes_of(t))
 
     def down(self, *parts: tuple[int, torch.Tensor]) -> None:
         """Copies each (first place on the host, tensor)."""
         for place, t in parts:
             copy_bytes([(host, device) for device, host in self.pairs(place, t)])
 
+    def up(self, place: int, t: torch.Tensor) -> None:
+        """Copies to a tensor what lies from that place of the host's on."""
+        copy_bytes(self.pairs(place, t))
+
     def leave(self, k: int, piece: torch.Tensor, shard: slice, reduced: Callable[[], None]) -> None:
         reduced()
         self.down((shard.start, piece))
         self.model.bucket_grads[k].zero_()
+
+    def weights_at(self, own: "Range") -> int:
+        """The first byte on the host of the weights of a bucket's Range."""
+        return self.grads.nbytes + 4 + self.model.dtype.itemsize * own.at if self.apart else 4 * own.at
+
+    def stage(self, own: "Range", weights: torch.Tensor) -> None:
+        """Puts `weights`, the masters of a bucket's Range `own`, where they go up from."""
+        first, dtype = self.weights_at(own), self.model.dtype
+        self.slab.bytes[first:first + dtype.itemsize * len(weights)].view(dtype).copy_(weights)
+
+    def fetch(self, own: "Range", part: torch.Tensor) -> None:
+        """Copies what is staged to `part`, the parameters of a bucket's Range."""
+        copy_bytes(self.slab.pairs(self.weights_at(own), bytes_of(part)))
 
     def arrived(self) -> None:
         """Holds the compute stream until all gradients have left."""
@@ -103,13 +125,11 @@ class Staging:
         offload.launch("gradients of all tp ranks", self.down, *last)
         offload.synchronize()  # the host reads them next
 
-    def send(self, k: int, own: "Range", weights: torch.Tensor) -> None:
-        """Starts to bring `weights`, the masters of bucket k's Range `own`, to all data ranks' parameters."""
+    def send(self, k: int, own: "Range", part: torch.Tensor) -> None:
+        """Starts to bring what is staged of bucket k's Range `own` to `part`, this rank's part of its
+        parameters, and to all data ranks' parameters."""
         model, (compute, _, prefetch, *_) = self.model, self.streams
-        part = model.params[own.flat]
-        staged = self.grads[own.shard].view(model.dtype)[:len(part)]
-        staged.copy_(weights)  # their gradients are used up
-        prefetch.launch(f"weights {self.names[k]}", copy_bytes, self.pairs(own.at, part))
+        prefetch.launch(f"weights {self.names[k]}", self.fetch, own, part)
         prefetch.record(self.uploaded[k])
-        works = prefetch.call(model.mesh.replicas.start_gather, part, model.params[slice(*model.buckets[k])])
+        works = prefetch.call(model.mesh.replicas.start_gather, part, model.bucket_params[k])
         model.arriving[k] = Arrival(compute, self.uploaded[k], works)

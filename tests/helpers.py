@@ -120,12 +120,13 @@ MESHES = {}  # of this process, the last one alone: each group has a thread that
 def mesh_of(host, cfg):
     """The Mesh of a layout, which stays until another one is asked for."""
     helping = *helping_pairs(cfg.shares),
-    key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp, cfg.ties_stages, helping
+    key = host.size, cfg.cp, cfg.tp, cfg.metp, cfg.pp, cfg.ties_stages, cfg.layers_come, helping
     if key not in MESHES:
         for mesh in MESHES.values():
             mesh.close()
         MESHES.clear()
-        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp, pp=cfg.pp, tied=cfg.ties_stages)
+        MESHES[key] = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp, pp=cfg.pp, tied=cfg.ties_stages,
+                                layers_come=cfg.layers_come)
         open_lanes(MESHES[key], cfg.shares, CPU)
     return MESHES[key]
 

@@ -20,8 +20,8 @@ from memo.swap.schedule import (
     times_of,
     units_in_order,
 )
-from memo.swap.steps import Step
-from memo.swap.validator import validate_schedule
+from memo.swap.steps import Step, is_of_states
+from memo.swap.validator import RULES, validate_schedule
 
 
 def instances(n, seed=0):
@@ -62,8 +62,15 @@ def refusal(steps, instance, trains=True):
     return None
 
 
+def with_layers_that_come(instances):
+    """Those of the instances in which layers may come, and do."""
+    for fates, layers, subsequences, order in instances:
+        if subsequences == 1 or order == "layer":
+            yield replace(fates, layers_come=True), layers, subsequences, order
+
+
 def test_every_schedule_that_is_made_is_valid():
-    for instance in instances(1000):
+    for instance in [*instances(1000), *with_layers_that_come(instances(300, seed=4))]:
         steps = schedule(*instance)
         assert refusal(steps, instance) is None, instance
         assert refusal(evaluation(*instance), instance, trains=False) is None, instance
@@ -247,6 +254,35 @@ def test_a_schedule_without_one_of_its_steps_is_not():
     rules = {COMPUTED, COPIED, STREAM, KEYS_COPIED, KEYS_READ, ABOVE, FETCHED, ARRIVED, READ, DROPPED,
              COMPLETE}
     assert {rule for _, rule in seen} == rules
+
+
+COME, ADDED = (RULES[what] for what in ("weights", "dw"))
+
+
+def test_of_steps_that_move_layers_each_is_needed_and_each_wait():
+    seen = set()
+    for instance in with_layers_that_come(instances(100, seed=5)):
+        steps = schedule(*instance)
+        for k, step in enumerate(steps):
+            for wait in step.waits:
+                if not (is_of_states(step.kind) or is_of_states(wait[0])):
+                    continue
+                left = step._replace(waits=tuple(w for w in step.waits if w != wait))
+                why = refusal([*steps[:k], left, *steps[k + 1:]], instance)
+                seen.add((step.kind, wait[0], why and why.partition(":")[0]))
+            if is_of_states(step.kind):
+                why = refusal(without(steps, k), instance)
+                seen.add((step.kind, None, why and why.partition(":")[0]))
+    assert seen == {
+        *((kind, None, COME) for kind in ("prefetch weights", "prefetch weights back")),
+        ("prefetch weight gradients", None, ADDED), ("offload weight gradients", None, COMPLETE),
+        ("forward", "prefetch weights", COME), ("prefetch weights", "forward", REFILLED),
+        # the copies that come before on the same stream have no wait of their own
+        *((kind, "prefetch weights back", rule) for kind in ("recompute", "sweep") for rule in (COME, ARRIVED)),
+        *(("backward", "prefetch weight gradients", rule) for rule in (COME, ADDED)),
+        ("prefetch weights back", "backward", REFILLED),
+        ("prefetch weight gradients", "offload weight gradients", LEFT),
+        ("offload weight gradients", "backward", ADDED)}
 
 
 def test_a_schedule_whose_steps_change_places_is_not():

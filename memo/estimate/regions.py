@@ -8,7 +8,15 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from memo.estimate.host import STATES_BYTES
 from memo.estimate.step_seconds import micro_batches
-from memo.flat import gradient_places, gradient_slots, layer_numel, local_layout, shared_numel
+from memo.flat import (
+    bucket_places,
+    gradient_slots,
+    layer_numel,
+    local_layout,
+    shared_numel,
+    staged_bytes,
+    weight_slots,
+)
 from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
 from memo.layout import LANES, n_communicators
 from memo.swap.placement import Placement
@@ -30,15 +38,19 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     data = world // (cfg.pp * cfg.tp)
     layout, buckets = local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micro_batches(cfg, world)
-    numel, on_host = buckets[-1][1], cfg.optimizer_device == "cpu"
-    whole = data == 1 and itemsize == 4 and not on_host  # the weights are the masters
+    numel, on_host = buckets[-1][1], cfg.optimizer_on_host
+    whole = data == 1 and itemsize == 4 and not on_host and not cfg.layers_come  # the weights are the masters
     optimizer = (STATES_BYTES - 4 * whole) * numel // data
-    grads, staged = 4 * gradient_places(buckets, gradient_slots(cfg, micros))[1], 0
+    params, grads = (bucket_places(buckets, n)[1] for n in (weight_slots(cfg), gradient_slots(cfg, micros)))
+    grads, staged = 4 * grads, 0
     if on_host:  # see memo/staging.py
-        grads, staged = grads + 4 * shared_numel(layout, cfg.tp), 4 * (numel // data + 1)
+        grads += 4 * shared_numel(layout, cfg.tp)
+        staged = staged_bytes(cfg, numel // data, micros, itemsize)
+    elif cfg.layers_come:
+        grads += 4 * (buckets[-1][0] - buckets[0][1]) // data
     # rows of rotations: with METP of own rows alone
     turned = 0 if cfg.position != "rope" else n_rows(cfg) if cfg.metp else cfg.batch_size * T
-    lines = [Line("params", "parameters", itemsize * numel), Line("grads", "gradients", grads, staged),
+    lines = [Line("params", "parameters", itemsize * params), Line("grads", "gradients", grads, staged),
              Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
              Line("positions", "positions", 8 * cfg.batch_size * T + 8 * D // 2 * turned)]
     if not machine.cpu:

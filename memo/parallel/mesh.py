@@ -238,7 +238,8 @@ class Mesh:
                   with METP the cp * tp ranks, tp innermost
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
-    `hops`: the ranks of `weights` once more, where METP's matrices go round. `pp`: the stages of a
+    `hops`: the ranks of `weights` once more, where METP's matrices go round; `shards`: those of `replicas`,
+    where the parameters of layers that come are put together. `pp`: the stages of a
     pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
     one, where both hold the embedding's matrix. `lanes`: {stream of a schedule: an Axis of two ranks, of this
     stage and of another one that it helps, or that helps it}: see open_lanes(). `peers`: the ranks of this
@@ -250,6 +251,7 @@ class Mesh:
     tokens: Axis = field(default_factory=partial(Axis, "cp"))
     dp: Axis = field(default_factory=partial(Axis, "dp"))  # deals out micro batches: nothing is sent over it
     replicas: Axis = field(default_factory=partial(Axis, "data"))
+    shards: Axis = field(default_factory=partial(Axis, "shards"))
     world: Axis = field(default_factory=partial(Axis, "world"))  # all ranks, over the devices' network
     host: Axis = field(default_factory=partial(Axis, "host"))  # all ranks, over gloo, from host to host
     peers: Axis = field(default_factory=partial(Axis, "peers"))
@@ -261,8 +263,8 @@ class Mesh:
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""
-        return (self.weights, self.hops, self.tokens, self.replicas, self.world, self.tied, self.before.x,
-                self.before.dx, self.behind.x, self.behind.dx, *self.lanes.values())
+        return (self.weights, self.hops, self.tokens, self.replicas, self.shards, self.world, self.tied,
+                self.before.x, self.before.dx, self.behind.x, self.behind.dx, *self.lanes.values())
 
     def close(self) -> None:
         """Gives the groups back that open_mesh() made."""
@@ -344,12 +346,13 @@ def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, li
     tokens = ranks.view(pp * dp, -1) if metp else ranks.transpose(1, 2).reshape(-1, cp)
     data = ranks.view(pp, -1, tp).transpose(1, 2).reshape(pp * tp, -1)
     return dict(tp=ranks.view(-1, tp).tolist(), hops=ranks.view(-1, tp).tolist(), cp=tokens.tolist(),
-                data=data.tolist(), world=ranks.view(1, -1).tolist(), peers=ranks.view(pp, -1).tolist())
+                data=data.tolist(), shards=data.tolist(), world=ranks.view(1, -1).tolist(),
+                peers=ranks.view(pp, -1).tolist())
 
 
 def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 1, **others: Any) -> Mesh:
     """The Mesh of a rank, by the names of its axes. An axis that is not among them has this rank alone."""
-    roles = dict(weights="tp", hops="hops", tokens="cp", replicas="data", world="world")
+    roles = dict(weights="tp", hops="hops", tokens="cp", replicas="data", shards="shards", world="world")
     dp = host.size // (pp * cp * tp)
     made: dict[str, Any] = {role: axes[name] for role, name in roles.items() if name in axes}
     return Mesh(**made | {"peers": host} | others, dp=Axis("dp", dp, host.rank // (cp * tp) % dp), host=host,
@@ -388,16 +391,16 @@ def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str
 
 
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
-              metp: bool = False, pp: int = 1, tied: bool = False) -> Mesh:
+              metp: bool = False, pp: int = 1, tied: bool = False, layers_come: bool = False) -> Mesh:
     """The Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first stage of
-    several and the last one hold the same matrix."""
+    several and the last one hold the same matrix; `layers_come`: see communicators()."""
     dp = host.size // (pp * cp * tp)
     lines = lines_of(tp, cp, dp, metp, pp)
     axes: dict[str, Axis] = {}
     shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
     rooted = ["start_broadcast", "start_reduce"] if metp else []
-    kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, world=["sum"])
-    for name, carrier in communicators(tp, cp, dp, metp, pp).items():
+    kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, shards=["gather"], world=["sum"])
+    for name, carrier in communicators(tp, cp, dp, metp, pp, layers_come).items():
         group = None if carrier == name else axes[carrier].group
         axis = open_axis(name, host, lines[name], kinds[name], device, group)
         assert axis is not None  # every rank is in a line

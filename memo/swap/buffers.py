@@ -220,9 +220,10 @@ class Swap:
         return self.sweep_inputs[self.swept[unit] % SWEEP_PLACES][:len(x)]
 
     def begin(self) -> None:
-        """Before a pass: protects what the last one still computes with from what arrives from other stages
-        in its places."""
-        if others := between_stages(self.streams):
+        """Before a pass: protects what the last one still computes with from what arrives from other stages,
+        and from a layer's parameters, in its places."""
+        come = [self.streams.prefetch] * self.placement.layers_come
+        if others := between_stages(self.streams) + come:
             before = Event("compute of the pass before")
             self.streams.compute.record(before)
             for stream in others:
@@ -235,6 +236,10 @@ class Swap:
             sent = Event("all sent", "bubble")
             stream.record(sent)
             self.streams.compute.wait(sent)
+        if self.placement.layers_come:  # the norm, and the next backward, which adds to their places
+            left = Event("all gradients left")
+            self.streams.offload.record(left)
+            self.streams.compute.wait(left)
 
     def wait(self, step: Step) -> None:
         """Holds back the stream of `step` until the steps are done that `step` waits for."""

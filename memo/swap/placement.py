@@ -73,7 +73,7 @@ class Placement:
     the next stage of a pipeline: stream == "passed". `receives`, `sends`: see Fates.
 
     Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of `guests`
-    are units like its own, of a subsequence each (memo/swap/helping.py).
+    are units like its own, of a subsequence each (memo/swap/helping.py). `layers_come`: see Fates.
     """
 
     n_layer: int
@@ -91,12 +91,13 @@ class Placement:
     sends: bool = False
     guests: Shares = ()
     lent: Shares = ()
+    layers_come: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
         stage, is left out."""
         said = {name: value for name, value in asdict(self).items()
-                if value or name not in ("receives", "sends", "guests", "lent")}
+                if value or name not in ("receives", "sends", "guests", "lent", "layers_come")}
         for name in said.keys() & {"guests", "lent"}:
             said[name] = [piece._asdict() for piece in getattr(self, name)]
         for name in () if self.several else ("cuts", "order", "keys", "stream"):
@@ -355,7 +356,7 @@ class Placement:
         fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
         rebuilt = frozenset(k for k in fewer if self.likes[k] in lacking or k in self.gives_up)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys,
-                     self.stream, self.receives, self.sends, self.guests, self.lent)
+                     self.stream, self.receives, self.sends, self.guests, self.lent, self.layers_come)
 
     def key_place(self, unit: tuple[int, int]) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""

@@ -4,13 +4,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from memo.swap.schedule import Fates, units_in_order
-from memo.swap.steps import Key, Step, Unit
+from memo.swap.steps import Key, Step, Unit, is_of_states
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
 # place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i)
 # what lies between two layers, or in place i of it where it is copied, ("slab stream", unit) the host's copy
 # of a unit's input or of its gradient; ("keys", place) keys and values, ("slab keys", unit) the host's copy
-# of them, ("sweep", place) an input that came back for a sweep. What lies there: (what, whose unit)
+# of them, ("sweep", place) an input that came back for a sweep. Where layers come: ("weights", place) and
+# ("dw", place) of a layer's parameters and their gradients, ("host dw", layer). What lies there: (what, whose
+# unit)
 Place = tuple
 Content = tuple
 
@@ -82,7 +84,31 @@ class Memory:
         return self.keys_of_layers[layer][:i + own]
 
     def access(self, step: Step) -> Access:
-        """What a step reads and writes."""
+        """What a step reads and writes, a layer's parameters and their gradients among it."""
+        if is_of_states(step.kind):
+            return self.layer_access(step)
+        found, (layer, i) = self.unit_access(step), step.unit
+        if self.fates.layers_come and step.kind in ("forward", "recompute", "sweep", "backward"):
+            found.reads.append((("weights", layer % 2), ("weights", layer)))
+            if step.kind == "backward":  # of the last subsequence first; each adds to what there is
+                place = "dw", layer % 2
+                found.reads.append((place, ("dw", (layer, i + 1))))
+                found.writes.append((place, ("dw", (layer, i))))
+        return found
+
+    def layer_access(self, step: Step) -> Access:
+        """The same of a step that brings a layer's parameters, or moves their gradients."""
+        layer, _ = step.unit
+        place, on_host = ("dw", layer % 2), ("host dw", layer)
+        match step.kind:
+            case "offload weight gradients":
+                return Access([(place, ("dw", (layer, 0)))], [(on_host, ("dw", layer))])
+            case "prefetch weight gradients":  # zero, or those of earlier micro batches
+                return Access([], [(place, ("dw", (layer, self.subsequences)))])
+        return Access([], [(("weights", layer % 2), ("weights", layer))])
+
+    def unit_access(self, step: Step) -> Access:
+        """What else a step reads and writes."""
         unit, fates = step.unit, self.fates
         layer, i = unit
         k, slab, several = self.number[unit], ("slab", unit), self.subsequences > 1
@@ -163,7 +189,7 @@ class Memory:
         replace."""
         replaced = {(layer, i): (layer + (1 if i else 2), i) for layer, i in self.units}
         came = [u for u in self.units if replaced[u] in self.number and self.number[u] in self.fates.copied]
-        came.sort(key=lambda u: self.number[replaced[u]], reverse=True)
+        came.sort(key=lambda u: self.number[u[0] + 1, u[1]], reverse=True)  # each behind the unit above
         return {unit: turn for turn, unit in enumerate(came)}
 
     def messages(self, trains: bool) -> set[Key]:

@@ -17,7 +17,7 @@ their places are those of one layer, which the next layer's take over piece by p
 subsequence leaves for the slab, and comes back when the backward of the layer above has used up the one that
 lies there; or it is made again from the layer's input, by a sweep. The first piece has two places, which even
 and odd layers use: a layer's first backward unit reads all pieces, so the first one must come back while the
-layer above still needs its own.
+layer above still needs its own. A sweep comes right behind the backward of the unit above.
 
 What lies between two layers, the stream, is whole on the device or has a few places there, which units take
 in turns: one arrives, one is computed on, one leaves. A unit's output takes the place of its input and leaves
@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 from memo.msp import Shares, guest_units
 from memo.swap.helping import Helper, Home
+from memo.swap.layer_states import LayerStates
 from memo.swap.steps import BACK, Key, Step, Unit, stream_of
 
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
@@ -54,7 +55,8 @@ class Fates:
     all layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole", "copied" or,
     with a few places that are sent, "passed". `receives`: another stage sends the input of the first layer;
     `sends`: another one takes the output of the last. `guests`: what the stage computes for others; `lent`:
-    what others compute for it (memo/swap/helping.py).
+    what others compute for it (memo/swap/helping.py). `layers_come`: the layers' parameters are on the device
+    only while they are needed (memo/swap/layer_states.py).
     """
 
     n_buffers: int
@@ -68,6 +70,7 @@ class Fates:
     sends: bool = False
     guests: Shares = ()
     lent: Shares = ()
+    layers_come: bool = False
 
 
 def units_in_order(layers: int, subsequences: int = 1, order: str = "layer",
@@ -98,8 +101,15 @@ def swept_inputs(fates: Fates, units: list[Unit]) -> list[Unit]:
     if fates.keys != "made" or fates.x_stays:
         return []
     number = {unit: k for k, unit in enumerate(units)}
-    swept = [below for unit in reversed(units) if (below := keys_below(unit)) in number]
+    swept = [below for unit in reversed(units) for below in swept_behind(unit, units)]
     return [unit for unit in swept if number[unit] in fates.copied]
+
+
+def swept_behind(unit: Unit, units: list[Unit]) -> list[Unit]:
+    """The unit whose keys and values a sweep makes behind the backward of another one, of the layer above:
+    none where they are still there."""
+    (layer, i), layers = unit, units[-1][0] + 1
+    return [(layer - 1, i)] if layer > 0 and keys_leave((layer - 1, i), layers) else []
 
 
 def stream_leaves(layers: int, subsequences: int, order: str) -> list[Unit]:
@@ -178,10 +188,12 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
                   home: Home, helper: Helper) -> Iterator[Step]:
     """The steps up to the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
+    states = LayerStates(fates.layers_come, layers, subsequences)
     # of those that keep only their input, which the layer below has sent already, nothing is left to send
     to_host = {k for k in fates.copied if not (k in fates.input_only and stream.arrives(units[k]))}
     inputs = [(0, i) for i in range(subsequences)] if fates.receives else []
     following = dict(zip(inputs, inputs[1:], strict=False))
+    yield from states.first()
     for unit in inputs[:1]:
         yield Step("receive", unit, stream.before(unit))
     yield from home.lend((0, 0))
@@ -203,7 +215,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
             if k in to_host:
                 yield Step("offload", unit, (("forward", unit),))
             continue
-        waits += home.before_forward(unit)
+        waits += home.before_forward(unit) + states.before_forward(unit)
         below = keys_below(unit)
         if fates.keys == "copied" and below in number:
             waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
@@ -215,6 +227,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
             yield Step("embedding", unit, stream.before(unit))  # protects what still leaves this unit's place
         yield Step("forward", unit, waits)
         yield from home.after_forward(unit)
+        yield from states.after_forward(unit)
         # the copies' waits protect the slab from a unit that is not computed yet
         if fates.keys == "copied" and keys_leave(unit, layers):
             yield Step("offload keys", unit, (("forward", unit),))
@@ -234,9 +247,11 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
                    helper: Helper) -> Iterator[Step]:
     """The steps behind the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
+    states = LayerStates(fates.layers_come, units[-1][0] + 1, subsequences)
     inputs = swept_inputs(fates, units)
     following = dict(zip(inputs, inputs[SWEEP_PLACES:], strict=False))
     came = set(inputs)
+    yield from states.first_back()
     for unit in inputs[:SWEEP_PLACES]:
         # protects the slab: all copies have left; an input that was there in the forward has
         yield Step("prefetch input", unit, () if stream.arrives(unit) else (("head", units[-1]),))
@@ -269,14 +284,15 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
         if guest:
             waits, arrived = waits + helper.before_recompute(unit), helper.before_backward(unit)
         if k in fates.rebuilt:
-            yield Step("recompute", unit, waits)
+            yield Step("recompute", unit, waits + states.before_recompute(unit))
         if not guest:
             yield from home.add(unit)
-            arrived += home.before_backward(unit)
+            arrived += home.before_backward(unit) + states.before_backward(unit)
         yield Step("backward", unit, waits + arrived)
         done, below = (("backward", unit),), keys_below(unit)
         if guest:
             yield from helper.after_backward(unit)
+        yield from states.after_backward(unit)
         if stream.arrives(unit):
             yield Step("offload gradient", unit, done)
         # the prefetches' waits protect this unit, whose backward reads what the copy is about to fill
@@ -284,10 +300,12 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
             yield Step("prefetch keys", below, done)
         if k - n in fates.copied:
             yield Step("prefetch", units[k - n], done)
-        if fates.keys == "made" and below in number:
-            yield Step("sweep", below, (("prefetch input", below),) if below in came else ())
-            if below in following:  # protects the sweep, which reads what the copy is about to fill
-                yield Step("prefetch input", following[below], (("sweep", below),))
+        yield from states.sums_of(unit)
+        for swept in swept_behind(unit, units) if fates.keys == "made" else ():
+            back: tuple[Key, ...] = (("prefetch input", swept),) if swept in came else ()
+            yield Step("sweep", swept, back + states.before_recompute(swept))
+            if swept in following:  # protects the sweep, which reads what the copy is about to fill
+                yield Step("prefetch input", following[swept], (("sweep", swept),))
         if unit[0] == 0 and not guest:
             if fates.receives:
                 yield Step("send gradient", unit, done + home.complete(unit, BACK))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 # kinds of steps of a forward, beside messages between a home and a helper
 FORWARD = ("embedding", "forward", "head", "offload", "offload keys", "offload stream", "prefetch stream",
-           "receive", "send")
+           "prefetch weights", "receive", "send")
 # {kind of a message between a home and a helper, which is another stage: its stream}, the other one's number
 # behind both
 LANES = {"lend": "to", "repay": "to", "pass": "to", "return": "to",
@@ -31,6 +31,11 @@ def is_forward(kind: str) -> bool:
     return kind in FORWARD or (first in LANES and not kind.endswith(BACK))
 
 
+def is_of_states(kind: str) -> bool:
+    """Whether a step brings a layer's parameters, or moves their gradients."""
+    return "weight" in kind
+
+
 def stream_of(key: Key) -> str:
     return stream_of_kind(key[0])
 
@@ -49,7 +54,8 @@ class Step(NamedTuple):
     offload stream of its output, or of the gradient that the head puts there; prefetch gradient of that of
     its output and offload gradient of that of its input. Between stages: receive of the first layer's input
     and send of the last one's output; receive gradient of that, send gradient of the input's. Messages
-    between a home and its helpers, and "add", by which a home adds what is repaid: see helping.py.
+    between a home and its helpers, and "add", by which a home adds what is repaid: see helping.py. Of a
+    layer, with its first unit: prefetch weights, and the like, see layer_states.py.
     """
 
     kind: str

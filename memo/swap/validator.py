@@ -31,6 +31,8 @@ RULES = {  # by what a step finds that is not there, or not there for certain
     "early": "a guest's unit is computed after what it borrows", "late": "and after what it takes",
     "sums": "sums of gradients are used when all have added to them", "repaid": "what is repaid is added",
     "gradients": "a guest's gradients are sent after they are made",
+    "weights": "a layer is computed with after its parameters have come",
+    "dw": "a layer's gradients are added to what has come, and leave when all is added",
     "keys": "attention reads keys and values of its layer's subsequences"}
 
 
@@ -115,6 +117,8 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
     needed |= {(kind, (0, i)) for i in range(subsequences) for kind in below[:1 + trains]}
     needed |= {(kind, (layers - 1, i)) for i in range(subsequences) for kind in above}
     needed |= memory.messages(trains)
+    leave = range(layers if fates.layers_come and trains else 0)
+    needed |= {("offload weight gradients", (layer, 0)) for layer in leave}
     if lacking := sorted(needed - set(clocks)):
         kind, unit = lacking[0]
         raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")

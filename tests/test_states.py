@@ -1,0 +1,143 @@
+"""states=sharded and states=host: layers that come for each pass change no bit, and take two places."""
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memo import checkpoint
+from memo.config import Config, as_keys
+from memo.errors import ConfigError
+from memo.estimate import hardware
+from memo.estimate.regions import states
+from memo.memory import where_it_lives
+from memo.parallel.mesh import ALONE
+from testing.ranks import pool
+from tests.helpers import LLAMA, degrees_of, mesh_of, step
+from tests.layouts import build
+
+PLACES = "device", "sharded", "host"
+GPT = dict(position="learned", bias=True)
+SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, grad_clip=0.1)
+
+
+def trained(mesh, cfg, dtype, steps=3, folder=None, then=None):
+    """[(loss, norm) of each step] and a hash of each of this rank's states. With `folder` it stops after two
+    steps, and goes on with states=`then`."""
+    model, optimizer = build(cfg, mesh, dtype)
+    shown = []
+    for i in range(steps):
+        if folder and i == 2:
+            saver = checkpoint.Saver(folder)
+            saver.save(optimizer.pieces(saved=True), as_keys(cfg), i)
+            saver.wait()
+            model.close()
+            model, optimizer = build(replace(cfg, states=then), mesh, dtype)
+            checkpoint.restore(checkpoint.load(folder), model, optimizer)
+            optimizer.publish()
+        loss = step(model, optimizer, cfg)
+        shown.append((loss.item(), optimizer.clip(cfg.grad_clip).item()))
+        optimizer.step(1e-2)
+    found = [hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest()
+             for t in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)]
+    model.close()
+    return shown, found
+
+
+def everywhere(host, cfg, dtype):
+    """What a rank trains with the states in each of the three places."""
+    return [trained(mesh_of(host, replace(cfg, states="host")), replace(cfg, states=where), dtype)
+            for where in PLACES]
+
+
+MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"), {}]
+
+
+@pytest.mark.parametrize("keys", [
+    dict(subsequences=N, gradient_accumulation_steps=micros, **mode, **family)
+    for mode, family, N, micros in zip(MODES, (GPT, LLAMA) * 2, (1, 4, 4, 1), (1, 3, 3, 1), strict=True)]
+    + [dict(subsequences=4, gradient_accumulation_steps=1, **LLAMA)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_states_are_changes_no_bit(keys, dtype, monkeypatch, one_thread):
+    monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 2**12)  # many edges, at which copies are cut
+    cfg = replace(SMALL, **keys)
+    device, *others = (trained(ALONE, replace(cfg, states=where), dtype) for where in PLACES)
+    assert others == [device, device]
+    norms = [norm for _, norm in device[0]]
+    assert min(norms) > 2 * cfg.grad_clip and len(set(norms)) == 3, "clipping clips"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("text,micro_batches,keys", [
+    ("dp2", 2, {}), ("cp2", 1, dict(subsequences=4)), ("dp2", 4, LLAMA), ("tp2 cp2 dp2", 2, {})])
+def test_in_any_layout(text, micro_batches, keys):
+    """The sums of several micro batches are made in another order: rounding may differ."""
+    size = degrees_of(text)
+    cfg = replace(SMALL, tp=size["tp"], cp=size["cp"], gradient_accumulation_steps=micro_batches, **keys)
+    for device, *others in pool(size["tp"] * size["cp"] * size["dp"]).run(everywhere, cfg, torch.float32):
+        for shown, found in others:
+            if micro_batches == size["dp"]:
+                assert (shown, found) == device
+            assert torch.tensor(shown).allclose(torch.tensor(device[0]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("first,then", [("host", "sharded"), ("sharded", "device"), ("device", "host")])
+def test_a_run_goes_on_with_its_states_elsewhere(first, then, tmp_path, one_thread):
+    cfg = replace(SMALL, n_layer=3)
+    whole = trained(ALONE, cfg, torch.bfloat16)
+    assert trained(ALONE, replace(cfg, states=first), torch.bfloat16, folder=tmp_path, then=then) == whole
+
+
+@pytest.mark.parametrize("where,micros", [("sharded", 1), ("host", 1), ("host", 2)])
+def test_two_layers_are_on_the_device_whatever_their_number(where, micros):
+    sizes = {}
+    for L in (2, 4, 16):
+        cfg = replace(SMALL, n_layer=L, states=where, gradient_accumulation_steps=micros)
+        model, optimizer = build(cfg, ALONE, torch.bfloat16)
+        first, layer, *_, last = (end - start for start, end in model.buckets)
+        sizes[L] = model.params.nbytes, model.grads.nbytes
+        assert sizes[L] == tuple(n * (first + 2 * layer + last) for n in (2, 4))
+        machine = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
+        there = {name: sum(t.nbytes for t in tensors) for name, tensors in dict(
+            params=[model.params], grads=[model.grads, *(optimizer.sums[k] for k in optimizer.coming)]).items()}
+        for line in states(cfg, machine, 1, 2)[2]:
+            if line.region == "grads" and where == "host":
+                assert line.device_bytes == model.grads.nbytes
+                assert line.host_bytes == optimizer.staging.nbytes
+            elif line.region in there:
+                assert line.device_bytes == there[line.region]
+        model.close()
+    assert len(set(sizes.values())) == 1
+
+
+def sent(host, cfg):
+    mesh = mesh_of(host, cfg)
+    model, optimizer = build(cfg, mesh, torch.bfloat16)
+    mesh.take_sent_bytes()
+    step(model, optimizer, cfg)
+    found = mesh.take_sent_bytes()
+    start, end = model.buckets[1]
+    model.close()
+    return found["shards"], found["data"], end - start, model.buckets[-1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_parameters_travel_twice_and_gradients_once():
+    """But for the last two layers' parameters, which are still there in the backward, and for gradients,
+    which are summed in fp32. Source: ZeRO 7.2.2, 3 P (d - 1)/d elements in all."""
+    d, L = 2, 5
+    for shards, data, layer, P in pool(d).run(sent, replace(SMALL, states="sharded", n_layer=L,
+                                                            gradient_accumulation_steps=2)):
+        assert shards == 2 * (2 * L - 2) * layer * (d - 1) // d
+        assert data == 4 * P * (d - 1) // d + 4 * (d - 1)  # and the loss
+
+
+@pytest.mark.parametrize("keys,message", [
+    (dict(pp=2), "goes with pp=1 only"), (dict(subsequences=4, unit_order="subsequence"), "unit_order=layer"),
+    (dict(optimizer_device="cpu"), "try --states=host")])
+def test_bad_input(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(states="sharded", **keys)
