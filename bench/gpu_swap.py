@@ -91,7 +91,7 @@ class Ours:
         self.optimizer = Optimizer(self.model, cfg)
         self.optimizer.load(initial_weights(cfg, 0, device))
         self.batch = tokens, targets
-        self.decision = memory.reserve_activations(cfg, self.model, memory.host_limit(cfg, read_launch()))
+        self.decision = memory.reserve_activations(cfg, self.model, memory.host_limit(cfg, read_launch(), 2))
 
     def step(self):
         self.model.swap.streams.timeline.clear()

@@ -288,8 +288,8 @@ class Config:
             return
         if self.pp != 1:
             raise ConfigError(f"states={self.states} goes with pp=1 only, not pp={self.pp} (a stage needs "
-                              "all its layers for each subsequence, so they stay); try --pp=1 with more tp or "
-                              "cp, or --states=device")
+                              "all its layers for each subsequence, so they stay); try --pp=1 with more tp "
+                              "or cp, or --states=device")
         if self.unit_order == "subsequence" and self.subsequences != 1:
             raise ConfigError(f"states={self.states} goes with unit_order=layer only, not subsequence (all "
                               "layers would come for each subsequence); try --unit_order=layer")

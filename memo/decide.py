@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.estimate.step_seconds import UnitRates, compute_seconds, rates_of, swap_s
+from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, compute_seconds, rates_of, swap_s
 from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
 from memo.layout import degrees
 from memo.subsequences import ALIGNED, subsequence_lengths
@@ -44,10 +44,12 @@ class Rates:
     prefetch_bytes_per_s: float
     transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None: not known
     units: tuple[UnitRates, ...] = ()
+    states: StateSeconds = STAY
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json, measured ones."""
-        return {name: value for name, value in asdict(self).items() if name != "units" or value}
+        return {name: value for name, value in asdict(self).items()
+                if name not in ("units", "states") or any(value)}
 
 
 Placed = tuple[Placement, SwapPlan | None]
@@ -180,7 +182,7 @@ def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Pla
         less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
         placement, plan = place_rows(cfg, less, rates.recompute_s)
         forward, backward, stall = swap_s(placement, problem.tensors,
-                                          compute_seconds(placement, rates.units), rate)
+                                          compute_seconds(placement, rates.units, rates.states), rate)
         return forward + backward, stall, placement, plan
     best = of(1.0)
     if best[1] <= STALL * best[0]:
@@ -328,7 +330,7 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
     is tried with the number that was found; with all where layer by layer none fits.
     """
     # a stage hands a subsequence on when all its layers are done with it
-    both = ("layer", "subsequence") if cfg.pp == 1 else ("subsequence",)
+    both = ("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.layers_come else ("layer", "subsequence")
     cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
         (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
     found: dict[Config, Judged] = {}

@@ -31,6 +31,8 @@ from memo.estimate.hardware import NODES, Machine
 from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.report import as_dict as estimate_dict
+from memo.estimate.report import billions
+from memo.estimate.step_seconds import micro_batches
 from memo.formulas import percent
 from memo.launch import Launch
 from memo.msp import Help, shares_lines
@@ -56,10 +58,10 @@ def gpu_decides(cfg: Config, device: torch.device) -> bool:
     return swaps_layers(cfg) and cfg.finds_alpha and device.type == "cuda"
 
 
-def host_limit(cfg: Config, launch: Launch) -> int:
+def host_limit(cfg: Config, launch: Launch, itemsize: int) -> int:
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
-    gradients, where optimizer_device=cpu keeps them there; the copies that checkpoints of the ranks on this
-    host are written from come on top. Errors: OutOfHostMemory."""
+    gradients, where optimizer_device=cpu or states=host keeps them there; the copies that checkpoints of the
+    ranks on this host are written from come on top. Errors: OutOfHostMemory."""
     if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
         return 0
     first = launch.rank - launch.local_rank
@@ -68,12 +70,16 @@ def host_limit(cfg: Config, launch: Launch) -> int:
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
     if not cfg.optimizer_on_host:
         return share
-    needs = stage_state_bytes(cfg, launch.world, HOST_STATES_BYTES)[cfg.stage]
+    each = HOST_STATES_BYTES + itemsize * (cfg.states == "host" and micro_batches(cfg, launch.world) > 1)
+    needs = stage_state_bytes(cfg, launch.world, each)[cfg.stage]
     if needs > share:
+        key, other = ("states=host", "states=sharded") if cfg.states == "host" else (
+            "optimizer_device=cpu", "optimizer_device=auto")
         raise OutOfHostMemory(
-            f"optimizer_device=cpu needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, "
-            f"moments and gradients, its share is {share / 2**30:.4g} GiB; try a larger host_memory_gb, "
-            "more ranks, or optimizer_device=auto")
+            f"{key} needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, moments and "
+            f"gradients, its share is {share / 2**30:.4g} GiB, enough for "
+            f"{billions(share * launch.world / each)} parameters; try a larger host_memory_gb, more ranks, "
+            f"or {other}")
     return share - needs
 
 
@@ -142,6 +148,8 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
                                  host)
         model.grads.zero_()
         model.close()
+        if cfg.layers_come:
+            rates = replace(rates, states=profiler.measured_states(model))
         if not cpu:
             room = gpu_room(cfg, model, rates, limit)
     else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -37,7 +37,7 @@ from memo.decide import Rates, numbers_of
 from memo.device import pick_device, settle, synchronize
 from memo.estimate.calibrate import Job, attentions, calibrate, matmuls, row_passes
 from memo.estimate.hardware import Machine, Speeds, calibration_path
-from memo.estimate.step_seconds import Lanes
+from memo.estimate.step_seconds import Lanes, StateSeconds
 from memo.launch import read_launch
 from memo.layer import ATTENTION, groups_of, keys_dealt
 from memo.parallel.mesh import ALONE, Axis, connected, open_mesh
@@ -157,6 +157,19 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple
         mine = [s for s in spans if s.stream == name][1:]  # the first one warms up
         return len(mine) * nbytes / (mine[-1].end_s - mine[0].start_s)
     return rate("offload"), rate("prefetch")
+
+
+def measured_states(model: "GPT") -> StateSeconds:
+    """The StateSeconds of a layer, on the slowest rank of those that measure at once: all."""
+    optimizer, k = model.optimizer, 1
+
+    def seconds(move: Callable, *args: Any) -> float:
+        return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)
+    found = StateSeconds(seconds(optimizer.bring_weights), seconds(optimizer.leave),
+                         seconds(optimizer.bring_sums, True) * (model.micro_batches > 1))
+    model.grads.zero_()
+    optimizer.send(k)  # the gradients may have had the place of the weights
+    return found
 
 
 def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,

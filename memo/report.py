@@ -46,7 +46,7 @@ def print_first_lines(run: "Run") -> None:
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
           f"{flops_per_sample(cfg) / cfg.block_size / 1e9:.2f} GFLOPs a token\n"
           f"ranks       {mesh.host.size}: {pp}dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; "
-          f"{m.params.numel() / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
+          f"{m.buckets[-1][1] / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {peak}, attention={m.attention.label}, "
           f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(cfg, run.stage_records),

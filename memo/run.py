@@ -155,7 +155,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     if not cfg.undecided:
         return check_room(found, launch, trace_step)
     with_fewest = stage_of(replace(least, vocab_size=cfg.vocab_size), launch.rank, launch.world)
-    memory.host_limit(with_fewest, launch)  # with more stages some host holds more
+    memory.host_limit(with_fewest, launch, dtype.itemsize)  # with more stages some host holds more
     return found
 
 
@@ -165,7 +165,7 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
     cfg, device = found.cfg, found.device
     if device.type == "cuda":
         check_streams(cfg, launch.world)
-    limit, expected = memory.host_limit(cfg, launch), None
+    limit, expected = memory.host_limit(cfg, launch, found.dtype.itemsize), None
     memory.check_memory(cfg, device, found.dtype, limit)
     if found.speaks:
         expected = expect(replace(cfg, **found.kernels), device, launch, partial(arena_here, trace_step),

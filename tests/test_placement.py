@@ -182,7 +182,7 @@ def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_th
         monkeypatch.setattr(slab, "available", lambda there=there: there)
         node = replace(cpu.node, host_memory_bytes=there)
         assert estimate(cfg, replace(cpu, node=node), 1, fast_arena).placement.n_buffers == n
-        d = memory.reserve_activations(cfg, model, memory.host_limit(cfg, launch))
+        d = memory.reserve_activations(cfg, model, memory.host_limit(cfg, launch, 4))
         assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
         if n == 5:
             assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
@@ -302,18 +302,18 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     for world, local_world in ((1, 1), (4, 2)):
         launch = Launch(0, world, 0, local_world, 0, "")
         share = 9 * 10**8 // local_world - states // world  # beside a checkpoint's copy of them
-        assert memory.host_limit(replace(CFG, vocab_size=1000), launch) == share
-        assert memory.host_limit(on_host, launch) == share - states * 16 // 12 // world  # and gradients
+        assert memory.host_limit(replace(CFG, vocab_size=1000), launch, 4) == share
+        assert memory.host_limit(on_host, launch, 4) == share - states * 16 // 12 // world  # and gradients
         granted = replace(CFG, vocab_size=1000, host_memory_gb=0.4)  # the copy comes on top
-        assert memory.host_limit(granted, launch) == 4 * 10**8 // local_world
+        assert memory.host_limit(granted, launch, 4) == 4 * 10**8 // local_world
     wanted = (r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; "
               r"try host_memory")
     with pytest.raises(OutOfHostMemory, match=wanted):
-        memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""))
+        memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""), 4)
     with pytest.raises(OutOfHostMemory,
                        match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
-        memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""))
-    assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, "")) == 0
+        memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""), 4)
+    assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, ""), 4) == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -329,7 +329,7 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
         one = stage_of(cfg, rank, 6)
         numel, data, _ = states(one, machine, 6, 4)
         held.append(numel // data)
-        limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world, 0, "")))
+        limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world, 0, ""), 4))
     nodes = [range(first, first + local_world) for first in range(0, 6, local_world)]
     for node in nodes:  # weights, moments, gradients; a checkpoint's copy of weights and moments
         used = sum(limits[rank] + (16 + 12) * held[rank] for rank in node)

@@ -278,8 +278,8 @@ def test_of_steps_that_move_layers_each_is_needed_and_each_wait():
         ("prefetch weight gradients", None, ADDED), ("offload weight gradients", None, COMPLETE),
         ("forward", "prefetch weights", COME), ("prefetch weights", "forward", REFILLED),
         # the copies that come before on the same stream have no wait of their own
-        *((kind, "prefetch weights back", rule) for kind in ("recompute", "sweep") for rule in (COME, ARRIVED)),
-        *(("backward", "prefetch weight gradients", rule) for rule in (COME, ADDED)),
+        *((kind, "prefetch weights back", why) for kind in ("recompute", "sweep") for why in (COME, ARRIVED)),
+        *(("backward", "prefetch weight gradients", why) for why in (COME, ADDED)),
         ("prefetch weights back", "backward", REFILLED),
         ("prefetch weight gradients", "offload weight gradients", LEFT),
         ("offload weight gradients", "backward", ADDED)}

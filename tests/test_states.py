@@ -8,6 +8,7 @@ import torch
 
 from memo import checkpoint
 from memo.config import Config, as_keys
+from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.regions import states
@@ -100,14 +101,10 @@ def test_two_layers_are_on_the_device_whatever_their_number(where, micros):
         sizes[L] = model.params.nbytes, model.grads.nbytes
         assert sizes[L] == tuple(n * (first + 2 * layer + last) for n in (2, 4))
         machine = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
-        there = {name: sum(t.nbytes for t in tensors) for name, tensors in dict(
-            params=[model.params], grads=[model.grads, *(optimizer.sums[k] for k in optimizer.coming)]).items()}
-        for line in states(cfg, machine, 1, 2)[2]:
-            if line.region == "grads" and where == "host":
-                assert line.device_bytes == model.grads.nbytes
-                assert line.host_bytes == optimizer.staging.nbytes
-            elif line.region in there:
-                assert line.device_bytes == there[line.region]
+        decision = Decision(model.swap.placement, None, None, 0)
+        there = where_it_lives(cfg, decision, model, optimizer)
+        expected = [line for line in states(cfg, machine, 1, 2)[2] if line.region != "positions"]
+        assert [line for line in there if line.region in ("params", "grads", "optimizer")] == expected
         model.close()
     assert len(set(sizes.values())) == 1
 

@@ -145,14 +145,15 @@ def prepare(argv: list[str]) -> tuple[Config, Machine, int, dict[str, Any]]:
 
 def check_size(cfg: Config, machine: Machine, world: int) -> None:
     """Errors: ConfigError where no sharing out could make the model's states fit."""
-    each = itemsize_of(cfg, machine) + (4 + STATES_BYTES) * (cfg.optimizer_device == "auto")
+    each = 0 if cfg.states == "host" else itemsize_of(cfg, machine)
+    each += (4 + STATES_BYTES) * (not cfg.optimizer_on_host)
     needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
     if machine.memory_bytes is not None and needs > there:
         least = -(-needs // machine.memory_bytes)
         raise ConfigError(f"--gpus={world}: {billions(parameters(cfg))} parameters, their gradients and "
                           f"optimizer take {needs / GIB:.4g} GiB, all {world} devices together have "
                           f"{there / GIB:.4g}: {(needs - there) / GIB:.4g} GiB too much; try at least "
-                          f"--gpus={least}, a larger --gpu or --optimizer_device=cpu")
+                          f"--gpus={least}, a larger --gpu, --optimizer_device=cpu or --states=host")
 
 
 def main(argv: list[str]) -> None:

@@ -27,7 +27,7 @@ from memo.estimate.host import fullest_node_bytes, host_capacity, host_share
 from memo.estimate.pipeline_seconds import ends_of, pipeline_s
 from memo.estimate.regions import Line, activation_lines, cpu_spare, lane_bytes, states
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
-from memo.estimate.step_seconds import step_s
+from memo.estimate.step_seconds import state_seconds, step_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
@@ -167,12 +167,14 @@ class Estimate:
         return self.shown.bytes_of(region)
 
 
-def modelled_rates(machine: Machine, layer: LayerSeconds | LayerOfUnits | None) -> Rates | None:
+def modelled_rates(cfg: Config, machine: Machine, world: int,
+                   layer: LayerSeconds | LayerOfUnits | None) -> Rates | None:
     """The Rates of a layer, if its seconds are known."""
     if layer is None:
         return None
     rate, units = machine.node.pcie_bytes_per_s, tuple(layer.units) if len(layer.units) > 1 else ()
-    return Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units)
+    return Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units,
+                 state_seconds(cfg, machine, layer.speeds, world, itemsize_of(cfg, machine)))
 
 
 def decided(facts: StageFacts) -> tuple[Placed, str | None]:
@@ -238,7 +240,7 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
     """The Stages of a config. `layer`: its seconds, where they are known. What those that are alike have in
     common is looked at once."""
     known: dict[tuple, tuple[Beside, Placed, str | None]] = {}
-    itemsize, rates = itemsize_of(cfg, machine), modelled_rates(machine, layer)
+    itemsize, rates = itemsize_of(cfg, machine), modelled_rates(cfg, machine, world, layer)
     facts = []
     for one in (replace(cfg, stage=k) for k in range(cfg.pp)):
         kind = one.stage_kind

@@ -39,7 +39,9 @@ def layout_of(got: Estimate) -> str:
 def mode_of(got: Estimate) -> str:
     cfg = got.cfg
     how = f" ({cfg.alpha_mode})" if cfg.finds_alpha else ""
-    return f"{cfg.activation}{how}{', optimizer on the host' * (cfg.optimizer_device == 'cpu')}"
+    where = {"device": ", optimizer on the host" * cfg.optimizer_on_host, "sharded": ", states sharded",
+             "host": ", states on the host"}
+    return f"{cfg.activation}{how}{where[cfg.states]}"
 
 
 def table(got: Estimate) -> list[str]:
@@ -142,7 +144,8 @@ def as_dict(got: Estimate) -> dict:
                              step=got.seconds.get("step"), parts=parts),
                 mfu=got.mfu, tgs=got.tgs, fits=got.fits, reason=got.reason, why=got.why,
                 keys=dict(block_size=cfg.block_size, activation=cfg.activation, alpha_mode=cfg.alpha_mode,
-                          context_parallel=cfg.context_parallel, optimizer_device=cfg.optimizer_device),
+                          context_parallel=cfg.context_parallel, optimizer_device=cfg.optimizer_device,
+                          states=cfg.states),
                 **stages)
 
 

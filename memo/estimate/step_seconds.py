@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
+from memo.flat import layer_numel
 from memo.layer import INPUT, Tensor, head_rows, tensors_of
 from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
 from memo.swap.schedule import keys_leave
 from memo.swap.shared_bytes import SharedBytes, help_of
-from memo.swap.steps import SENT, Step
+from memo.swap.steps import SENT, Step, is_of_states
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
 # One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
@@ -106,13 +107,53 @@ def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates
                   for piece in p.guests]
 
 
-def compute_seconds(placement: Placement, units: Sequence[UnitRates]) -> Callable[[Step], float]:
-    """-> what gives the seconds of a step that computes, of those of a layer's units; embedding and head are
-    counted by themselves."""
+class StateSeconds(NamedTuple):
+    """Seconds of the steps that move a layer's states (memo/swap/layer_states.py): its parameters come, its
+    gradients leave, the sums of earlier micro batches come."""
+
+    weights_s: float = 0.0
+    gradients_s: float = 0.0
+    sums_s: float = 0.0
+
+    def of(self, step: Step) -> float:
+        if step.kind == "offload weight gradients":
+            return self.gradients_s
+        return self.sums_s if step.kind == "prefetch weight gradients" else self.weights_s
+
+
+STAY = StateSeconds()  # nothing moves
+
+
+def state_seconds(cfg: Config, machine: Machine, speeds: Speeds, world: int, itemsize: int) -> StateSeconds:
+    """The StateSeconds of a machine: to and from the host, or within the device's memory, and between the
+    ranks that have shards."""
+    if not cfg.layers_come:
+        return STAY
+    data = world // cfg.tp
+    shard, sums = layer_numel(cfg, data) / data, float(micro_batches(cfg, world) > 1)
+
+    def moved_s(nbytes: float) -> float:  # in fp32 where they are on the device: of the master weights
+        if cfg.states == "host":
+            return nbytes / machine.node.pcie_bytes_per_s
+        return speeds.seconds("copy", nbytes + 4 * shard, nbytes)
+
+    def message_s(op: str, nbytes: float) -> float:
+        return machine.message_s(op, nbytes * (data - 1), world, cfg.tp) if data > 1 else 0.0
+    params, gradients = itemsize * shard, 4 * shard
+    return StateSeconds(moved_s(params) + message_s("gather", params),
+                        moved_s(gradients) + message_s("scatter", gradients), sums * moved_s(gradients))
+
+
+def compute_seconds(placement: Placement, units: Sequence[UnitRates],
+                    states: StateSeconds = STAY) -> Callable[[Step], float]:
+    """-> what gives the seconds of a step that computes, of those of a layer's units, or moves a layer's
+    states; embedding and head are counted by themselves."""
     p, rates = placement, rates_of(placement, units)
     of_likes = {k: rates[p.likes[k]].recompute_s(p.missing(k)) for k in set(p.like)}
 
     def seconds(step: Step) -> float:
+        if is_of_states(step.kind):
+            return states.of(step)
         if step.unit not in p.number:  # of what a helper repays
             return 0.0
         unit = rates[p.likes[p.number[step.unit]]]
@@ -216,20 +257,21 @@ def rows_of_tp_s(cfg: Config, machine: Machine, nbytes: float) -> float:
 
 def steps_on_host(cfg: Config, machine: Machine) -> bool:
     """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
-    return cfg.optimizer_device == "cpu" and not machine.cpu
+    return cfg.optimizer_on_host and not machine.cpu
 
 
 def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, itemsize: int, data: int,
                 local_ranks: int, forward_s: float) -> float:
     """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
     weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
-    meanwhile and in the next forward."""
+    meanwhile and in the next forward, or are brought by its schedule."""
     shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
     if steps_on_host(cfg, machine):
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
-        return host_s + max(0.0, itemsize * shard / machine.node.pcie_bytes_per_s - host_s - forward_s)
+        up_s = itemsize * shard / machine.node.pcie_bytes_per_s * (not cfg.layers_come)
+        return host_s + max(0.0, up_s - host_s - forward_s)
     rest = speeds.seconds("copy", 4 * shard + 4 * numel, 4 * numel)  # norm; all gradients to zero
     return rest + speeds.seconds("adamw", adamw, adamw) + speeds.seconds("copy", cast, cast)
 
@@ -259,7 +301,7 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
            layer: LayerSeconds | LayerOfUnits, placement: Placement, numel: int) -> dict[str, float]:
     """{part: seconds} of a step in one stage, which add up to its "step"."""
     p, tensors, micros = placement, tensors_of(cfg, itemsize), micro_batches(cfg, world)
-    computed = compute_seconds(p, layer.units)
+    computed = compute_seconds(p, layer.units, state_seconds(cfg, machine, layer.speeds, world, itemsize))
     recompute = sum(computed(Step("recompute", unit)) for unit in p.units)
     swept = [i for layer, i in p.units if p.keys == "made" and keys_leave((layer, i), p.n_layer)]
     forward, backward, stall = swap_s(p, tensors, computed, machine.node.pcie_bytes_per_s)
@@ -270,6 +312,7 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
     parts["head and embedding"] = sum(ends)
     parts = {name: micros * seconds for name, seconds in parts.items()}
     data, local_ranks = world // cfg.tp, min(world, machine.node.gpus_per_node)
-    parts["gradients and parameters"] = data_s(cfg, machine, numel, itemsize, data, world, forward, backward)
+    stays = numel - cfg.n_layer * layer_numel(cfg, data) * cfg.layers_come  # the layers' are in the schedule
+    parts["gradients and parameters"] = data_s(cfg, machine, stays, itemsize, data, world, forward, backward)
     parts["optimizer"] = optimizer_s(cfg, machine, layer.speeds, numel, itemsize, data, local_ranks, forward)
     return parts | {"step": sum(parts.values())}

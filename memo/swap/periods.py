@@ -48,7 +48,8 @@ def totals_of(fates: Fates, layers: int, subsequences: int, order: str,
 
 def totals(times: Times, layers: int, subsequences: int) -> Totals:
     forward = times.spans["forward", (layers - 1, subsequences - 1)][1]
-    return Totals(forward, times.spans["backward", (0, 0)][1] - forward, times.stall_s)
+    last = "offload weight gradients" if ("offload weight gradients", (0, 0)) in times.spans else "backward"
+    return Totals(forward, times.spans[last, (0, 0)][1] - forward, times.stall_s)
 
 
 def reach_of(fates: Fates, subsequences: int, order: str) -> int:
