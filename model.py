@@ -85,6 +85,8 @@ class GPT:
     def __init__(self, cfg: Config, device: torch.device, dtype: torch.dtype, grads: bool = True,
                  mesh: Mesh = ALONE) -> None:
         device = torch.device(device)
+        if not grads:  # nor is there an optimizer from which layers could come
+            cfg = replace(cfg, states="device")
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
