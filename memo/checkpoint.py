@@ -79,18 +79,18 @@ class Saver:
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
     one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
     checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None.
-    `read`: gives the tensor of a piece when it is to be written; then pieces have shapes only, and are not
-    copied.
+    `read`: gives the tensor of a piece when it is to be written; then pieces have shapes only. `copies`:
+    whether pieces are copied, so that they may change soon; others are written from where they are.
     """
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
                  keep: int = 1, whole: int | None = None,
-                 read: Callable[[Piece], torch.Tensor] | None = None) -> None:
+                 read: Callable[[Piece], torch.Tensor] | None = None, copies: bool = True) -> None:
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | None = None
-        self.read = read
+        self.read, self.copies = read, copies and read is None
         self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
 
@@ -110,7 +110,8 @@ class Saver:
         self.thread.start()
 
     def copied(self) -> None:
-        """Returns when the pieces of the save under way, if any, are copied: from now on they may change."""
+        """Returns when the pieces of the save under way, if any, are copied, or written without a copy: from
+        now on they may change."""
         if self.thread is not None:
             self.taken.wait()
 
@@ -139,9 +140,8 @@ class Saver:
         self.group = None
 
     def take(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> None:
-        try:
-            self.pieces = pieces if self.read else self.copier.copy(pieces, reached)
-        finally:
+        self.pieces = self.copier.copy(pieces, reached) if self.copies else pieces
+        if self.copies:
             self.taken.set()
 
     def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: dict[str, Any],
@@ -171,6 +171,7 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:
             self.pieces = None  # as large as the optimizer's states
+            self.taken.set()
 
     def write_folder(self, path: Path, temporary: Path, config: dict[str, Any], iter: int) -> None:
         """Writes self.pieces of all ranks as the newest checkpoint. Errors: CheckpointError, on all ranks."""

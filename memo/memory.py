@@ -65,8 +65,8 @@ def host_limit(cfg: Config, launch: Launch, itemsize: int) -> int:
     if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
         return 0
     first = launch.rank - launch.local_rank
-    copies = node_bytes(stage_state_bytes(cfg, launch.world), launch.world,
-                        range(first, first + launch.local_world))
+    copies = 0 if cfg.optimizer_on_host else node_bytes(
+        stage_state_bytes(cfg, launch.world), launch.world, range(first, first + launch.local_world))
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
     if not cfg.optimizer_on_host:
         return share

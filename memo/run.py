@@ -336,8 +336,9 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
     """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
     out_dir cannot be written."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0
+    # an optimizer on the host has no room for a copy: its next step waits for the disk
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
-                             first if found.ckpt else None)
+                             first if found.ckpt else None, copies=not cfg.optimizer_on_host)
     lines = memory.where_it_lives(cfg, decision, model, optimizer)
     records = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,

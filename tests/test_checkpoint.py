@@ -323,12 +323,16 @@ def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
     assert saver.done()
 
 
-def test_the_forward_and_backward_need_not_wait_for_the_copy(tmp_path, monkeypatch):
+@pytest.mark.parametrize("copies", [True, False])
+def test_the_forward_and_backward_need_not_wait_for_the_states(copies, tmp_path, monkeypatch):
+    """Only the optimizer's step waits for the copy, or where there is none for the disk."""
     model, optimizer = fresh()
     train(model, optimizer, range(3))
-    before, go, real = state(model, optimizer), threading.Event(), Copier.copy
-    monkeypatch.setattr(Copier, "copy", lambda *args: go.wait(60) and real(*args))
-    saver, batch = Saver(tmp_path), torch.zeros(1, 24, dtype=torch.int64)
+    before, go = state(model, optimizer), threading.Event()
+    owner, name = (Copier, "copy") if copies else (dcp.Writer, "write_data")
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: go.wait(60) and real(*args))
+    saver, batch = Saver(tmp_path, copies=copies), torch.zeros(1, 24, dtype=torch.int64)
     saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     model.forward(batch, batch, scale=1.0)
     model.backward()

@@ -303,7 +303,8 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
         launch = Launch(0, world, 0, local_world, 0, "")
         share = 9 * 10**8 // local_world - states // world  # beside a checkpoint's copy of them
         assert memory.host_limit(replace(CFG, vocab_size=1000), launch, 4) == share
-        assert memory.host_limit(on_host, launch, 4) == share - states * 16 // 12 // world  # and gradients
+        # gradients too, and no copy
+        assert memory.host_limit(on_host, launch, 4) == 9 * 10**8 // local_world - states * 16 // 12 // world
         granted = replace(CFG, vocab_size=1000, host_memory_gb=0.4)  # the copy comes on top
         assert memory.host_limit(granted, launch, 4) == 4 * 10**8 // local_world
     wanted = (r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; "
@@ -331,10 +332,12 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
         held.append(numel // data)
         limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world, 0, ""), 4))
     nodes = [range(first, first + local_world) for first in range(0, 6, local_world)]
-    for node in nodes:  # weights, moments, gradients; a checkpoint's copy of weights and moments
-        used = sum(limits[rank] + (16 + 12) * held[rank] for rank in node)
+    for node in nodes:  # weights, moments, gradients
+        used = sum(limits[rank] + 16 * held[rank] for rank in node)
         assert used == pytest.approx(9e8, rel=1e-4)
-    copies = max(sum(12 * held[rank] for rank in node) for node in nodes)
+    copies = max(sum(12 * held[rank] for rank in node) for node in nodes)  # of weights and moments
+    assert host_capacity(cfg, machine, 6) == pytest.approx(9e8, rel=1e-4)
+    cfg = replace(cfg, optimizer_device="auto")
     assert host_capacity(cfg, machine, 6) == pytest.approx(9e8 - copies, rel=1e-4)
     # what a node of GPUs grants by hand is granted to whatever stages a search tries
     one, gpus = granting(replace(cfg, pp=1), replace(hardware.machine("h100-80gb"), node=here), 6, 10**8)
