@@ -267,14 +267,14 @@ class GPT:
         if not self.cfg.has_embedding:
             done(0)  # nothing, or the head's matrix: as in the first stage, its bucket is the last
 
-    def follow(self, steps: Iterable[Step], done: Callable[[int], None] = lambda bucket: None,
+    def follow(self, steps: list[Step], done: Callable[[int], None] = lambda bucket: None,
                head: Callable[[int, torch.Tensor], None] | None = None) -> None:
         """Executes steps of the schedule: the host launches them in their order, and the waits between
         streams are theirs. done(bucket): see backward(). head(subsequence, last layer's output): what to do
         in the place of the head."""
         complete: list[int] = []
         B, T = self.shape
-        self.swap.begin()
+        self.swap.begin(steps[0])
         for step in steps:
             if step.is_message:
                 self.swap.wait(step)

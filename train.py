@@ -160,8 +160,8 @@ def train(run: Run, stop: StopSignal) -> None:
         with stop.interruptible():  # weights and optimizer do not change: a second signal gives the step up
             evaluates = cfg.eval_interval and (it % cfg.eval_interval == 0 or last)
             val_loss = evaluate(run) if evaluates else None
-            # the step begins: neither its time nor its figures have the evaluation in them
-            swap.streams.timeline.clear()
+            if evaluates:  # the step begins: neither its time nor its figures have the evaluation in them
+                swap.streams.timeline.clear()
             mesh.take_sent_bytes()
             start, lr = time.perf_counter(), learning_rate(cfg, it)
             loss = forward_backward(run, it)

@@ -168,7 +168,9 @@ class Optimizer:
 
     def pieces(self, saved: bool = False) -> list[Piece]:
         """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
-        to save, so that nothing is saved twice."""
+        to save, so that nothing is saved twice. A step under way is done first."""
+        if self.staging is not None:
+            self.staging.worker.synchronize()
         made, tp = [], self.model.mesh.weights
         for name, p in self.model.layout.items():
             dim, shape = p.whole.split_dim, p.whole.shape
@@ -235,7 +237,7 @@ class Optimizer:
     def bring_weights(self, k: int) -> None:
         """Makes the parameters of bucket k those of the master weights."""
         if self.staging is not None:
-            self.staging.fetch(self.own[k], self.parts[k])
+            self.staging.fetch(k, self.own[k], self.parts[k])
         else:
             self.parts[k].copy_(self.master[self.own[k].shard])
         self.model.mesh.shards.start_gather(self.parts[k], self.model.bucket_params[k]).wait()
@@ -284,29 +286,38 @@ class Optimizer:
 
     def step(self, lr: float) -> None:
         """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero
-        again."""
-        cfg, scale, staging = self.cfg, self.scale, self.staging
+        again. On the host the steps of layers that come may still be under way."""
+        scale, staging = self.scale, self.staging
         if staging is not None:
             last = [(r.at, g) for shared in self.shared for r, g in shared]
             if scale is not None:
                 last.append((len(staging.grads), scale))
                 scale = staging.scale[0]
             staging.complete_with(last)
-        for k, ranges in enumerate(self.decays):
-            for r, decays in ranges:
-                g = self.within_bucket(self.sums, k, r)
-                w, m, v = (t[r.shard] for t in self.states().values())
-                adamw_step(w, g, m, v, self.steps, lr, (cfg.beta1, cfg.beta2),
-                           cfg.weight_decay if decays else 0.0, scale)
-            if staging is None or k in self.coming:
-                self.send(k)
+        for k in range(len(self.own)):
+            step = partial(self.step_bucket, k, lr, scale, self.steps.clone())
+            if staging is not None and k in self.coming:
+                staging.later(k, step)
             else:
-                staging.stage(self.own[k], self.master[self.own[k].shard])
-                staging.send(k, self.own[k], self.parts[k])
+                step()
         self.steps += 1
         self.scale = None
         if staging is None:
             self.model.grads.zero_()
+
+    def step_bucket(self, k: int, lr: float, scale: torch.Tensor | None, steps: torch.Tensor) -> None:
+        """The step() of bucket k. `steps`: those taken before."""
+        cfg, staging = self.cfg, self.staging
+        for r, decays in self.decays[k]:
+            g = self.within_bucket(self.sums, k, r)
+            w, m, v = (t[r.shard] for t in self.states().values())
+            adamw_step(w, g, m, v, steps, lr, (cfg.beta1, cfg.beta2), cfg.weight_decay if decays else 0.0,
+                       scale)
+        if staging is None or k in self.coming:
+            self.send(k)
+        else:
+            staging.stage(self.own[k], self.master[self.own[k].shard])
+            staging.send(k, self.own[k], self.parts[k])
 
     def send(self, k: int) -> None:
         """Sends this rank's part of bucket k's master weights on its way into the parameters of all data

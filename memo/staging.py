@@ -7,11 +7,15 @@ Those of layers that come for each pass (memo/swap/layer_states.py) are steps of
                 the host works on the next
     forward     waits for the weights of a bucket where it first needs them
 
+Of layers that come, a thread takes the steps, one after the other, while the next forward begins: where the
+parameters of a layer are fetched, its step is awaited.
+
 One block of page-locked host memory serves both: the weights go up from where their gradients came down;
 but those of layers that come again after their gradients have left, for another micro batch, have their own.
 Source: ZeRO-Offload (arXiv 2101.06840).
 """
 
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,7 +25,7 @@ import torch
 from memo.flat import staged_bytes
 from memo.swap.buffers import Pairs, bytes_of, copy_bytes
 from memo.swap.slab import HostSlab
-from memo.swap.streams import Event, Streams
+from memo.swap.streams import CpuStream, Event, Streams, Timeline
 
 if TYPE_CHECKING:
     from memo.optim import Range
@@ -49,10 +53,12 @@ class Staging:
         floats = self.slab.bytes[:4 * (numel + 1)].view(torch.float32)
         self.grads, self.scale = floats.split((numel, 1))
         self.apart = self.nbytes > floats.nbytes  # whether weights have places of their own
+        self.worker = CpuStream("optimizer", Timeline())
+        weakref.finalize(self, self.worker.close)
         self.complete, self.used = Event("gradients complete"), Event("weights used")
         self.names = ["of the embedding", *layers, "of the head"]
-        self.left, self.uploaded = ([Event(f"{what} {name}") for name in self.names]
-                                    for what in ("gradients", "weights"))
+        self.left, self.uploaded, self.stepped = ([Event(f"{what} {name}") for name in self.names]
+                                                  for what in ("gradients", "weights", "step"))
 
     @property
     def streams(self) -> Streams:
@@ -105,8 +111,16 @@ class Staging:
         first, dtype = self.weights_at(own), self.model.dtype
         self.slab.bytes[first:first + dtype.itemsize * len(weights)].view(dtype).copy_(weights)
 
-    def fetch(self, own: "Range", part: torch.Tensor) -> None:
-        """Copies what is staged to `part`, the parameters of a bucket's Range."""
+    def later(self, k: int, step: Callable[[], None]) -> None:
+        """Has the thread take the step of bucket k."""
+        self.worker.timeline = self.streams.timeline
+        self.worker.launch(f"step {self.names[k]}", step)
+        self.worker.record(self.stepped[k])
+
+    def fetch(self, k: int, own: "Range", part: torch.Tensor) -> None:
+        """Copies what is staged of bucket k's Range `own` to `part`, its parameters on the device."""
+        if self.stepped[k].mark is not None:
+            self.worker.wait_for(self.stepped[k].mark)
         copy_bytes(self.slab.pairs(self.weights_at(own), bytes_of(part)))
 
     def arrived(self) -> None:
@@ -129,7 +143,7 @@ class Staging:
         """Starts to bring what is staged of bucket k's Range `own` to `part`, this rank's part of its
         parameters, and to all data ranks' parameters."""
         model, (compute, _, prefetch, *_) = self.model, self.streams
-        prefetch.launch(f"weights {self.names[k]}", self.fetch, own, part)
+        prefetch.launch(f"weights {self.names[k]}", self.fetch, k, own, part)
         prefetch.record(self.uploaded[k])
         works = prefetch.call(model.mesh.replicas.start_gather, part, model.bucket_params[k])
         model.arriving[k] = Arrival(compute, self.uploaded[k], works)

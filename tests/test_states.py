@@ -40,6 +40,7 @@ def trained(mesh, cfg, dtype, steps=3, folder=None, then=None):
         loss = step(model, optimizer, cfg)
         shown.append((loss.item(), optimizer.clip(cfg.grad_clip).item()))
         optimizer.step(1e-2)
+    optimizer.pieces()  # behind the last step
     found = [hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest()
              for t in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)]
     model.close()

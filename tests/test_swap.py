@@ -492,12 +492,17 @@ COPIES = UNITS | {"offloaded": "offload", "prefetched": "prefetch"}
 STREAM = {"stream offloaded": "offload", "stream prefetched": "prefetch", "gradient offloaded": "offload"}
 GRADIENT = {"gradient prefetched": "prefetch", "head computed": "compute"}
 KEYS_MADE = {"head computed": "compute", "input prefetched": "prefetch", "swept": "compute"}
+STATES = {"prefetch weights done": "prefetch", "prefetch weight gradients done": "prefetch",
+          "prefetch weights back done": "prefetch", "offload weight gradients done": "offload"}
 FOUR = dict(subsequences=4, n_layer=4)
 RACES = {"one": ({}, COPIES), "four": (FOUR, COPIES),
          "four, six buffers": (FOUR | dict(changed=dict(n_buffers=6)),
                                UNITS | {"keys offloaded": "offload", "keys prefetched": "prefetch"}),
          "four, keys made": (FOUR | dict(changed=dict(keys="made")), COPIES | KEYS_MADE),
          "four, stream copied": (FOUR | dict(changed=dict(stream="copied")), COPIES | STREAM | GRADIENT),
+         # parameters come to two places, and the sums of a batch's gradients after those of the one before
+         "states": (FOUR | dict(states="host", gradient_accumulation_steps=2, changed=dict(keys="made")),
+                    COPIES | KEYS_MADE | STATES),
          "five in order": (FOUR | dict(subsequences=5, unit_order="subsequence",
                                        changed=dict(stream="copied", n_buffers=6)), COPIES | GRADIENT)}
 WAITS = [(race, wait) for race, (_, waits) in RACES.items() for wait in waits]
@@ -513,8 +518,9 @@ def racing(request):
     timeline = Timeline()
     streams = Streams(*(Delayed(name, timeline) for name in ("compute", "offload", "prefetch")), timeline)
 
-    def passes(cfg, model):
+    def passes(cfg, model, optimizer):
         model.grads.zero_()
+        optimizer.left.clear()
         seen = []
         for i in range(3):
             batch = random_batch(cfg, 1, 256, "cpu", seed=i)
@@ -523,10 +529,12 @@ def racing(request):
                 model.backward()
         for stream in model.swap.streams[:3]:
             stream.synchronize()
-        return [*seen, model.grads]
-    cfg, model, _ = build(1, 256, torch.float32, activation="keep", **keys | dict(changed=None))
-    keep = passes(cfg, model)
-    cfg, model, _ = build(1, 256, torch.float32, streams=streams, activation="memo", alpha=0.5, **keys)
+        ends = model.bucket_grads[0], model.bucket_grads[-1]
+        return [*seen, torch.cat([*optimizer.sums[1:-1], *ends])]
+    all_there = dict(activation="keep", changed=None, states="device")
+    keep = passes(*build(1, 256, torch.float32, **keys | all_there))
+    cfg, model, optimizer = build(1, 256, torch.float32, streams=streams, activation="memo", alpha=0.5,
+                                  **keys)
 
     def pass_(seed, removed=None):
         for i, stream in enumerate(streams[:3]):
@@ -535,7 +543,7 @@ def racing(request):
             # who is waited for is late: without the wait the others overtake it
             stream.longest = 0.002 if removed is None else 0.01 if stream.name == waits[removed] else 0.0
         model.swap.slab.bytes.fill_(0xFF)  # NaN, lest the copies of the seed before be right by chance
-        right = same(passes(cfg, model), keep)
+        right = same(passes(cfg, model, optimizer), keep)
         timeline.clear()
         return right
     pass_.model = model

@@ -51,7 +51,9 @@ def stage_state_bytes(cfg: Config, world: int, each: int = STATES_BYTES) -> list
 def snapshot_bytes(cfg: Config, machine: Machine, world: int) -> int:
     """Of the fullest node: the copy of weights and moments that a checkpoint is written from. Those of the
     host need none."""
-    return 0 if cfg.optimizer_on_host else fullest_node_bytes(stage_state_bytes(cfg, world), world, machine.node.gpus_per_node)
+    if cfg.optimizer_on_host:
+        return 0
+    return fullest_node_bytes(stage_state_bytes(cfg, world), world, machine.node.gpus_per_node)
 
 
 def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Config, Machine]:

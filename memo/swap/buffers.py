@@ -17,7 +17,7 @@ from memo.swap.schedule import SWEEP_PLACES, evaluation, schedule, swept_inputs
 from memo.swap.shared_bytes import shared_regions
 from memo.swap.slab import HostSlab
 from memo.swap.spans import wait_kind
-from memo.swap.steps import LANES, Key, Step, Unit
+from memo.swap.steps import LANES, Key, Step, Unit, is_forward
 from memo.swap.streams import (
     Event,
     Streams,
@@ -219,10 +219,10 @@ class Swap:
             return x
         return self.sweep_inputs[self.swept[unit] % SWEEP_PLACES][:len(x)]
 
-    def begin(self) -> None:
-        """Before a pass: protects what the last one still computes with from what arrives from other stages,
-        and from a layer's parameters, in its places."""
-        come = [self.streams.prefetch] * self.placement.layers_come
+    def begin(self, first: Step) -> None:
+        """Before a pass: protects what the last one still computes with from what arrives from other stages
+        in its places, and before a forward from the parameters of layers that come."""
+        come = [self.streams.prefetch] * (self.placement.layers_come and is_forward(first.kind))
         if others := between_stages(self.streams) + come:
             before = Event("compute of the pass before")
             self.streams.compute.record(before)
