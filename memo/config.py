@@ -125,9 +125,10 @@ class Config:
                                 "cpu keeps master weights and moments in host memory; auto on the device",
                                 choices=("auto", "cpu"))
 
-    states: str = key("device", "where a layer's parameters and gradients are while nothing is computed with "
+    states: str = key("auto", "where a layer's parameters and gradients are while nothing is computed with "
                       "it: on the device; sharded over the ranks that have the same ones; on the host, with "
-                      "the optimizer's states", choices=("device", "sharded", "host"))
+                      "the optimizer's states; auto takes the fastest that fits",
+                      choices=("auto", "device", "sharded", "host"))
 
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
     init_from: str = key("scratch", "scratch | resume | hf:<folder of a Hugging Face model>")
@@ -418,7 +419,7 @@ class Config:
     @property
     def layers_come(self) -> bool:
         """Whether a layer's parameters come to the device for each pass, and its gradients leave."""
-        return self.states != "device"
+        return self.states in ("sharded", "host")
 
     @property
     def optimizer_on_host(self) -> bool:
@@ -427,9 +428,10 @@ class Config:
 
     @property
     def undecided(self) -> bool:
-        """Whether stages or subsequences are left to decide.choose(), for a training step. All else takes
-        undecided subsequences as they are: there is one, or equal ones go layer by layer."""
-        return "auto" in (self.pp, self.subsequences) or (
+        """Whether stages, subsequences or the states' place are left to decide.choose(), for a training step.
+        All else takes what is undecided as it is: there is one subsequence, or equal ones go layer by layer;
+        states are on the device."""
+        return "auto" in (self.pp, self.subsequences, self.states) or (
             self.subsequences > 1 and "auto" in (self.subsequence_cut, self.unit_order))
 
     @property
@@ -441,9 +443,9 @@ class Config:
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
               "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
               "rope_theta", "rope_scaling")
-# that decide.choose() replaces by numbers, and on what of a run's layout these depend
+# that decide.choose() replaces by numbers and places, and on what of a run's layout these depend
 SUBSEQUENCE_KEYS = ("subsequences", "subsequence_cut", "unit_order")
-CHOSEN_KEYS = (*SUBSEQUENCE_KEYS, "pp")
+CHOSEN_KEYS = (*SUBSEQUENCE_KEYS, "pp", "states")
 LAYOUT_KEYS = ("block_size", "batch_size", "tp", "tensor_parallel", "cp", "context_parallel", "pp")
 POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where positions are rotary
 KEYS: dict[str, Any] = {f.name: f for f in fields(Config) if f.metadata}

@@ -282,12 +282,13 @@ def with_stages(cfg: Config, world: int) -> list[Config]:
 
 def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
     """(the config with numbers in place of auto, why these, in words), as `judge` sees it: of each number of
-    stages the subsequences that choose_subsequences() takes; of these the fastest that fits, the fewest
-    stages among those EQUALLY_FAST. Where none fits, the one that lacks least. Errors: as with_stages()."""
+    stages what choose_place() takes; of these the fastest that fits, the fewest stages among those
+    EQUALLY_FAST. Where none fits, the one that lacks least. Errors: as with_stages()."""
+    judge = cache(judge)
     if cfg.pp != "auto":
-        return choose_subsequences(cfg, judge)
-    every, judge = with_stages(cfg, world), cache(judge)
-    found = [choose_subsequences(one, judge) for one in every]
+        return choose_place(cfg, judge, world)
+    every = with_stages(cfg, world)
+    found = [choose_place(one, judge, world) for one in every]
     fits = [one for one, _ in found if not judge(one).lacking]
     if not fits:
         best, why = min(found, key=lambda one: judge(one[0]).lacking)
@@ -304,6 +305,32 @@ def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[
             said = f"with pp={other.pp} a step takes {judge(other).seconds / seconds:.2f} times as long"
     n = best.n_subsequences
     return best, f"pp={best.pp} chosen, {said}" + f"; {n} subsequence{'s' * (n > 1)} {why}" * bool(why)
+
+
+# --- where states are ---
+
+def choose_place(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
+    """The same of a config with a number of stages, with the place of the states and the subsequences that
+    choose_subsequences() takes there: the fastest that fits, the device among those EQUALLY_FAST. Others are
+    looked at where the device does not fit, or copies bound it. Where none fits, the one that lacks least."""
+    if cfg.states != "auto":
+        return choose_subsequences(cfg, judge)
+    best, why = choose_subsequences(replace(cfg, states="device"), judge)
+    if is_enough(judge(best)):
+        return best, why
+    on_device, others = judge(best), []
+    for where in ("sharded", "host"):
+        with suppress(ConfigError):  # of several stages, or of an order of units, that needs all layers
+            if where != "sharded" or world > cfg.pp * cfg.tp:
+                others.append(choose_subsequences(replace(cfg, states=where), judge))
+    for one, because in others:
+        got, most = judge(one), judge(best)
+        if (got.lacking, EQUALLY_FAST * got.seconds) < (most.lacking, most.seconds):
+            said = f"states=device does not fit {on_device.where}"
+            if not on_device.lacking:
+                said = f"{on_device.seconds / got.seconds - 1:.1%} faster than on the device"
+            best, why = one, f"{because}; states={one.states} chosen, {said}".removeprefix("; ")
+    return best, why
 
 
 # --- how many subsequences ---
