@@ -127,7 +127,7 @@ class Config:
 
     states: str = key("auto", "where a layer's parameters and gradients are while nothing is computed with "
                       "it: on the device; sharded over the ranks that have the same ones; on the host, with "
-                      "the optimizer's states; auto takes the fastest that fits",
+                      "the optimizer's states; auto leaves the device only where that is too small",
                       choices=("auto", "device", "sharded", "host"))
 
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)

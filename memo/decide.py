@@ -310,27 +310,24 @@ def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[
 # --- where states are ---
 
 def choose_place(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
-    """The same of a config with a number of stages, with the place of the states and the subsequences that
-    choose_subsequences() takes there: the fastest that fits, the device among those EQUALLY_FAST. Others are
-    looked at where the device does not fit, or copies bound it. Where none fits, the one that lacks least."""
+    """The same of a config with a number of stages, of each place of the states with the subsequences that
+    choose_subsequences() takes there: the device where that fits, else the fastest of the others. Where none
+    fits, the one that lacks least."""
     if cfg.states != "auto":
         return choose_subsequences(cfg, judge)
-    best, why = choose_subsequences(replace(cfg, states="device"), judge)
-    if is_enough(judge(best)):
-        return best, why
-    on_device, others = judge(best), []
+    found = [choose_subsequences(replace(cfg, states="device"), judge)]
+    [(first, why)], on_device = found, judge(found[0][0])
+    if not on_device.lacking:
+        return first, why
     for where in ("sharded", "host"):
         with suppress(ConfigError):  # of several stages, or of an order of units, that needs all layers
             if where != "sharded" or world > cfg.pp * cfg.tp:
-                others.append(choose_subsequences(replace(cfg, states=where), judge))
-    for one, because in others:
-        got, most = judge(one), judge(best)
-        if (got.lacking, EQUALLY_FAST * got.seconds) < (most.lacking, most.seconds):
-            said = f"states=device does not fit {on_device.where}"
-            if not on_device.lacking:
-                said = f"{on_device.seconds / got.seconds - 1:.1%} faster than on the device"
-            best, why = one, f"{because}; states={one.states} chosen, {said}".removeprefix("; ")
-    return best, why
+                found.append(choose_subsequences(replace(cfg, states=where), judge))
+    best, why = min(found, key=lambda one: (judge(one[0]).lacking, judge(one[0]).seconds))
+    if best.states == "device":
+        return best, why
+    said = f"states={best.states} chosen, states=device does not fit {on_device.where}"
+    return best, f"{why}; {said}" if why else said
 
 
 # --- how many subsequences ---
@@ -358,6 +355,8 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
     """
     # a stage hands a subsequence on when all its layers are done with it
     both = ("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.layers_come else ("layer", "subsequence")
+    if not cfg.undecided:
+        return cfg, ""
     cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
         (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
     found: dict[Config, Judged] = {}
