@@ -39,7 +39,7 @@ from memo.subsequences import unit_rows
 from memo.swap.alpha import OutOfHostMemory
 from tests.helpers import argv, losses, small_measures
 
-AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
+AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto", states="auto")
 ONE = dict(subsequences=1, subsequence_cut="equal", unit_order="layer")
 H100 = hardware.machine("h100-80gb")
 SMALL = dict(n_layer=6, n_head=8, n_embd=1024, vocab_size=1024, dtype="bfloat16")
@@ -150,8 +150,9 @@ def test_nothing_is_tried_without_need():
 
 def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_layer():
     cfg, four = Config(**SMALL), Config(**SMALL, subsequences=4)
-    assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1).undecided
-    whole = dict(cuts=(), order="layer", receives=False, sends=False, guests=(), lent=())
+    assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1,
+                                                                  states="device").undecided
+    whole = dict(cuts=(), order="layer", receives=False, sends=False, guests=(), lent=(), layers_come=False)
     assert unit_rows(cfg, 1, 4096) == unit_rows(replace(cfg, **ONE), 1, 4096) == whole
     assert unit_rows(four, 1, 4096) == whole | dict(cuts=(1024,) * 4)
     assert layer_of(cfg) == layer_of(replace(cfg, **ONE)) != layer_of(four)
@@ -293,7 +294,7 @@ def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, 
     keys = dict(block_size=512, max_iters=1, warmup_iters=0) | stages
     fails(KeyError("speeds"))
     assert train.main(argv(dataset, tmp_path / "a", **keys)) == 0
-    numbers = "--subsequences=1 --subsequence_cut=equal --unit_order=layer" + said
+    numbers = f"--subsequences=1 --subsequence_cut=equal --unit_order=layer{said} --states=device"
     told = f"warning: no estimate: KeyError: 'speeds'; the run goes on with {numbers}\n"
     assert told in capsys.readouterr().err
     stored = json.loads((tmp_path / "a/config.json").read_text())
@@ -325,7 +326,8 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
     """And its losses are to the last bit those of a run that was never stopped."""
     def toss(n):
         def chosen(cfg, machine, world):
-            one = replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer")
+            one = replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer",
+                          states="device")
             return replace(estimate(one, machine, world, fast_arena), chosen="tossed")
         monkeypatch.setattr("memo.run.chosen", chosen)
 

@@ -29,7 +29,7 @@ def test_the_set_of_keys_is_frozen():
         tp tensor_parallel head_groups cp context_parallel pp msp activation alpha alpha_mode
         subsequences subsequence_cut unit_order host_memory_gb pin_memory memory_plan memory_plan_check solver
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
-        optimizer_device
+        optimizer_device states
         out_dir init_from eval_interval eval_iters log_interval save_interval keep_checkpoints
         wandb_log wandb_project wandb_run_name device dtype attention ops deterministic seed""".split()
 

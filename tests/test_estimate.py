@@ -424,7 +424,7 @@ def test_the_messages_of_a_unit_are_those_of_a_layer(keys):
 
 
 def test_what_is_copied_and_made_again_of_units_takes_its_time():
-    cfg = load(["config/7b_1m.py", "--tp=8", "--cp=1", "--subsequences=16"])
+    cfg = load(["config/7b_1m.py", "--tp=8", "--cp=1", "--subsequences=16", "--states=device"])
     got = {name: budget.estimate(replace(cfg, **keys), A800, 8, fast_arena) for name, keys in dict(
         memo={}, keep=dict(activation="keep"), recompute=dict(activation="recompute"),
         order=dict(unit_order="subsequence")).items()}
@@ -527,7 +527,7 @@ def test_the_longest_fits_and_a_longer_one_does_not():
 
 
 def test_the_longest_of_several_subsequences_is_found_where_shorter_ones_cannot_be():
-    cfg, unit = load(["config/7b_1m.py", "--subsequences=2500"]), 1024 * 8
+    cfg, unit = load(["config/7b_1m.py", "--subsequences=2500", "--states=device"]), 1024 * 8
 
     def fits_to_7(cfg, *args):
         return cfg and SimpleNamespace(cfg=cfg, fits=cfg.block_size <= 7 * unit)
@@ -561,7 +561,7 @@ def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
 def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
     """A layer of 175B at 2M tokens."""
     cfg = load(["config/gpt_175b.py", "--n_layer=1", "--tp=8", "--cp=1", "--block_size=2097152",
-                       "--optimizer_device=auto"])
+                       "--optimizer_device=auto", "--states=device"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     others = dict(search.remedies(got, most=99))
     assert got.reason == "oom" and others["--tensor_parallel=metp"].cfg == replace(cfg, **METP)
@@ -577,14 +577,14 @@ def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
 
 
 def test_remedies_fit():
-    cfg = load(["config/7b_1m.py", "--block_size=4194304"])
+    cfg = load(["config/7b_1m.py", "--block_size=4194304", "--states=device"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     assert got.reason == "oom"
     others = search.remedies(got)
     assert len(others) == 3 and all(other.fits for _, other in others)
     for text, other in others:
         argv = [arg for arg in text.split() if not arg.startswith("--gpus=")]
-        assert load(["config/7b_1m.py", "--block_size=4194304", *argv]) == other.cfg
+        assert load(["config/7b_1m.py", "--block_size=4194304", "--states=device", *argv]) == other.cfg
 
 
 # --- the command ---
@@ -679,7 +679,7 @@ def test_bad_input_is_a_line(argv, says, capsys, monkeypatch, tmp_path):
 
 def test_a_model_larger_than_all_devices_says_by_how_much(capsys):
     code, out, err = command("config/65b_1m.py", "--gpus=8", "--gpu=rtx4090", "--tp=8", "--cp=1",
-                             capsys=capsys)
+                             "--states=device", capsys=capsys)
     assert code == 2 and not out and err.count("\n") == 1
     assert err.startswith("error: --gpus=8: 64.8B parameters, their gradients and optimizer take 1087 GiB, "
                           "all 8 devices together have 188.8: 898.1 GiB too much; try at least --gpus=47")
@@ -798,7 +798,8 @@ def test_no_memory_for_subsequences_names_their_regions_and_the_knob_of_the_larg
 
 
 def test_a_context_too_long_for_the_device_fits_with_subsequences():
-    cfg = load(["config/7b_1m.py", "--tp=8", "--cp=1", "--block_size=3145728"])
+    cfg = load(["config/7b_1m.py", "--tp=8", "--cp=1", "--block_size=3145728",
+                "--states=device"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     assert got.reason == "oom"
     assert any("--subsequences=" in text for text, _ in search.remedies(got, most=99))
@@ -920,7 +921,8 @@ def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
 def test_what_fits_at_one_batch_fits_at_every_smaller_one():
     """Buffers are taken until the device is full: then the head's logits must have their place already."""
     rtx4090 = hardware.machine("rtx4090")
-    keys = ["--n_layer=36", "--n_embd=1280", "--n_head=20", "--block_size=1024", "--vocab_size=50257"]
+    keys = ["--n_layer=36", "--n_embd=1280", "--n_head=20", "--block_size=1024", "--vocab_size=50257",
+            "--states=device"]
     configs = [load([*keys, f"--batch_size={B}"]) for B in [*range(1, 60), 400]]
     estimates = [budget.estimate(cfg, rtx4090, 1, fast_arena) for cfg in configs]
     fits = [got.fits for got in estimates]
