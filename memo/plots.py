@@ -100,8 +100,9 @@ def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> 
     rows, compute, offload and prefetch, layer by layer; of a stage also those of messages. Red is the time
     that the compute stream waited for copies."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
-    rows = [*STREAMS[:5 if any(s.stream in STREAMS[3:] for s in shown) else 3],
-            *sorted({s.stream for s in shown} - {*STREAMS})]
+    others = {s.stream for s in shown} - {*STREAMS[:3]}
+    steps = "optimizer" in others  # which a thread of the host takes
+    rows = [*STREAMS[:5 if others & {*STREAMS[3:]} else 3], *sorted(others - {*STREAMS})]
     events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row))
               for i, row in enumerate(rows)]
     events += [dict(name=s.label if s.kind == "launch" else f"stall: {s.label}", cat=s.kind, ph="X", pid=0,
@@ -123,7 +124,7 @@ def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> 
     stall = sum(s.end_s - s.start_s for s in shown if s.kind == "wait")
     colours = (PALE, ORANGE, BLUE, GREEN, RED, GREY)
     names = ("forward", "recompute", "backward", "copy", f"stall, {stall * 1e3:.1f} ms in all",
-             "embedding, head" + ", message" * (len(rows) > 3))
+             ", ".join(["embedding", "head", *["message"] * (len(others) > steps), *["optimizer"] * steps]))
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours]
     ax.legend(handles, names, ncols=6, frameon=False, fontsize=8, loc="upper center",
               bbox_to_anchor=(0.5, -0.18))
