@@ -44,6 +44,7 @@ from memo.parallel.tp import (
 )
 from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
+from memo.staging import HostWeights
 from memo.subsequences import slice_lengths, unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
@@ -85,8 +86,6 @@ class GPT:
     def __init__(self, cfg: Config, device: torch.device, dtype: torch.dtype, grads: bool = True,
                  mesh: Mesh = ALONE) -> None:
         device = torch.device(device)
-        if not grads:  # nor is there an optimizer from which layers could come
-            cfg = replace(cfg, states="device")
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
         attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
@@ -113,7 +112,9 @@ class GPT:
         self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
-        self.optimizer: Any = None  # from which layers come, where they do
+        self.loaded = list(self.bucket_params)  # to where load() copies each bucket
+        # from which layers come, where they do: the optimizer, or without one host memory
+        self.source: Any = HostWeights(self) if cfg.layers_come and not grads else None
         self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     def block(self, layer: int, weights: dict[str, torch.Tensor],
@@ -142,7 +143,7 @@ class GPT:
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
-        mine = bucket_views(self.layout, self.buckets, self.bucket_params)
+        mine = bucket_views(self.layout, self.buckets, self.loaded)
         for name, tensor in named_tensors:
             mine[name].copy_(local(tensor, self.layout[name].whole, self.mesh.weights))
 
@@ -282,7 +283,7 @@ class GPT:
                 continue
             if is_of_states(step.kind):
                 self.swap.wait(step)
-                self.swap.launch(step, f"{step.kind} {step.unit[0]}", *self.optimizer.work_of(step))
+                self.swap.launch(step, f"{step.kind} {step.unit[0]}", *self.source.work_of(step))
                 continue
             if step.stream != "compute":
                 self.swap.wait(step)

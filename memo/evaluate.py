@@ -79,6 +79,7 @@ from memo.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, m
 from memo.parallel.mesh import Axis, connected, open_mesh
 from memo.plots import loss_by_position, needle_map
 from memo.run import check_ranks, check_same_tokenizer
+from memo.staging import with_place
 from model import GPT
 
 
@@ -180,7 +181,7 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
         torch.cuda.set_device(device)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
     with room_for("the parameters"):
-        model = GPT(cfg, device, found.dtype, grads=False, mesh=mesh)
+        model = GPT(with_place(cfg, device, found.dtype), device, found.dtype, grads=False, mesh=mesh)
     together(host, checkpoint.restore, found.ckpt, model)
     return found, model
 

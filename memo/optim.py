@@ -106,7 +106,7 @@ class Optimizer:
             self.sums[1:-1] = [layers[own.at - first:][:len(sums)]
                                for own, sums in zip(self.own[1:-1], self.sums[1:-1], strict=True)]
         if self.coming:
-            model.optimizer = self
+            model.source = self
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
         tp = model.mesh.weights.size
         self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)

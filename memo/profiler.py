@@ -161,7 +161,7 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple
 
 def measured_states(model: "GPT") -> StateSeconds:
     """The StateSeconds of a layer, on the slowest rank of those that measure at once: all."""
-    optimizer, k = model.optimizer, 1
+    optimizer, k = model.source, 1
 
     def seconds(move: Callable, *args: Any) -> float:
         return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)

@@ -37,6 +37,7 @@ from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
 from memo.load_config import stored_config
+from memo.staging import with_place
 from memo.tokens import check_vocab_size, load_tokenizer
 from model import GPT
 
@@ -82,7 +83,10 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
     swap, positions = model.swap, torch.tensor([position], device=model.device)
     turn = model.rotations_of(positions)
     model.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
-    for block, s, (k, v), y in zip(model.blocks, swap.layers, cache, swap.x[1:], strict=True):
+    layers = zip(model.blocks, swap.layers, cache, swap.x[1:], strict=True)
+    for i, (block, s, (k, v), y) in enumerate(layers):
+        if model.source:  # this layer has the place of another one
+            model.source.bring_weights(i + 1)
         block.extend(s, turn, k[:, :position + 1], v[:, :position + 1], ONE_QUERY, y)
     return last_logits(model, swap.x[-1])
 
@@ -125,9 +129,11 @@ def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -
     """The model of a checkpoint, for evaluation only."""
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
         # one process, which keeps all keys and values: those of METP exist for a group of heads only
-        alone = dict(tp=1, cp=1, pp=1, msp=False, tensor_parallel="megatron", head_groups="auto")
+        alone = dict(tp=1, cp=1, pp=1, msp=False, states="device", tensor_parallel="megatron",
+                     head_groups="auto")
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", **alone)
-        model = GPT(cfg, *pick_device(cfg), grads=False)
+        where = pick_device(cfg)
+        model = GPT(with_place(cfg, *where), *where, grads=False)
         checkpoint.restore(ckpt, model)
         return model
     return checkpoint.read_newest(out_dir, read)

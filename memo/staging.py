@@ -15,21 +15,61 @@ but those of layers that come again after their gradients have left, for another
 Source: ZeRO-Offload (arXiv 2101.06840).
 """
 
+import sys
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from memo.config import Config
+from memo.device import free_bytes
 from memo.flat import staged_bytes
+from memo.formulas import parameters
 from memo.swap.buffers import Pairs, bytes_of, copy_bytes
 from memo.swap.slab import HostSlab
+from memo.swap.steps import Step
 from memo.swap.streams import CpuStream, Event, Streams, Timeline
 
 if TYPE_CHECKING:
     from memo.optim import Range
     from model import GPT
+
+
+SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not trained
+
+
+def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Config:
+    """The config of a model that is not trained, with the place of its layers' parameters: the host where a
+    GPU has too little room, which is said."""
+    needs = dtype.itemsize * parameters(cfg) // cfg.tp
+    if device.type != "cuda" or needs <= SHARE * free_bytes(device)[0]:
+        return replace(cfg, states="device")
+    print(f"warning: {needs / 2**30:.4g} GiB of parameters do not fit the device: layers come from the host, "
+          "which takes time", file=sys.stderr)
+    return replace(cfg, states="host", unit_order="layer")
+
+
+class HostWeights:
+    """Host memory for the layers' parameters of a model that is not trained: it loads them to there, and they
+    come from there. Errors: OutOfHostMemory."""
+
+    def __init__(self, model: "GPT") -> None:
+        self.model, (_, begin), (end, _) = model, model.buckets[0], model.buckets[-1]
+        self.slab = HostSlab(model.dtype.itemsize * (end - begin), model.device, model.cfg.pin_memory)
+        flat = self.slab.bytes.view(model.dtype)
+        model.loaded[1:-1] = [flat[start - begin:stop - begin] for start, stop in model.buckets[1:-1]]
+
+    def work_of(self, step: Step) -> tuple:
+        """(function, argument) of a step that brings a layer's parameters."""
+        return self.bring_weights, step.unit[0] + 1
+
+    def bring_weights(self, k: int) -> None:
+        """Copies the parameters of bucket k to the device."""
+        at = self.model.loaded[k].storage_offset() * self.model.dtype.itemsize
+        copy_bytes(self.slab.pairs(at, bytes_of(self.model.bucket_params[k])))
 
 
 class Arrival(namedtuple("Arrival", "compute uploaded works")):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo import checkpoint
+from memo import checkpoint, sample
 from memo.config import Config, as_keys
 from memo.decide import Decision
 from memo.errors import ConfigError
@@ -14,12 +14,13 @@ from memo.estimate import hardware
 from memo.estimate.regions import states
 from memo.memory import where_it_lives
 from memo.parallel.mesh import ALONE
+from model import GPT
 from testing.ranks import pool
-from tests.helpers import LLAMA, degrees_of, mesh_of, step
+from tests.helpers import LLAMA, degrees_of, mesh_of, perturbed_weights, step
 from tests.layouts import build
 
 PLACES = "device", "sharded", "host"
-GPT = dict(position="learned", bias=True)
+OF_2019 = dict(position="learned", bias=True)
 SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, grad_clip=0.1)
 
 
@@ -58,7 +59,7 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation=
 
 @pytest.mark.parametrize("keys", [
     dict(subsequences=N, gradient_accumulation_steps=micros, **mode, **family)
-    for mode, family, N, micros in zip(MODES, (GPT, LLAMA) * 2, (1, 4, 4, 1), (1, 3, 3, 1), strict=True)]
+    for mode, family, N, micros in zip(MODES, (OF_2019, LLAMA) * 2, (1, 4, 4, 1), (1, 3, 3, 1), strict=True)]
     + [dict(subsequences=4, gradient_accumulation_steps=1, **LLAMA)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_states_are_changes_no_bit(keys, dtype, monkeypatch, one_thread):
@@ -108,6 +109,20 @@ def test_two_layers_are_on_the_device_whatever_their_number(where, micros):
         assert [line for line in there if line.region in ("params", "grads", "optimizer")] == expected
         model.close()
     assert len(set(sizes.values())) == 1
+
+
+@pytest.mark.parametrize("N", [1, 3])
+def test_a_model_that_is_not_trained_finds_its_layers_on_the_host(N):
+    cfg, made = replace(SMALL, subsequences=N, **LLAMA), []
+    for where in ("device", "host"):
+        model = GPT(replace(cfg, states=where), torch.device("cpu"), torch.bfloat16, grads=False)
+        model.load(perturbed_weights(cfg, torch.device("cpu")))
+        model.reserve_forward(1, 48)
+        made.append((model.hidden(torch.arange(48)[None], lambda i, x: x.clone()),
+                     [*sample.generate(model, [*range(40)], 8, seed=1)], len(model.params)))
+        model.close()
+    (x, tokens, every), (other, others, fewer) = made
+    assert all(map(torch.equal, x, other)) and tokens == others and fewer < every
 
 
 def sent(host, cfg):
