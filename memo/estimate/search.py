@@ -269,6 +269,8 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
     changes += [dict(unit_order="layer")] * (not cfg.by_layer)
+    if cfg.states != "auto":  # else other places have been tried
+        changes += [dict(states="sharded"), dict(states="host")]
     if cfg.subsequences != "auto":  # else more have been tried
         changes += [dict(subsequences=n * cfg.subsequences) for n in (4, 16)
                     if cfg.block_size >= LEAST_TOKENS * n * cfg.subsequences]
@@ -297,7 +299,8 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
 
 
 # {region: keys that make it smaller}
-KNOBS = {"params": "--tp", "optimizer": "--optimizer_device=cpu, or more ranks",
+KNOBS = {"params": "--tp, --states=sharded or --states=host", "grads": "--tp, or --states=host",
+         "optimizer": "--optimizer_device=cpu, --states=host, or more ranks",
          "rounding_buffers": "--cp or --tp, more --subsequences, or a lower --alpha",
          "transient": "--cp or --tp, or more --subsequences", "stream": "--cp or --tp",
          "keys": "--cp or --tp", "key_gradients": "--cp or --tp", "sweep": "more --subsequences",
