@@ -114,7 +114,7 @@ class MetpUnitSeconds(UnitSeconds, MetpSeconds):
 
 def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
     """The seconds of a layer of a config."""
-    return known_seconds(replace(cfg.whole, optimizer_device="auto", activation="memo",
+    return known_seconds(replace(cfg.whole, optimizer_device="auto", states="device", activation="memo",
                                  alpha_mode="per_tensor"), machine, itemsize)
 
 
