@@ -325,8 +325,9 @@ def plot_overlap(rows, path):
                 for key, style, what in (("at_once_s", "x", ", waited for at once"), ("seconds", "o", "")):
                     ax.plot(RATIOS, [r[key] / r["compute_s"] for r in mine], style, color=f"C{i}",
                             label=name + what)
-            ax.set(title=f"{half}, {way}, {p} ranks", ylim=(0, None))
+            ax.set(title=f"{half}, {way}, {p} ranks")
             plain(ax)
+    axes[0, 0].set_ylim(0)  # of all: they share it
     fig.legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=5)
     fig.supxlabel("seconds of messages, over those of computing")
     fig.supylabel("seconds, over those of computing")

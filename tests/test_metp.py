@@ -185,4 +185,4 @@ def test_no_more_matrices_are_there_than_travel(p):
     arena.run("backward", block.backward, y, s, model.turn[0])
     assert most_at_once(arena, 4 * part) == 2 * (2 if p == 2 else 3)
     arena.run("backward", block.backward, y, s, model.turn[0])
-    assert most_at_once(arena, 4 * group) == 2 * 4 + (p == 2)  # the projection's of the next group
+    assert most_at_once(arena, 4 * group) == 2 * 4
