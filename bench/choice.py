@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import train
-from bench.metp import store_parts
+from bench.machine import store_parts
 from memo.loggers import read_metrics
 
 RESULTS = Path(__file__).parent / "results"

@@ -1,5 +1,7 @@
-"""What a committed result says about where it comes from."""
+"""What a committed result says about where it comes from; results in parts."""
 
+import argparse
+import json
 import platform
 import subprocess
 import sys
@@ -29,3 +31,17 @@ def machine():
     command = " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
     return dict(device=device, driver=driver, torch=torch.__version__, python=platform.python_version(),
                 commit=first_line("git", "rev-parse", "HEAD"), command=command)
+
+
+def store_parts(doc, path, parts):
+    """{part: what it found}, after the command line's parts of {name: function(rounds)} have run; `path`
+    keeps what was found of the others."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    result = json.loads(path.read_text()) if path.exists() else {}
+    for name in args.parts or parts:
+        result[name] = dict(machine=machine(), found=parts[name](args.rounds))
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return {name: part["found"] for name, part in result.items()}

@@ -8,15 +8,13 @@ Several of these at once; without an argument all. Writes bench/results/metp.jso
 is run: counts and memory are of tensors without memory. What is timed is in metp_time.py.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
-from bench.machine import machine
+from bench.machine import store_parts
 from memo.config import Config
 from memo.decide import GAPS
 from memo.estimate import hardware
@@ -248,20 +246,6 @@ def contexts(gpu="a100-80gb"):
             beside = ", ".join(f"{what} {n:.2f}" for what, n in over.items())
             print(f"{name:32} {mode:5}{grown}   over {beside}", flush=True)
     return rows
-
-
-def store_parts(doc, path, parts):
-    """{part: what it found}, after the command line's parts of {name: function(rounds)} have run; `path`
-    keeps what was found of the others."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    result = json.loads(path.read_text()) if path.exists() else {}
-    for name in args.parts or parts:
-        result[name] = dict(machine=machine(), found=parts[name](args.rounds))
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return {name: part["found"] for name, part in result.items()}
 
 
 def main():

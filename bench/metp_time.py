@@ -19,7 +19,8 @@ import matplotlib.pyplot as plt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.metp import CPU, MODELS, RESULTS, store_parts
+from bench.machine import store_parts
+from bench.metp import CPU, MODELS, RESULTS
 from memo.config import Config
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh

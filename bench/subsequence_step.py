@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.metp import store_parts
+from bench.machine import store_parts
 from memo.config import Config
 from memo.memory import plan_memory
 from memo.optim import Optimizer

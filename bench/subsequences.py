@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import train
-from bench.metp import store_parts
+from bench.machine import store_parts
 from memo.batch import open_dataset
 from memo.config import Config
 from memo.layer import layer_of
