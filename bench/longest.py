@@ -65,8 +65,8 @@ TARGETS = [("8 x H100-80GB", "7B", 5242880, 37, True), ("8 x H100-80GB", "Llama-
 
 
 def config_of(model, **keys):
-    """A model's config, one sequence a step."""
-    equal = dict(subsequence_cut="equal", unit_order="layer")
+    """A model's config, one sequence a step. Models whose states are elsewhere are in bench/states.py."""
+    equal = dict(subsequence_cut="equal", unit_order="layer", states="device")
     keys = dict(batch_size=1, gradient_accumulation_steps=1) | equal | MEMO | keys
     if model == "Llama 1B":
         return Config(**LLAMA_1B | keys)

@@ -1,0 +1,383 @@
+"""Where a model's states live: what fits that did not, what it costs, and how little the device holds.
+
+    python -m bench.states targets    dry runs: the longest contexts of large models with states=device,
+                                      sharded and host, and the fastest layout at a context asked for
+    python -m bench.states overlap    states=host on the CPU at artificial copy rates: seconds of a step and
+                                      max(compute, copies); the picture of one step and the next forward
+    python -m bench.states limit      50 steps of a model whose states are 4 times an artificial device limit
+
+Several of these at once; without an argument all. Writes bench/results/states.json, states.png and
+states_timeline.png.
+
+overlap: one thread computes, in fp32; every copy between device and host takes as long as its bytes over the
+rate, on each of the two streams. At the rates a layer's parameters take RATIOS times as long to come as its
+forward takes to compute. Compute is that of steps with states=device, without the optimizer's; those of
+states=host are whole steps, with the norm, the host's AdamW and all copies. The places take turns; figures
+are the least of all rounds.
+
+limit: torch's allocator events count what a run with states=host has on the device: all of this process's
+tensors but the host's, which are the optimizer's states and page-locked blocks. No thread copies meanwhile,
+so that no event is missed; losses are compared with those of states=device on the usual streams.
+"""
+
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import matplotlib.pyplot as plt
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.machine import store_parts
+from memo.config import Config
+from memo.decide import Room, problem_of
+from memo.estimate import hardware
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import chosen, estimate
+from memo.estimate.host import granting
+from memo.estimate.report import layout_of, limit_of
+from memo.estimate.search import config_with, estimate_or_none, longest_by_bound, untimed, with_seconds
+from memo.load_config import load_config
+from memo.optim import Optimizer
+from memo.plots import BLUE, GREEN, GREY, plain, timeline
+from memo.swap.buffers import copy_bytes
+from memo.swap.placing import place_rows
+from memo.swap.streams import CpuStream, Streams, Timeline, open_streams
+from model import GPT, initial_weights
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parent / "results"
+PLACES = "device", "sharded", "host"
+
+# --- dry runs ---
+
+# name of a machine: (GPU, GPUs, bytes of host memory that a node grants: nine tenths of what it has)
+MACHINES = {
+    "1 x RTX 4090, 256 GB": ("rtx4090", 1, 0.9 * 256e9), "1 x H100-80GB, 2 TB": ("h100-80gb", 1, 1.8e12),
+    "8 x A800-80GB, 2 TB": ("a800-80gb", 8, 1.8e12), "64 x A800-80GB, 2 TB": ("a800-80gb", 64, 1.8e12),
+    "8 x H100-80GB, 2 TB": ("h100-80gb", 8, 1.8e12)}
+# (machine, preset, tokens asked for)
+TARGETS = [("1 x RTX 4090, 256 GB", "llama3_8b_1m", 2**18), ("1 x H100-80GB, 2 TB", "llama2_70b_1m", 2**18),
+           ("8 x A800-80GB, 2 TB", "65b_1m", 2**19), ("64 x A800-80GB, 2 TB", "65b_1m", 9 * 2**18),
+           ("8 x H100-80GB, 2 TB", "7b_1m", 2**20)]
+NUMBERS = 1, 16  # of subsequences; then 64 in the best layout
+
+
+def config_of(preset, **keys):
+    """A preset, one sequence a step."""
+    cut = dict(subsequence_cut="equal", unit_order="layer")
+    return replace(load_config([f"config/{preset}.py"]), **dict(
+        tp=1, cp=1, activation="memo", alpha_mode="per_tensor", head_groups="auto") | cut | keys)
+
+
+def layouts(cfg, world):
+    """The config in all layouts of tp and cp, tp inside a node of eight."""
+    for tp in (1, 2, 4, 8):
+        if world % tp == 0:
+            keys = dict(tp=tp, cp=world // tp)
+            for kind in (dict(), dict(context_parallel="ulysses"), dict(tensor_parallel="metp")):
+                one = config_with(cfg, **keys, **kind)
+                if one and (world > tp or "context_parallel" not in kind):
+                    yield one
+
+
+def figures(got):
+    """A line of the table."""
+    p = got.placement
+    return dict(states=got.cfg.states, optimizer_on_host=got.cfg.optimizer_on_host, tokens=got.cfg.block_size,
+                subsequences=got.cfg.subsequences, layout=layout_of(got), mfu=got.mfu,
+                step_s=got.seconds.get("step"), alpha=got.alpha, binds=got.binds, limit=limit_of(got)[0],
+                repeated=p.input_only / p.n_units, device_share=got.device_bytes / got.capacity,
+                host_share=got.host_bytes / got.host_capacity)
+
+
+def places(world):
+    """Keys of the places of states, the optimizer beside the device's on either side."""
+    yield dict(states="device", optimizer_device="auto")
+    yield dict(states="device", optimizer_device="cpu")
+    if world > 1:
+        yield dict(states="sharded")
+    yield dict(states="host")
+
+
+def fits(got):
+    return bool(got and got.fits)
+
+
+def longest_of(cfg, machine, world):
+    """The Estimate of the longest context, over layouts and numbers of subsequences; None without one."""
+    best = None
+
+    def tried():
+        yield from (replace(one, subsequences=n) for one, n in product(layouts(cfg, world), NUMBERS))
+        if best:
+            yield replace(best.cfg, subsequences=64)
+    for one in tried():
+        start, unit = None, 1024 * one.cp * one.tp
+        if best:
+            known = replace(one, block_size=max(1, best.cfg.block_size // unit) * unit)
+            start = estimate_or_none(known, untimed(machine), world, fast_arena)
+            if not fits(start):
+                continue
+        got = longest_by_bound(one, machine, world, fits, start=start)
+        if got and (best is None or got.cfg.block_size > best.cfg.block_size):
+            best = got
+    return best and with_seconds(best, machine, fast_arena, fits)
+
+
+def fastest_of(cfg, machine, world):
+    """The Estimate with the highest MFU at the config's context; None where nothing fits."""
+    every = [replace(one, subsequences=n) for one, n in product(layouts(cfg, world), NUMBERS)]
+    found = [estimate(one, machine, world, fast_arena) for one in every
+             if fits(estimate_or_none(one, untimed(machine), world, fast_arena))]
+    return max((got for got in found if got.fits), key=lambda got: got.mfu, default=None)
+
+
+def taken_by_auto(cfg, machine, world):
+    """What a run decides in the preset's layout, beside the same with a place given."""
+    found = {}
+    for where in ("auto", *PLACES):
+        one = replace(cfg, states=where, subsequences="auto", subsequence_cut="auto", unit_order="auto")
+        got = chosen(one, machine, world)
+        found[where] = figures(got) | dict(fits=got.fits, why=got.chosen)
+    return found
+
+
+def targets(_):
+    out = []
+    for name, preset, tokens in TARGETS:
+        gpu, world, granted = MACHINES[name]
+        rows = []
+        for keys in places(world):
+            cfg, machine = granting(config_of(preset, **keys, block_size=tokens),
+                                    hardware.machine(gpu, None, world), world, granted)
+            most, fastest = (of(cfg, machine, world) for of in (longest_of, fastest_of))
+            rows.append(dict(keys, longest=most and figures(most), at_tokens=fastest and figures(fastest)))
+            print(name, preset, keys, *(got and [layout_of(got), got.cfg.subsequences, got.cfg.block_size,
+                                                 round(got.mfu, 3), got.binds] for got in (most, fastest)),
+                  flush=True)
+        own = load_config([f"config/{preset}.py"])
+        layout = dict(tp=own.tp, cp=own.cp) if own.tp * own.cp == world else dict(tp=world, cp=1)
+        cfg, machine = granting(config_of(preset, **layout, block_size=tokens), machine, world, granted)
+        auto = taken_by_auto(cfg, machine, world)
+        print("   ", {where: (one["states"], one["subsequences"], one["mfu"], one["device_share"])
+                      for where, one in auto.items()}, flush=True)
+        out.append(dict(machine=name, preset=preset, host_bytes=granted, wanted_tokens=tokens, places=rows,
+                        decided=dict(layout=layout, of=auto)))
+    return out
+
+
+# --- real steps on the CPU ---
+
+class Steps:
+    """A model with its states in a place, and steps of it."""
+
+    def __init__(self, cfg, dtype, streams=None):
+        self.cfg, self.streams = cfg, streams or open_streams(CPU)
+        self.model = GPT(cfg, CPU, dtype)
+        self.optimizer = Optimizer(self.model, cfg)
+
+    def load(self):
+        self.optimizer.load(initial_weights(self.cfg, 0, CPU))
+        nothing = problem_of(self.cfg, self.model.dtype.itemsize, None, Room(2**50, cpu=True))
+        self.model.reserve(1, self.cfg.block_size, place_rows(self.cfg, nothing)[0], streams=self.streams)
+
+    def step(self, batch, lr):
+        """(seconds up to the norm, seconds in all, loss and norm), the loss before the step."""
+        start = time.perf_counter()
+        loss = self.model.forward(*batch, scale=1.0)
+        self.model.backward(self.optimizer.reduce)
+        norm = self.optimizer.clip(self.cfg.grad_clip)
+        middle = time.perf_counter()
+        self.optimizer.step(lr)
+        return middle - start, time.perf_counter() - start, (loss.item(), norm.item())
+
+
+# --- overlap ---
+
+SHAPE = dict(n_layer=12, n_head=6, n_embd=384, vocab_size=256, block_size=768, dtype="float32")
+RATIOS = 0.3, 0.6, 0.9, 2.0
+WIDE = SHAPE | dict(n_layer=8, n_embd=768, n_head=12, block_size=192)  # of the picture: AdamW takes longer
+
+
+@contextmanager
+def link(bytes_per_s):
+    """Copies between device and host take as long as their bytes over the rate."""
+    def paced(pairs):
+        end = time.perf_counter() + sum(there.nbytes for there, _ in pairs) / bytes_per_s
+        copy_bytes(pairs)
+        time.sleep(max(0.0, end - time.perf_counter()))
+    with patch("memo.swap.buffers.copy_bytes", paced), patch("memo.staging.copy_bytes", paced):
+        yield
+
+
+def layer_seconds_of(spans):
+    """{pass: [seconds of each layer]}."""
+    found = {"forward": [], "backward": []}
+    for span in spans:
+        kind, _, layer = span.label.partition(" ")
+        if span.stream == "compute" and span.kind == "launch" and kind in found and layer.isdigit():
+            found[kind].append(span.end_s - span.start_s)
+    return found
+
+
+def overlap(rounds):
+    torch.set_num_threads(1)
+    batch = torch.randint(0, SHAPE["vocab_size"], (2, 1, SHAPE["block_size"]))
+    rows = []
+    for mode in ("keep", "swap"):
+        device, host = (Steps(Config(**SHAPE, activation=activation, states=where), torch.float32)
+                        for activation, where in (("keep", "device"), (mode, "host")))
+        for one in (device, host):
+            one.load()
+            one.step(batch, 0.0)  # warms up
+        start, end = host.model.buckets[1]
+        weights = 4 * (end - start)  # as many as its gradients: both fp32
+        swapped = host.model.swap.host_bytes // (SHAPE["n_layer"] - 2)
+        device.streams.timeline.clear()
+        device.step(batch, 0.0)
+        forward_s = median(layer_seconds_of(device.streams.timeline.take())["forward"])
+        for ratio in RATIOS:
+            rate = max(weights, swapped) / (ratio * forward_s)
+            w, x, seen = weights / rate, swapped / rate, dict(compute=[], step=[], expected=[], optimizer=[])
+            for _ in range(rounds):
+                device.streams.timeline.clear()
+                compute, whole, _ = device.step(batch, 0.0)
+                layer = layer_seconds_of(device.streams.timeline.take())
+                copies = dict(forward=max(w, x), backward=max(w + x, w))
+                beyond = sum(max(0.0, copies[kind] - t) for kind, times in layer.items() for t in times)
+                with link(rate):
+                    host.step(batch, 0.0)  # what is under way behind it is that of a step like the next
+                    step = min(host.step(batch, 0.0)[1] for _ in range(2))
+                for name, value in dict(compute=compute, step=step, expected=compute + beyond,
+                                        optimizer=whole - compute).items():
+                    seen[name].append(value)
+            row = {f"{name}_s": min(values) for name, values in seen.items()}
+            row |= dict(activation=mode, copy_over_forward=ratio, bytes_per_s=rate, weights_bytes=weights,
+                        swapped_bytes=swapped, copies_s=SHAPE["n_layer"] * (3 * w + 2 * x),
+                        over_max=row["step_s"] / row["expected_s"],
+                        over_sum=row["step_s"] / (row["compute_s"] + row["optimizer_s"]
+                                                  + SHAPE["n_layer"] * (3 * w + 2 * x)))
+            rows.append(row)
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        for one in (device, host):
+            one.model.close()
+    picture()
+    return dict(shape=SHAPE, rows=rows)
+
+
+def picture():
+    """A backward, the optimizer's steps, and the next forward."""
+    host, batch = Steps(Config(**WIDE, activation="keep", states="host"), torch.float32), torch.randint(
+        0, WIDE["vocab_size"], (2, 1, WIDE["block_size"]))
+    host.load()
+    for _ in range(2):
+        host.streams.timeline.clear()
+        host.step(batch, 0.0)
+    forward_s = median(layer_seconds_of(host.streams.timeline.take())["forward"])
+    start, end = host.model.buckets[1]
+    model, optimizer = host.model, host.optimizer
+    with link(4 * (end - start) / (0.6 * forward_s)), tempfile.TemporaryDirectory() as folder:
+        model.forward(*batch, scale=1.0)
+        host.streams.timeline.clear()
+        model.backward(optimizer.reduce)
+        optimizer.clip(host.cfg.grad_clip)
+        optimizer.step(0.0)
+        model.forward(*batch, scale=1.0)
+        timeline(host.streams.timeline.take(), Path(folder) / "timeline.json",
+                 RESULTS / "states_timeline.png", "states=host: backward, the host's AdamW, the next forward")
+        model.close()
+
+
+def draw_overlap(rows, path):
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.8), dpi=130, layout="constrained", sharey=True)
+    for ax, mode in zip(axes, ("keep", "swap"), strict=True):
+        mine = [row for row in rows if row["activation"] == mode]
+        x = [row["copy_over_forward"] for row in mine]
+        for key, label, colour, style in (("step_s", "states=host, whole step", BLUE, "o-"),
+                                          ("expected_s", "max(compute, copies)", GREEN, "--"),
+                                          ("compute_s", "compute alone", GREY, ":")):
+            ax.plot(x, [row[key] for row in mine], style, color=colour, label=label)
+        ax.set(xlabel="a layer's copies over its forward", title=f"activation={mode}")
+        plain(ax)
+    axes[0].set(ylabel="seconds of a step", ylim=(0, None))
+    axes[0].legend(frameon=False, fontsize=8)
+    fig.savefig(path)
+    plt.close(fig)
+
+
+# --- an artificial limit ---
+
+SMALL = dict(n_layer=24, n_head=4, n_embd=128, vocab_size=256, block_size=256, activation="swap",
+             grad_clip=1.0)
+STEPS, OVER_LIMIT = 50, 4
+
+
+def batches():
+    """Windows of this repository's own train.py, byte by byte."""
+    text = torch.tensor(list((RESULTS.parents[1] / "train.py").read_bytes()))
+    random = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        at = int(torch.randint(len(text) - SMALL["block_size"], (), generator=random))
+        window = text[at:at + SMALL["block_size"] + 1][None]
+        yield window[:, :-1], window[:, 1:]
+
+
+class Counted:
+    """Bytes that torch has allocated in this thread: `held`, and the most of all times."""
+
+    def __init__(self):
+        self.held = self.peak = 0
+
+    def during(self, call, *args):
+        """call(*args), its allocations and frees counted."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            result = call(*args)
+        for event in prof.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                self.held += event.nbytes()
+                self.peak = max(self.peak, self.held)
+        return result
+
+
+def limit(_):
+    torch.set_num_threads(1)
+    cfg, dtype = Config(**SMALL, states="device"), torch.bfloat16
+    free = Steps(cfg, dtype)
+    free.load()
+    without = [free.step(batch, 1e-3)[2] for batch in batches()]
+    states = sum(t.nbytes for t in (free.model.params, free.model.grads, *free.optimizer.states().values()))
+    free.model.close()
+
+    counted, times = Counted(), Timeline()
+    by_itself = Streams(*(CpuStream(name, times, threaded=False)
+                          for name in ("compute", "offload", "prefetch")), times)
+    bound = counted.during(Steps, replace(cfg, states="host"), dtype, by_itself)
+    counted.held -= sum(t.nbytes for t in bound.optimizer.states().values())  # the host's
+    counted.peak = counted.held
+    counted.during(bound.load)
+    batch_by_batch = batches()
+    within = [counted.during(lambda: bound.step(next(batch_by_batch), 1e-3)[2]) for _ in range(STEPS)]
+    bound.model.close()
+    most = states // OVER_LIMIT
+    found = dict(shape=SMALL, dtype="bfloat16", parameters=free.model.buckets[-1][1], states_bytes=states,
+                 limit_bytes=most, peak_bytes=counted.peak, fits=counted.peak <= most, steps=STEPS,
+                 same_losses_and_norms=within == without, losses=[loss for loss, _ in within])
+    print({k: v for k, v in found.items() if k != "losses"}, found["losses"][0], found["losses"][-1])
+    return found
+
+
+def main():
+    found = store_parts(__doc__, RESULTS / "states.json", dict(targets=targets, overlap=overlap, limit=limit))
+    if "overlap" in found:
+        draw_overlap(found["overlap"]["rows"], RESULTS / "states.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
