@@ -167,6 +167,9 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
         check_streams(cfg, launch.world)
     limit, expected = memory.host_limit(cfg, launch, found.dtype.itemsize), None
     memory.check_memory(cfg, device, found.dtype, limit)
+    if found.speaks and cfg.states == "sharded" and launch.world == cfg.tp:
+        warn("states=sharded has one replica here, so nobody shares its states; states=host takes less of "
+             "the device")
     if found.speaks:
         expected = expect(replace(cfg, **found.kernels), device, launch, partial(arena_here, trace_step),
                           found.force)

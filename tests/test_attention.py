@@ -287,7 +287,8 @@ def test_the_estimate_knows_the_kernel():
 
 
 def test_the_copies_of_a_deterministic_backward_are_counted_and_have_a_remedy():
-    cfg = load_config(["config/7b_1m.py", "--subsequences=1", "--deterministic=true"])
+    cfg = load_config(["config/7b_1m.py", "--subsequences=1", "--deterministic=true",
+                       "--states=device"])
     h100 = hardware.machine("h100-80gb")
     got = budget.estimate(cfg, h100, 8, budget.fast_arena)
     plain = budget.estimate(replace(cfg, attention="flash", deterministic=False), h100, 8, budget.fast_arena)
@@ -298,7 +299,7 @@ def test_the_copies_of_a_deterministic_backward_are_counted_and_have_a_remedy():
     a100 = hardware.machine("a100-80gb")
     got = budget.estimate(replace(cfg, block_size=2**19), replace(a100, memory_bytes=40 * 2**30), 8,
                           budget.fast_arena)
-    assert any("--deterministic=False" in text for text, _ in search.remedies(got))
+    assert any("--deterministic=False" in text for text, _ in search.remedies(got, most=99))
 
 
 def test_config_offers_every_kernel():

@@ -106,6 +106,22 @@ def test_the_fewest_stages_of_the_fastest_that_fit(seconds, lacks, taken, why):
     assert cfg.undecided and not one.undecided and (one.unit_order == "subsequence") == (taken > 1)
 
 
+@pytest.mark.parametrize("lacks, seconds, world, taken", [
+    ((), {"sharded": 0.5, "host": 0.5}, 2, "device"), (("device",), {"sharded": 2.0, "host": 1.5}, 2, "host"),
+    (("device",), {"sharded": 1.0, "host": 1.5}, 2, "sharded"), (("device",), {}, 1, "host"),
+    (("device", "sharded"), {"host": 9.0}, 2, "host"),
+    (("device", "sharded", "host"), {}, 2, "device")])  # none fits: the least is lacking there
+def test_states_leave_the_device_only_where_that_is_too_small(lacks, seconds, world, taken):
+    def judge(one):
+        short = dict(device=1, sharded=2, host=3)[one.states] * (one.states in lacks)
+        return Judged(seconds.get(one.states, 1.0), short, "the device")
+    one, why = choose(made(4096, gradient_accumulation_steps=world), judge, world)
+    assert one.states == taken and not one.undecided
+    assert ("states=device does not fit the device" in why) == (taken != "device")
+    stages = made(2**20, pp=2, unit_order="subsequence", gradient_accumulation_steps=world)
+    assert choose(stages, judge, 2 * world)[0].states == "device"  # stages need all their layers
+
+
 def test_stages_leave_alone_what_is_given():
     given = dict(subsequences=24, subsequence_cut="equal", pp="auto", gradient_accumulation_steps=4)
     for one in with_stages(made(2**20, **given), 4):

@@ -192,8 +192,8 @@ def of_two_ranks_backward(program):
 
 def of_reductions(program):
     """(places of a backward's reductions of the projection's gradients, of the queries'), group by group."""
-    reduces = places(program, "tp", kind="reduce")[-4 * GROUPS:]  # of the projection, then q, k, v; the next
-    return reduces[:1] + reduces[1:-3:4], reduces[2:-3:4] + reduces[-3:-2]  # group's projection before these
+    reduces = places(program, "tp", kind="reduce")[-4 * GROUPS:]  # of the projection, then q, k, v
+    return reduces[::4], reduces[1::4]
 
 
 def test_between_two_ranks_keys_leave_two_groups_ahead():
@@ -206,15 +206,14 @@ def test_between_two_ranks_keys_leave_two_groups_ahead():
 
 
 def test_gradients_of_a_groups_matrices_leave_as_soon_as_they_are_made():
-    """Those of the projection before attention, beside the group before; all before the next group's
-    attention."""
+    """Those of the projection beside the first gradients of keys; all before the next group's attention."""
     program = real_programs("tp2", "metp")[0]
     keys, gradients = of_two_ranks_backward(program)
     for group, (projection, others) in enumerate(zip(*of_reductions(program), strict=True)):
         home = gradients[group]
-        assert projection < program.index(Wait(keys[group])) < home < program.index(Wait(home)) < others
-        if group:
-            assert gradients[group - 1] < projection < program.index(Wait(gradients[group - 1]))
+        assert program.index(Wait(keys[group])) < home < projection < program.index(Wait(home)) < others
+        if group < GROUPS - 1:
+            assert others < program.index(Wait(keys[group + 1]))
 
 
 def test_the_mlps_last_gradients_are_on_their_way_as_long_as_attention_takes():

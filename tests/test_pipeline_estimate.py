@@ -252,7 +252,8 @@ def test_numbers_of_subsequences_keep_the_bubble_small():
 
 def test_remedies_propose_stages():
     machine = hardware.machine("rtx4090", gpus_per_node=1)
-    model = ["config/7b_1m.py", "--n_layer=6", "--tp=1", "--cp=1", "--block_size=16384"]
+    model = ["config/7b_1m.py", "--n_layer=6", "--tp=1", "--cp=1", "--block_size=16384",
+             "--states=device"]
     got = budget.estimate(load_config(model), machine, 1, fast_arena)
     assert got.reason == "oom"
     deeper = {text: other for text, other in search.remedies(got, most=99) if "--pp=2" in text}

@@ -12,8 +12,10 @@ from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.regions import states
-from memo.memory import where_it_lives
+from memo.launch import Launch
+from memo.memory import host_limit, where_it_lives
 from memo.parallel.mesh import ALONE
+from memo.swap.alpha import OutOfHostMemory
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import LLAMA, degrees_of, mesh_of, perturbed_weights, step
@@ -154,3 +156,11 @@ def test_parameters_travel_twice_and_gradients_once():
 def test_bad_input(keys, message):
     with pytest.raises(ConfigError, match=message):
         Config(states="sharded", **keys)
+
+
+def test_a_host_too_small_for_the_states_says_what_it_has_room_for(monkeypatch):
+    monkeypatch.setattr("memo.swap.slab.available", lambda: 10**9)
+    cfg = replace(SMALL, n_layer=24, n_embd=1024, states="host")
+    with pytest.raises(OutOfHostMemory, match=r"^states=host needs 4\.\d+ GiB .* its share is 0\.838\d GiB, "
+                                              r"enough for 56\.2M parameters; try .* or states=sharded$"):
+        host_limit(cfg, Launch(0, 1, 0, 1, 0, ""), 4)

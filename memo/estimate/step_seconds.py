@@ -12,6 +12,7 @@ from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
 from memo.flat import layer_numel
 from memo.layer import INPUT, Tensor, head_rows, tensors_of
+from memo.swap.layer_states import LAYER_PLACES
 from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
 from memo.swap.schedule import keys_leave
@@ -264,13 +265,16 @@ def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, items
                 local_ranks: int, forward_s: float) -> float:
     """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
     weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
-    meanwhile and in the next forward, or are brought by its schedule."""
+    meanwhile and in the next forward. That of layers that come runs beside this forward, which brings them:
+    it waits for the first two."""
     shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
     if steps_on_host(cfg, machine):
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
-        up_s = itemsize * shard / machine.node.pcie_bytes_per_s * (not cfg.layers_come)
+        if cfg.layers_come:
+            return max(host_s * LAYER_PLACES / cfg.n_layer, host_s - forward_s)
+        up_s = itemsize * shard / machine.node.pcie_bytes_per_s
         return host_s + max(0.0, up_s - host_s - forward_s)
     rest = speeds.seconds("copy", 4 * shard + 4 * numel, 4 * numel)  # norm; all gradients to zero
     return rest + speeds.seconds("adamw", adamw, adamw) + speeds.seconds("copy", cast, cast)
