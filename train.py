@@ -125,6 +125,9 @@ def evaluate(run: Run) -> float:
     total = torch.zeros((), device=run.device)
     for i in range(mesh.dp.rank, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
         total += run.model.forward(*batch(run, "val", 0, i))
+    if cfg.layers_come and -cfg.eval_iters % mesh.dp.size >= mesh.dp.size - mesh.dp.rank:
+        # layers come to all dp ranks at once: those that have one batch less go along
+        run.model.forward(*batch(run, "val", 0, cfg.eval_iters - 1))
     # each of the cp ranks has the mean over its own tokens
     return mesh.mean_loss(total).item() / (cfg.eval_iters * cfg.cp)
 
@@ -172,10 +175,12 @@ def train(run: Run, stop: StopSignal) -> None:
             loss, grad_norm = torch.stack((loss, grad_norm)).tolist()
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
-        # without the weights that come up from the host next: the picture shows forward and backward
+        # with the optimizer's thread and the weights that came up from the host beside this step's forward
         spans = swap.streams.timeline.take()
         run.saver.copied()  # the save under way still reads the states that the optimizer is about to change
-        run.whole = False  # an error in here leaves states of neither step: nothing could be saved
+        # An error in here leaves states of neither step: nothing could be saved. Steps that a thread of the
+        # host takes later are awaited, or their error is raised, by whoever saves: Optimizer.pieces().
+        run.whole = False
         arena.run("optimizer", run.optimizer.step, lr)
         run.done, run.whole = it + 1, True
 

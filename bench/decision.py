@@ -46,7 +46,8 @@ from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
 RESULT = Path(__file__).parent / "results" / "decision.json"
-SHAPE = dict(n_layer=4, n_head=4, n_embd=256, vocab_size=512, activation="memo", dtype="float32")
+SHAPE = dict(n_layer=4, n_head=4, n_embd=256, vocab_size=512, activation="memo", dtype="float32",
+             states="device")
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto")
 LENGTHS, COPY_OVER_FORWARD, LEAST = (2048, 4096), (0.75, 1.5, 3.0), 512
 NUMBERS, BUFFERS, ROOM, HOST_BYTES = (1, 2, 4, 8), (2, 3), 1.25, 2**36

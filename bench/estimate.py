@@ -155,7 +155,7 @@ def longest_of_all(cfg, machine, world, arena=traced_arena):
 
 def contexts():
     """The longest context of the 7B preset: on the paper's node, and on others in the best layout of all."""
-    cfg, out = load_config(["config/7b_1m.py", "--subsequences=1"]), []
+    cfg, out = load_config(["config/7b_1m.py", "--subsequences=1", "--states=device"]), []
 
     def row(name, most, **more):
         out.append(dict(machine=name, **figures_of(most), **more))
@@ -175,7 +175,7 @@ def models():
     the best layout of all; arenas from the bound, the longest contexts' from a trace."""
     out, machine = [], hardware.machine("h100-80gb")
     for preset, world in MODELS.items():
-        cfg = load_config([f"config/{preset}.py", "--subsequences=1"])
+        cfg = load_config([f"config/{preset}.py", "--subsequences=1", "--states=device"])
         fastest = search(cfg, machine, world, fast_arena, best=1)[0]
         most = longest_of_all(cfg, machine, world)
         out.append(dict(preset=preset, machine=f"{world} x {machine.name}",

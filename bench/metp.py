@@ -225,7 +225,8 @@ def contexts(gpu="a100-80gb"):
     def tokens(got):
         return got and got.cfg.block_size
     for name, argv in PRESETS.items():
-        cfg = load_config([*argv.split(), "--tp=1", "--cp=1", "--subsequences=1"])
+        cfg = load_config([*argv.split(), "--tp=1", "--cp=1", "--subsequences=1",
+                           "--states=device"])
         for mode in ("keep", "memo"):
             how = dict(activation=mode, alpha="auto")
             found = {p: estimate_of(cfg, p, tp=p, tensor_parallel="metp", head_groups=p, **how)

@@ -61,7 +61,8 @@ def save_last(run: Run) -> None:
     if folder is None:
         raise TrainingError(error)
     try:
-        save_and_wait(run, checkpoint.Saver(folder, run.saver.group, run.cfg.pin_memory))
+        save_and_wait(run, checkpoint.Saver(folder, run.saver.group, run.cfg.pin_memory,
+                                            copies=run.saver.copies))
     except ConfigError as e:
         if run.speaks:
             shutil.rmtree(folder, ignore_errors=True)

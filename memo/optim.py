@@ -295,19 +295,20 @@ class Optimizer:
                 scale = staging.scale[0]
             staging.complete_with(last)
         for k in range(len(self.own)):
-            step = partial(self.step_bucket, k, lr, scale, self.steps.clone())
             if staging is not None and k in self.coming:
-                staging.later(k, step)
+                staging.later(k, partial(self.step_bucket, k, lr, scale, float(self.steps)))
             else:
-                step()
+                self.step_bucket(k, lr, scale, self.steps)
         self.steps += 1
         self.scale = None
         if staging is None:
             self.model.grads.zero_()
 
-    def step_bucket(self, k: int, lr: float, scale: torch.Tensor | None, steps: torch.Tensor) -> None:
-        """The step() of bucket k. `steps`: those taken before."""
-        cfg, staging = self.cfg, self.staging
+    def step_bucket(self, k: int, lr: float, scale: torch.Tensor | None,
+                    steps: torch.Tensor | float) -> None:
+        """The step() of bucket k. `steps`: those taken before; a number for a thread, which would see the
+        tensor change."""
+        cfg, staging, steps = self.cfg, self.staging, torch.as_tensor(steps)
         for r, decays in self.decays[k]:
             g = self.within_bucket(self.sums, k, r)
             w, m, v = (t[r.shard] for t in self.states().values())

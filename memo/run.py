@@ -190,7 +190,7 @@ def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callabl
     one, why = choice
     numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
     asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
-    before = found.ckpt.config if found.ckpt else {}
+    before = choice_before(found.ckpt)
     if why and "asked" in before:
         others = [f"{name}={before[name]}" for name in numbers if before[name] != numbers[name]]
         why += f"; before: {' '.join(others)}" * bool(others)
@@ -199,10 +199,19 @@ def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callabl
     return together(host, check_room, found, launch, trace_step, why)
 
 
+def choice_before(ckpt: checkpoint.Checkpoint | None) -> dict[str, Any]:
+    """The keys of a checkpoint; "asked" is among them where some were chosen. The key `states` is younger
+    than others: without it these were on the device, and nothing else was asked for."""
+    stored = dict(ckpt.config) if ckpt else {}
+    if "asked" in stored and "states" not in stored:
+        return stored | dict(states="device", asked=stored["asked"] | dict(states="auto"))
+    return stored
+
+
 def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Config | None:
     """The config with the numbers that the checkpoint's run has chosen. None where that was asked something
     else, or in another layout, or its stages do not fill the world."""
-    stored = ckpt.config if ckpt else {}
+    stored = choice_before(ckpt)
     if "asked" not in stored:  # of a run with numbers by hand, or of none, from memo.convert
         return None
     asked = stored | stored["asked"]
@@ -237,7 +246,8 @@ def by_room(found: Checked, launch: Launch) -> Choice:
     and where none fits. None: the speed matters."""
     cfg, machine = replace(found.cfg, **found.kernels), untimed(machine_of(found.device, launch))
     before, stages = of_before(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
-    if before and (len(stages) > 1 or numbers_of(cfg) != [1]) and estimate(
+    chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
+    if before and chooses and estimate(
             before, machine, launch.world, fast_arena).fits:
         return before, "as before"
     got = chosen(cfg, machine, launch.world)

@@ -28,8 +28,9 @@ from memo.config import Config
 from memo.device import free_bytes
 from memo.flat import staged_bytes
 from memo.formulas import parameters
+from memo.swap.alpha import OutOfHostMemory
 from memo.swap.buffers import Pairs, bytes_of, copy_bytes
-from memo.swap.slab import HostSlab
+from memo.swap.slab import HostSlab, host_bytes
 from memo.swap.steps import Step
 from memo.swap.streams import CpuStream, Event, Streams, Timeline
 
@@ -58,7 +59,11 @@ class HostWeights:
 
     def __init__(self, model: "GPT") -> None:
         self.model, (_, begin), (end, _) = model, model.buckets[0], model.buckets[-1]
-        self.slab = HostSlab(model.dtype.itemsize * (end - begin), model.device, model.cfg.pin_memory)
+        needs, there = model.dtype.itemsize * (end - begin), host_bytes("auto")
+        if needs > there:
+            raise OutOfHostMemory(f"the layers' parameters need {needs / 2**30:.4g} GiB of host memory, "
+                                  f"{there / 2**30:.4g} GiB are free; try a larger --tp")
+        self.slab = HostSlab(needs, model.device, model.cfg.pin_memory)
         flat = self.slab.bytes.view(model.dtype)
         model.loaded[1:-1] = [flat[start - begin:stop - begin] for start, stop in model.buckets[1:-1]]
 
@@ -153,7 +158,10 @@ class Staging:
 
     def later(self, k: int, step: Callable[[], None]) -> None:
         """Has the thread take the step of bucket k."""
-        self.worker.timeline = self.streams.timeline
+        if self.model.device.type == "cpu":  # whose clock the thread has; a GPU's timeline has another one
+            self.worker.timeline = self.streams.timeline
+        else:
+            self.worker.timeline.clear()
         self.worker.launch(f"step {self.names[k]}", step)
         self.worker.record(self.stepped[k])
 

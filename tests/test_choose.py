@@ -320,6 +320,16 @@ def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, 
         train.main(argv(dataset, tmp_path / "b", **keys))
 
 
+def test_the_choice_of_a_checkpoint_without_the_key_states_is_the_device():
+    cfg = Config(**SMALL)
+    stored = as_keys(replace(cfg, **ONE, states="device")) | dict(asked=dict(AUTO))
+    younger = of_before(cfg, SimpleNamespace(config=stored), 1)
+    del stored["states"], stored["asked"]["states"]
+    assert younger == replace(cfg, **ONE, states="device")
+    assert of_before(cfg, SimpleNamespace(config=stored), 1) == younger
+    assert of_before(replace(cfg, states="host"), SimpleNamespace(config=stored), 1) is None
+
+
 def test_what_needs_no_measuring_is_said_before_anything_is_touched(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr("memo.run.by_room", lambda *_: None)  # the speed matters
     monkeypatch.setattr("memo.run.measured", lambda *_: None)

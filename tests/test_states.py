@@ -2,10 +2,13 @@
 
 import hashlib
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from memo import checkpoint, sample
 from memo.config import Config, as_keys
 from memo.decide import Decision
@@ -18,7 +21,7 @@ from memo.parallel.mesh import ALONE
 from memo.swap.alpha import OutOfHostMemory
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import LLAMA, degrees_of, mesh_of, perturbed_weights, step
+from tests.helpers import CPU, LLAMA, degrees_of, mesh_of, perturbed_weights, random_batch, step
 from tests.layouts import build
 
 PLACES = "device", "sharded", "host"
@@ -117,14 +120,35 @@ def test_two_layers_are_on_the_device_whatever_their_number(where, micros):
 def test_a_model_that_is_not_trained_finds_its_layers_on_the_host(N):
     cfg, made = replace(SMALL, subsequences=N, **LLAMA), []
     for where in ("device", "host"):
-        model = GPT(replace(cfg, states=where), torch.device("cpu"), torch.bfloat16, grads=False)
-        model.load(perturbed_weights(cfg, torch.device("cpu")))
+        model = GPT(replace(cfg, states=where), CPU, torch.bfloat16, grads=False)
+        model.load(perturbed_weights(cfg, CPU))
         model.reserve_forward(1, 48)
         made.append((model.hidden(torch.arange(48)[None], lambda i, x: x.clone()),
                      [*sample.generate(model, [*range(40)], 8, seed=1)], len(model.params)))
         model.close()
     (x, tokens, every), (other, others, fewer) = made
     assert all(map(torch.equal, x, other)) and tokens == others and fewer < every
+
+
+def evaluated(host, cfg, eval_iters):
+    """The loss of an evaluation, and of the step behind it, for each place and each number of batches."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(train, "batch", lambda run, split, step, i: random_batch(cfg, 1, cfg.block_size, CPU, i))
+        found = []
+        for where, n in product(PLACES, eval_iters):
+            one = replace(cfg, states=where, eval_iters=n)
+            model, optimizer = build(one, mesh_of(host, replace(cfg, states="host")), torch.float32)
+            run = SimpleNamespace(cfg=one, mesh=model.mesh, model=model, device=CPU)
+            found.append((train.evaluate(run), step(model, optimizer, one).item()))
+            model.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_ranks_with_fewer_batches_to_evaluate_bring_as_many_layers():
+    """All replicas must ask for a layer, or the messages of the step behind it would meet others."""
+    for found in pool(2).run(evaluated, replace(SMALL, gradient_accumulation_steps=2), (1, 3)):
+        assert found[:2] == found[2:4] == found[4:]
 
 
 def sent(host, cfg):
