@@ -123,11 +123,12 @@ def evaluate(run: Run) -> float:
     """Mean loss over eval_iters batches of the validation split, the same ones each time."""
     cfg, mesh = run.cfg, run.mesh
     total = torch.zeros((), device=run.device)
-    for i in range(mesh.dp.rank, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
-        total += run.model.forward(*batch(run, "val", 0, i))
-    if cfg.layers_come and -cfg.eval_iters % mesh.dp.size >= mesh.dp.size - mesh.dp.rank:
-        # layers come to all dp ranks at once: those that have one batch less go along
-        run.model.forward(*batch(run, "val", 0, cfg.eval_iters - 1))
+    for first in range(0, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
+        i = first + mesh.dp.rank
+        if i < cfg.eval_iters:
+            total += run.model.forward(*batch(run, "val", 0, i))
+        elif cfg.layers_come:  # to all dp ranks at once: who has no batch left goes along
+            run.model.forward(*batch(run, "val", 0, first))
     # each of the cp ranks has the mean over its own tokens
     return mesh.mean_loss(total).item() / (cfg.eval_iters * cfg.cp)
 

@@ -28,7 +28,7 @@ from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
 from memo.estimate.budget import Estimate
 from memo.estimate.hardware import NODES, Machine
-from memo.estimate.host import HOST_STATES_BYTES, node_bytes, stage_state_bytes
+from memo.estimate.host import HOST_STATES_BYTES, copied_bytes, node_bytes, stage_state_bytes
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.report import as_dict as estimate_dict
 from memo.estimate.report import billions
@@ -65,8 +65,8 @@ def host_limit(cfg: Config, launch: Launch, itemsize: int) -> int:
     if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
         return 0
     first = launch.rank - launch.local_rank
-    copies = 0 if cfg.optimizer_on_host else node_bytes(
-        stage_state_bytes(cfg, launch.world), launch.world, range(first, first + launch.local_world))
+    copies = node_bytes(copied_bytes(cfg, launch.world), launch.world,
+                        range(first, first + launch.local_world))
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
     if not cfg.optimizer_on_host:
         return share
@@ -189,14 +189,13 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
               file=sys.stderr)
     if trace is None:
         arena.recorded()  # half a rehearsal, of no use
-    p = model.swap.placement
     cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
 
     def make(device: torch.device) -> "GPT":
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
     B, T = model.shape
-    return traced_requests(make, B, T, model.swap.missing, like, keys=p.keys)
+    return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
 
 
 def plan_memory(cfg: Config, model: "GPT") -> None:

@@ -189,8 +189,7 @@ def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], devi
 def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
     """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once,
     and add what has come; all ranks must call it."""
-    start, end = model.buckets[1]
-    mesh, sent = model.mesh, model.params[start:end]
+    mesh, sent = model.mesh, model.bucket_params[1]
     came = sent.clone()
 
     def send() -> None:
@@ -204,7 +203,7 @@ def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
     send()  # connections are made by the first
     sending, adding = (least_seconds(model.device, call, host=mesh.host)
                        for call in (send, partial(came.add_, sent)))
-    return Lanes((sent.nbytes / sending,) * cfg.pp, end - start, 3 * sent.nbytes / adding, keys_dealt(cfg))
+    return Lanes((sent.nbytes / sending,) * cfg.pp, len(sent), 3 * sent.nbytes / adding, keys_dealt(cfg))
 
 
 def measured_machine(cfg: Config, machine: Machine, device: torch.device, dtype: torch.dtype,

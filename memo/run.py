@@ -247,8 +247,7 @@ def by_room(found: Checked, launch: Launch) -> Choice:
     cfg, machine = replace(found.cfg, **found.kernels), untimed(machine_of(found.device, launch))
     before, stages = of_before(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
     chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
-    if before and chooses and estimate(
-            before, machine, launch.world, fast_arena).fits:
+    if before and chooses and estimate(before, machine, launch.world, fast_arena).fits:
         return before, "as before"
     got = chosen(cfg, machine, launch.world)
     # nothing to choose from, or no speeds count; with more subsequences a bubble shrinks too

@@ -15,7 +15,6 @@ but those of layers that come again after their gradients have left, for another
 Source: ZeRO-Offload (arXiv 2101.06840).
 """
 
-import sys
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch
 
 from memo.config import Config
 from memo.device import free_bytes
+from memo.errors import warn
 from memo.flat import staged_bytes
 from memo.formulas import parameters
 from memo.swap.alpha import OutOfHostMemory
@@ -48,8 +48,8 @@ def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Config:
     needs = dtype.itemsize * parameters(cfg) // cfg.tp
     if device.type != "cuda" or needs <= SHARE * free_bytes(device)[0]:
         return replace(cfg, states="device")
-    print(f"warning: {needs / 2**30:.4g} GiB of parameters do not fit the device: layers come from the host, "
-          "which takes time", file=sys.stderr)
+    warn(f"{needs / 2**30:.4g} GiB of parameters do not fit the device: layers come from the host, which "
+         "takes time")
     return replace(cfg, states="host", unit_order="layer")
 
 

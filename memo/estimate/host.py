@@ -48,12 +48,15 @@ def stage_state_bytes(cfg: Config, world: int, each: int = STATES_BYTES) -> list
     return [each * stage_parameters(cfg, stage) // ranks for stage in range(cfg.pp)]
 
 
+def copied_bytes(cfg: Config, world: int) -> list[int]:
+    """Of a rank of each stage: the copy of weights and moments that a checkpoint is written from. Those of
+    the host need none."""
+    return stage_state_bytes(cfg, world, 0 if cfg.optimizer_on_host else STATES_BYTES)
+
+
 def snapshot_bytes(cfg: Config, machine: Machine, world: int) -> int:
-    """Of the fullest node: the copy of weights and moments that a checkpoint is written from. Those of the
-    host need none."""
-    if cfg.optimizer_on_host:
-        return 0
-    return fullest_node_bytes(stage_state_bytes(cfg, world), world, machine.node.gpus_per_node)
+    """The same of the fullest node."""
+    return fullest_node_bytes(copied_bytes(cfg, world), world, machine.node.gpus_per_node)
 
 
 def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Config, Machine]:
