@@ -1,11 +1,12 @@
 """What the tests of several ranks share: models in a layout, and their gradients put together."""
 
+import hashlib
 from dataclasses import replace
 
 import pytest
 import torch
 
-from memo import memory
+from memo import checkpoint, memory
 from memo.decide import Room, problem_of
 from memo.flat import views
 from memo.layer import tensors_of
@@ -16,7 +17,7 @@ from memo.planner.allocator import Arena
 from memo.swap.placing import place_rows
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, step
+from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, save_states, step
 
 
 def layout_keys(text, kind):
@@ -50,6 +51,29 @@ def step_alone(cfg):
     model, optimizer = build(cfg, ALONE)
     loss = step(model, optimizer, cfg)
     return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
+
+
+def train_steps(make, cfg, steps=3, folder=None):
+    """([(loss, norm) of each step], a hash of each of this rank's states, a hash of what it has of the
+    parameters) of the model and the optimizer that make(False) gives. With `folder` it stops after two steps,
+    and make(True) goes on from its checkpoint."""
+    def hashed(t):
+        return hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest()
+    (model, optimizer), shown = make(False), []
+    for i in range(steps):
+        if folder and i == 2:
+            save_states(folder, optimizer, cfg, i)
+            model.close()
+            model, optimizer = make(True)
+            checkpoint.restore(checkpoint.load(folder), model, optimizer)
+            optimizer.publish()
+        loss = step(model, optimizer, cfg)
+        shown.append((loss.item(), optimizer.clip(cfg.grad_clip).item()))
+        optimizer.step(1e-2)
+    optimizer.pieces()  # behind the last step
+    states = [hashed(t) for t in optimizer.states().values()]
+    model.close()  # when all parameters have arrived
+    return shown, states, hashed(model.params)
 
 
 def whole(optimizer, flat):

@@ -1,13 +1,12 @@
 """The optimizer's norm, and the optimizer on the host: its bits are those of the one on the device."""
 
-import hashlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from memo import checkpoint, flat
+from memo import flat
 from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.regions import states
@@ -17,6 +16,7 @@ from model import GPT
 from testing.ranks import pool
 from tests.helpers import degrees_of, mesh_of, perturbed_weights
 from tests.helpers import step as forward_backward
+from tests.layouts import train_steps
 
 CPU = torch.device("cpu")
 KEYS = dict(n_layer=3, n_head=4, n_embd=64, vocab_size=300, block_size=256)
@@ -56,33 +56,14 @@ SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, p
 
 
 def trained(mesh, cfg, dtype, steps=3, folder=None):
-    """[what a run shows] and a hash of each state at its end. With `folder` it stops after two steps and is
-    resumed."""
-    def fresh():
+    """What train_steps() gives, where every layer keeps its activations."""
+    def fresh(resumes):
         model = GPT(cfg, CPU, dtype, mesh=mesh)
         model.reserve(cfg.batch_size, cfg.block_size // cfg.cp)
-        return model, Optimizer(model, cfg)
-    model, optimizer = fresh()
-    optimizer.load(perturbed_weights(cfg, CPU))
-    shown = []
-    for i in range(steps):
-        if folder and i == 2:
-            saver = checkpoint.Saver(folder)
-            saver.save(optimizer.pieces(saved=True), asdict(cfg), i)
-            saver.wait()
-            model.close()
-            model, optimizer = fresh()
-            checkpoint.restore(checkpoint.load(folder), model, optimizer)
-            optimizer.publish()
-        loss = forward_backward(model, optimizer, cfg)
-        shown.append((loss.item(), optimizer.clip(cfg.grad_clip).item()))
-        optimizer.step(1e-2)
-    for k in range(len(model.buckets)):
-        model.arrive(k)
-    states = [hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest()
-              for t in (model.params, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.master)]
-    model.close()
-    return shown, states
+        optimizer = Optimizer(model, cfg)
+        optimizer.load(perturbed_weights(cfg, CPU))
+        return model, optimizer
+    return train_steps(fresh, cfg, steps, folder)
 
 
 def both(host, cfg, dtype):
@@ -126,7 +107,7 @@ def test_with_subsequences_it_changes_no_bit(micro_batches, order, one_thread):
     """And the gradients of all micro batches, and of all subsequences, add up."""
     cfg = replace(SMALL, n_layer=3, gradient_accumulation_steps=micro_batches, grad_clip=0.1)
     several = replace(cfg, subsequences=3, unit_order=order)
-    shown, _ = trained(ALONE, cfg, torch.float32, steps=2)
+    shown, *_ = trained(ALONE, cfg, torch.float32, steps=2)
     device, host = (trained(ALONE, replace(several, optimizer_device=where), torch.float32, steps=2)
                     for where in ("auto", "cpu"))
     assert device == host

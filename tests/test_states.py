@@ -1,6 +1,5 @@
 """states=sharded and states=host: layers that come for each pass change no bit, and take two places."""
 
-import hashlib
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -9,8 +8,8 @@ import pytest
 import torch
 
 import train
-from memo import checkpoint, sample
-from memo.config import Config, as_keys
+from memo import sample
+from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import hardware
@@ -22,35 +21,19 @@ from memo.swap.alpha import OutOfHostMemory
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, degrees_of, mesh_of, perturbed_weights, random_batch, step
-from tests.layouts import build
+from tests.layouts import build, train_steps
 
 PLACES = "device", "sharded", "host"
 OF_2019 = dict(position="learned", bias=True)
 SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, grad_clip=0.1)
 
 
-def trained(mesh, cfg, dtype, steps=3, folder=None, then=None):
-    """[(loss, norm) of each step] and a hash of each of this rank's states. With `folder` it stops after two
-    steps, and goes on with states=`then`."""
-    model, optimizer = build(cfg, mesh, dtype)
-    shown = []
-    for i in range(steps):
-        if folder and i == 2:
-            saver = checkpoint.Saver(folder)
-            saver.save(optimizer.pieces(saved=True), as_keys(cfg), i)
-            saver.wait()
-            model.close()
-            model, optimizer = build(replace(cfg, states=then), mesh, dtype)
-            checkpoint.restore(checkpoint.load(folder), model, optimizer)
-            optimizer.publish()
-        loss = step(model, optimizer, cfg)
-        shown.append((loss.item(), optimizer.clip(cfg.grad_clip).item()))
-        optimizer.step(1e-2)
-    optimizer.pieces()  # behind the last step
-    found = [hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest()
-             for t in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)]
-    model.close()
-    return shown, found
+def trained(mesh, cfg, dtype, folder=None, then=None):
+    """Losses, norms and states of three steps; see train_steps(). With `folder` it goes on with
+    states=`then`."""
+    *found, _ = train_steps(lambda resumes: build(replace(cfg, states=then) if resumes else cfg, mesh, dtype),
+                            cfg, folder=folder)
+    return found
 
 
 def everywhere(host, cfg, dtype):
@@ -87,7 +70,7 @@ def test_in_any_layout(text, micro_batches, keys):
     for device, *others in pool(size["tp"] * size["cp"] * size["dp"]).run(everywhere, cfg, torch.float32):
         for shown, found in others:
             if micro_batches == size["dp"]:
-                assert (shown, found) == device
+                assert [shown, found] == device
             assert torch.tensor(shown).allclose(torch.tensor(device[0]), rtol=1e-6, atol=0)
 
 
