@@ -377,7 +377,9 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
             if len(seen) < 3:
                 continue
             a, b, c = seen[-3:]
-            if c.lacking > SHRINKS * a.lacking or (not c.lacking and a.seconds <= b.seconds <= c.seconds):
+            slower = not c.lacking and a.seconds <= b.seconds <= c.seconds
+            # one alone keeps no layer's keys and values: two may lack more than it, where more lack less
+            if slower or (c.lacking > SHRINKS * a.lacking and numbers[len(seen) - 3] > 1):
                 return
 
     def best() -> Config:
