@@ -10,7 +10,7 @@ from memo.command import run
 from memo.dsa.problem import solve
 from memo.files import readable_json
 from memo.planner.__main__ import main
-from memo.planner.plan import Plan, bilevel, cached_plan, one_level
+from memo.planner.plan import NEAR, Levels, Plan, bilevel, cached_plan, one_level
 from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
 
 
@@ -80,6 +80,17 @@ def test_equal_layers_are_solved_once_and_without_crossings_level_2_costs_nothin
     assert_it_replays(trace, plan)
     assert plan.arena_bytes == max(row["peak"] for row in plan.levels)
     assert len({str(plan.segments[f"forward {i}"]) for i in range(20)}) == 1
+
+
+def test_a_peak_near_its_bound_is_enough():
+    """CP-SAT would prove that 1,000,006 bytes are too few; greedy's are taken as they come."""
+    lives = [(0, 1, 2), (0, 2, 4), (1, 3, 1), (2, 4, 2), (3, 4, 1), (4, 5, 3), (1, 6, 1), (2, 6, 2),
+             (5, 7, 3), (6, 7, 3), (0, 7, 10**6)]
+    levels = Levels(1, "auto", 10.0)
+    assert levels.bound(lives) == 10**6 + 6 < levels.solve("a", lives)[1] <= NEAR * levels.bound(lives)
+    assert levels.rows[0]["solver"] == "greedy" and not levels.rows[0]["proven"]
+    few = [(lower, upper, n) for lower, upper, n in lives if n < 10**6]
+    assert levels.solve("b", few)[1] == 7 and levels.rows[1]["proven"]  # of which a byte is much
 
 
 def test_a_log_without_marks_is_one_segment():
