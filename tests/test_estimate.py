@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import budget, calibrate, expected, hardware, regions, report, search
+from memo.estimate import budget, calibrate, expected, hardware, regions, report, room, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.host import granting
 from memo.estimate.roofline import LayerSeconds
@@ -515,6 +516,19 @@ def test_search_gives_the_fastest_that_fit():
     assert found[0].tgs == max(got.tgs for got in every if got and got.fits)
     with pytest.raises(ConfigError, match=r"^--gpus=7: no layout divides them"):
         search.search(load(["config/7b_1m.py"]), A800, 7, fast_arena)
+
+
+def test_what_has_no_room_does_not_fit():
+    """More than two buffers leave fewer units to the host."""
+    cfg = load(["config/llama3_8b_1m.py", "--tp=4", "--cp=2", "--tensor_parallel=metp", "--unit_order=layer",
+                "--block_size=6914048", "--subsequence_cut=equal"])
+    alone, told = budget.untimed(H100), set()
+    for states, n, mode in product(("device", "host"), (1, 8, 32), ("memo", "swap", "recompute")):
+        one = replace(cfg, states=states, subsequences=n, activation=mode)
+        found = bool(room.no_room(one, alone, 8)), budget.estimate(one, alone, 8, fast_arena).fits
+        told.add(found)
+        assert found != (True, True), one
+    assert {(True, False), (False, True)} <= told
 
 
 def test_the_longest_fits_and_a_longer_one_does_not():

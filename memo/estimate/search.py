@@ -1,24 +1,24 @@
 """The fastest layout, the longest context, and the changes that would make a run fit."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import inf
 from typing import Any
 
 from memo.command import progress
 from memo.config import Config
-from memo.decide import LEAST_TOKENS, degrees_of, numbers_of, stage_keys, stage_numbers
+from memo.decide import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import Estimate, again, chosen, estimate, untimed
 from memo.estimate.hardware import Machine
 from memo.estimate.pipeline_seconds import least_s
-from memo.estimate.regions import states
+from memo.estimate.room import chosen_if_fits
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import tgs
-from memo.layer import KEYS_VALUES, keys_dealt, tensors_of
-from memo.layout import degrees
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
@@ -40,46 +40,44 @@ def config_with(cfg: Config, **keys: Any) -> Config | None:
 
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
     """The Estimate, or None where the config cannot be or has no such layout. Of subsequences that are auto
-    the fewest that fit are taken, for which nothing is simulated."""
+    the fewest that fit are taken, for which nothing is simulated; None where none do."""
     try:
         if cfg and cfg.undecided:
-            if never_fits(cfg, machine, world):
-                return None
-            return again(chosen(cfg, untimed(machine), world), machine, arena)
+            got = chosen_if_fits(cfg, untimed(machine), world)
+            return got and again(got, machine, arena)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
 
 
-def never_fits(cfg: Config, machine: Machine, world: int) -> bool:
-    """Whether a stage of several has no room, whatever its mode and its subsequences, for its states and the
-    keys and values of its layers, with their gradients."""
-    if cfg.pp in (1, "auto") or machine.memory_bytes is None or numbers_of(cfg)[-1] == 1:
-        return False
-    degrees(cfg, world)
-    itemsize = itemsize_of(cfg, machine)
-    tensors = tensors_of(replace(cfg, subsequences=2), itemsize)  # of several
-    lines = states(cfg, machine, world, itemsize)[2]
-    keys = len(cfg.layers) * keys_dealt(cfg) * sum(tensors[name].nbytes for name in KEYS_VALUES)
-    least = keys * (1 + 4 // itemsize) + sum(line.device_bytes for line in lines)
-    return least > machine.memory_bytes
-
-
-def fast_enough(cfg: Config, machine: Machine, world: int, known: Sequence[Estimate],
-                best: int) -> Estimate | None:
-    """The Estimate by the fast bound; of several stages None where these cannot be among the `best` of those
-    that are `known`, for which their schedules, which take long, need not run."""
-    if cfg.pp == 1 or machine.speeds is None:
-        return estimate_or_none(cfg, machine, world, fast_arena)
-    got = estimate_or_none(cfg, untimed(machine), world, fast_arena)
-    if got is None or not got.fits:
-        return got
+def most_tgs(got: Estimate, machine: Machine) -> float:
+    """Tokens per GPU and second that what was estimated without seconds has at most on a machine."""
+    if machine.speeds is None:
+        return inf
+    cfg = got.cfg
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    layer = layer_seconds(got.cfg, machine, itemsize_of(cfg, machine))
-    rates = sorted({other.tgs or 0.0 for other in known if other.fits}, reverse=True)
-    if len(rates) >= best and tgs(tokens, world, least_s(got.stages, world, layer)) <= rates[best - 1]:
-        return None
-    return again(got, machine, fast_arena)
+    layer = layer_seconds(cfg, machine, itemsize_of(cfg, machine))
+    return tgs(tokens, got.world, least_s(got.stages, got.world, layer))
+
+
+def likeness(got: Estimate) -> tuple:
+    """Equal for modes that come to the same."""
+    one = got.cfg
+    return one.pp, one.tp, one.cp, one.tensor_parallel, one.context_parallel, got.lines, got.tgs
+
+
+def with_seconds_of_best(fit: Sequence[Estimate], machine: Machine, best: int) -> list[Estimate]:
+    """Of Estimates without seconds those that may be among the `best`, with seconds: schedules, which take
+    long, run for those first that may be fastest, and for no others than these."""
+    most, rates = [most_tgs(got, machine) for got in fit], dict[tuple, float]()
+    found: dict[int, Estimate] = {}
+    for k in sorted(range(len(fit)), key=lambda k: -most[k]):
+        if len(rates) >= best and most[k] < sorted(rates.values())[-best]:
+            break
+        found[k] = got = again(fit[k], machine, fast_arena)
+        if got.fits:
+            rates[likeness(got)] = got.tgs or 0.0
+    return [found[k] for k in sorted(found)]
 
 
 def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena) -> Estimate:
@@ -137,21 +135,14 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                           "looked at closely"):
         found: list[Estimate] = []
         for one in every:
-            found += filter(None, [fast_enough(one, machine, world, found, best)])
+            found += filter(None, [estimate_or_none(one, untimed(machine), world, fast_arena)])
             judged += 1
-        if not found:
-            raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, "
-                              f"2*cp*tp block_size={cfg.block_size}, dp gradient_accumulation_steps="
-                              f"{cfg.gradient_accumulation_steps}); try another number, or a larger "
-                              "gradient_accumulation_steps")
         taken = []
-        for got in sorted((g for g in found if g.fits), key=speed, reverse=True):
-            one = got.cfg
-            likeness = (one.pp, one.tp, one.cp, one.tensor_parallel, one.context_parallel, got.lines,
-                        got.tgs)
-            if likeness in seen:  # modes that come to the same
+        timed = with_seconds_of_best([got for got in found if got.fits], machine, best)
+        for got in sorted((got for got in timed if got.fits), key=speed, reverse=True):
+            if likeness(got) in seen:
                 continue
-            seen.add(likeness)
+            seen.add(likeness(got))
             exact = got if arena is fast_arena else estimate_or_none(got.asked, machine, world, arena)
             if exact and exact.fits:
                 taken.append(with_the_fastest(exact, arena))
@@ -159,8 +150,22 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                 break
         if taken:  # of stages that help each other only these are looked at: it takes long
             return sorted((with_help(one, arena) for one in taken), key=speed, reverse=True)
-        nearest = min(found, key=lambda got: got.device_bytes)
-        return [estimate_or_none(nearest.asked, machine, world, arena) or nearest]
+        if nearest := nearest_of(every, untimed(machine), world):
+            return [again(nearest, machine, arena)]
+    raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, "
+                      f"2*cp*tp block_size={cfg.block_size}, dp gradient_accumulation_steps="
+                      f"{cfg.gradient_accumulation_steps}); try another number, or a larger "
+                      "gradient_accumulation_steps")
+
+
+def nearest_of(every: Sequence[Config], machine: Machine, world: int) -> Estimate | None:
+    """Of configs that do not fit a machine without speeds the Estimate that takes the least memory; None
+    where not one of them has a layout."""
+    found = []
+    for one in every:
+        with suppress(ConfigError):
+            found.append(chosen(one, machine, world))
+    return min(found, key=lambda got: got.device_bytes, default=None)
 
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
