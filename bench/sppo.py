@@ -23,6 +23,7 @@ from bench.machine import machine
 from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.unit_seconds import UnitSeconds
+from memo.formulas import layer_forward_terms
 from memo.layer import KEYS_VALUES, layer_of
 from memo.plots import BLUE, GREY, ORANGE, plain
 from memo.subsequences import ALIGNED, equal_flops
@@ -37,14 +38,15 @@ A100 = hardware.machine("a100-80gb", ranks=RANKS)
 LINK = A100.node.pcie_bytes_per_s
 
 
-def every_score(cfg, tokens):
-    """FLOPs of a layer's forward on the first tokens, the masked half of the scores among them."""
-    return 2 * tokens * layer_of(cfg).matrix_elements + 4 * cfg.n_head * cfg.head_width * tokens**2
+def every_score(cfg):
+    """As layer_forward_terms(), the masked half of the scores among them."""
+    linear, square = layer_forward_terms(cfg)
+    return linear, 2 * square
 
 
 def cut(cfg, multiple):
     """The lengths of equal FLOPs as the paper counts them, multiples of `multiple`."""
-    with patch("memo.subsequences.layer_forward_flops", every_score):
+    with patch("memo.subsequences.layer_forward_terms", every_score):
         counts = equal_flops(cfg, S // multiple, multiple, cfg.subsequences)
     return tuple(n * multiple for n in counts)
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
-from memo.config import Config
+from memo.config import MODEL_KEYS, Config
 from memo.layer import Parameter, model_parameters
 from memo.swap.layer_states import LAYER_PLACES
 
@@ -60,15 +60,16 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
     """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally: that of the
     embeddings, those of the layers, that of the final norm. A stage may have nothing in the first and the
     last."""
-    return known_layout(tuple(model_parameters(cfg).items()), tp, data)
+    model = {name: getattr(cfg, name) for name in (*MODEL_KEYS, "pp", "stage")}  # no other key counts
+    return known_layout(Config(**model), tp, data)
 
 
-@lru_cache(16)  # a search asks again and again
-def known_layout(parameters: tuple[tuple[str, Parameter], ...], tp: int,
-                 data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """The same of {name: Parameter} in pairs."""
-    layout, buckets = flat_layout(dict(parameters), tp, ALIGNED_ELEMENTS * data)
-    first, *_, last = ("." in name for name, _ in parameters)  # a layer's
+@lru_cache(64)  # a search asks again and again
+def known_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+    """The same, of keys that count."""
+    parameters = model_parameters(cfg)
+    layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)
+    first, *_, last = ("." in name for name in parameters)  # a layer's
     return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
 
 

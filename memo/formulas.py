@@ -29,7 +29,13 @@ def flops_per_sample(cfg: "Config") -> int:
 def layer_forward_flops(cfg: "Config", tokens: int) -> int:
     """Model FLOPs of a layer's forward on the first `tokens` tokens of a sequence: 2 E t + 2 H D t^2, where E
     are the elements of its matrices. The second term is attention under the causal mask. Source: MEMO 5.1."""
-    return 2 * tokens * layer_of(cfg).matrix_elements + 2 * cfg.n_head * cfg.head_width * tokens**2
+    linear, square = layer_forward_terms(cfg)
+    return linear * tokens + square * tokens**2
+
+
+def layer_forward_terms(cfg: "Config") -> tuple[int, int]:
+    """(2 E, 2 H D), see layer_forward_flops."""
+    return 2 * layer_of(cfg).matrix_elements, 2 * cfg.n_head * cfg.head_width
 
 
 def tgs(tokens: int, gpus: int, seconds: float) -> float:

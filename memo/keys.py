@@ -55,27 +55,30 @@ def check_value(f: Field, value: Any) -> None:
     """Errors: ConfigError: key `f` may not take `value`."""
     if value == "auto" and may_be_auto(f):
         return
-    m, given = f.metadata, f"{f.name}={shown(value)}"
+    m = f.metadata
+
+    def refused(rule: str) -> ConfigError:
+        return ConfigError(f"{f.name}={shown(value)} {rule}")
     if type(value) is not f.type:
-        raise ConfigError(f"{given} must be of type {type_name(f)}, not {type(value).__name__}")
+        raise refused(f"must be of type {type_name(f)}, not {type(value).__name__}")
     if m["choices"] and value not in m["choices"]:
-        raise ConfigError(f"{given} must be one of {', '.join(m['choices'])}")
+        raise refused(f"must be one of {', '.join(m['choices'])}")
     if f.type is str:
         if len(value) < (m["least"] or 0):
-            raise ConfigError(f"{given} must not be empty; leave it out, or give one")
+            raise refused("must not be empty; leave it out, or give one")
         if len(value) > MOST_VALUE_CHARS or CONTROL.search(value):
-            raise ConfigError(f"{given} must be one line of at most {MOST_VALUE_CHARS} characters, all of "
+            raise refused(f"must be one line of at most {MOST_VALUE_CHARS} characters, all of "
                               "them printable")
         return
     if f.type is float and value in (float("inf"), float("-inf")):
-        raise ConfigError(f"{given} must be finite")
+        raise refused("must be finite")
     if m["least"] is not None and not value >= m["least"]:
-        raise ConfigError(f"{given} must be at least {m['least']}")
+        raise refused(f"must be at least {m['least']}")
     reason = f" ({m['why']})" if m["why"] else ""
     if m["below"] is not None and not value < m["below"]:
-        raise ConfigError(f"{given} must be below {m['below']}{reason}")
+        raise refused(f"must be below {m['below']}{reason}")
     if m["most"] is not None and not value <= m["most"]:
-        raise ConfigError(f"{given} must be at most {m['most']}{reason}")
+        raise refused(f"must be at most {m['most']}{reason}")
 
 
 def typed(f: Field, value: Any, where: str) -> Any:

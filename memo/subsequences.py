@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from memo.formulas import layer_forward_flops
+from memo.formulas import layer_forward_terms
 from memo.msp import guests_of, lent_by
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
     return known_lengths(replace(cfg, stage=0) if cfg.stage else cfg, S)
 
 
-@lru_cache(16)  # an estimate asks again and again
+@lru_cache(64)  # an estimate asks again and again
 def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
     """The same, of the first stage; those of all stages are alike."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.block_multiple
@@ -70,8 +70,10 @@ def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
 def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:
     """`count` multiples dealt to N subsequences: each ends as near as that goes to an equal part of the FLOPs
     of a layer's forward, and has at least one."""
-    def flops(k: int) -> int:
-        return N * layer_forward_flops(cfg, k * multiple)
+    linear, square = layer_forward_terms(cfg)
+
+    def flops(k: int) -> int:  # asked for thousands of times
+        return N * (linear + square * multiple * k) * multiple * k
     ends = [0]
     for i in range(1, N):
         wanted = i * flops(count) // N

@@ -6,7 +6,6 @@ all tensors in closed form, `per_tensor` one fraction for each by a linear progr
 as it is. Plain numbers in, a SwapPlan out; placing.py makes it rows. Source: MEMO 4.1; SPPO 5.2.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,7 +96,7 @@ class AlphaProblem:
     @cached_property
     def swapped(self) -> list[int]:
         """Units of each subsequence that are swapped."""
-        of = Counter(self.placement.likes[:self.n_swapped])
+        of = self.placement.units_of_first(self.n_swapped)
         return [of[i] for i in range(len(self.cuts))]
 
     @cached_property
@@ -121,10 +120,12 @@ class AlphaProblem:
     @cached_property
     def beside_bytes(self) -> int:
         """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
-        known = self.placement.sizes_known  # whatever the rate and the host's room are
+        known, p = self.placement.sizes_known, self.placement  # whatever the rate and the host's room are
         if "beside" not in known:
-            rows = self.all_bytes * self.swapped_rows // self.placement.n_rows
-            known["beside"] = replace(self.placement, kept={}).host_bytes(self.tensors) - rows
+            twice = sum(n for unit, (_, n) in p.stream_rows.items()
+                        if p.number.get(unit, self.n_swapped) < self.n_swapped)  # inputs that the stream has
+            known["beside"] = (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
+                               - p.row_bytes(self.tensors[INPUT]) * twice)
         return known["beside"]
 
     @property

@@ -45,6 +45,23 @@ def in_order(layers: int, subsequences: int, order: str, guests: Shares) -> InOr
     return InOrder(units, {unit: k for k, unit in enumerate(units)}, likes, leaving, {*pairwise(likes)})
 
 
+@lru_cache(64)
+def units_of_first(layers: int, subsequences: int, order: str, guests: Shares, n: int) -> Counter[int]:
+    """{place of a subsequence, or guest, in Placement.lengths: its units among the first n}."""
+    return Counter(in_order(layers, subsequences, order, guests).likes[:n])
+
+
+@lru_cache(16)
+def stream_places(layers: int, order: str, cuts: tuple[int, ...],
+                  forward_only: bool) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
+    """(Placement.stream_rows of a stream that is copied, the rows of the slab that these take)."""
+    places, end, firsts = dict[tuple[int, int], tuple[int, int]](), 0, [0, *accumulate(cuts)]
+    for layer, i in stream_leaves(layers, len(cuts), order):
+        places[layer, i] = firsts[i] if forward_only else end, cuts[i]
+        end = max(end, sum(places[layer, i]))
+    return places, end
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where the skeletal activations of the units are between their forward and their backward. Unit k, by
@@ -125,6 +142,10 @@ class Placement:
     @cached_property
     def in_order(self) -> InOrder:
         return in_order(self.n_layer, self.subsequences, self.order, self.guests)
+
+    def units_of_first(self, n: int) -> Counter[int]:
+        """{place of a subsequence, or guest, in `lengths`: its units among the first n}."""
+        return units_of_first(self.n_layer, self.subsequences, self.order, self.guests, n)
 
     @property
     def units(self) -> list[tuple[int, int]]:
@@ -304,22 +325,18 @@ class Placement:
         """{(layer, subsequence): (first row in the slab, which begins with these, rows)} of what leaves the
         device of what lies between layers: below that layer, or above the last one. Where no input survives
         its layer, in a pass without a backward, all layers' have the same places."""
-        places: dict[tuple[int, int], tuple[int, int]] = {}
+        return self.stream_places[0]
+
+    @property
+    def stream_places(self) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
+        """(stream_rows, the rows of the slab that these take)."""
         if not self.several or self.stream != "copied":
-            return places
-        end, forward_only = 0, self.kept.get(INPUT) == 0
-        for layer, i in stream_leaves(self.n_layer, self.subsequences, self.order):
-            if forward_only:
-                places[layer, i] = sum(self.cuts[:i]), self.cuts[i]
-            else:
-                places[layer, i] = end, self.cuts[i]
-                end += self.cuts[i]
-        return places
+            return {}, 0
+        return stream_places(self.n_layer, self.order, self.cuts, self.kept.get(INPUT) == 0)
 
     def stream_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab for what lies between layers."""
-        return self.row_bytes(tensors[INPUT]) * max((sum(place) for place in self.stream_rows.values()),
-                                                    default=0)
+        return self.row_bytes(tensors[INPUT]) * self.stream_places[1]
 
     @property
     def own_stream_rows(self) -> int:
@@ -408,7 +425,7 @@ class Placement:
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
         """{tensor: bytes of swapped() of all units}."""
         swapped, found = range(max(0, self.n_swapped)), dict[str, int]()
-        whole, units = Counter(self.likes[:len(swapped)]), self.units
+        whole, units = self.units_of_first(len(swapped)), self.units
         some = whole - Counter(self.likes[k] for k in self.gives_up)
         if self.stream_rows:
             whole = Counter(self.likes[k] for k in swapped if units[k] not in self.stream_rows)
