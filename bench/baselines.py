@@ -37,9 +37,9 @@ MODELS = "7B", "13B", "30B"
 
 
 def config(model, tokens, **keys):
-    """The config of one of the paper's models."""
+    """The config of one of the paper's models, whose memo has its states on the device."""
     shape = {name: PAPER["models"][model][name] for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
-    return Config(**shape, block_size=tokens, dtype="bfloat16", subsequences=1, **keys)
+    return Config(**shape, block_size=tokens, dtype="bfloat16", subsequences=1, states="device", **keys)
 
 
 def told(found):

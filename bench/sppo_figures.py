@@ -4,9 +4,10 @@ sequence may be. Nothing is run. GPUs, node and baselines are those of bench/spp
     python -m bench.sppo_figures
 
 Figure 11: tokens per second over Megatron-LM's fastest layout that fits, for the pipeline of subsequences
-with no offload, with all activations offloaded, and with SPPO's adaptive ratios. Figure 12: the greatest
-context of the 7B model, in SPPO's layouts (stages of one node), of the baselines, and of memo in any layout
-of one stage and whole sequences. Writes bench/results/sppo_figures.json and .png.
+with no offload, with all activations offloaded, with SPPO's adaptive ratios, and with stages that help each
+other. Figure 12: the greatest context of the 7B model, in SPPO's layouts (stages of one node), of the
+baselines, and of memo in any layout of one stage and whole sequences. Writes bench/results/sppo_figures.json
+and .png.
 """
 
 from pathlib import Path
@@ -22,6 +23,7 @@ from memo.estimate.report import limit_of
 from memo.estimate.search import MODES, longest_of_layouts
 from memo.estimate.search import longest as longest_estimate
 from memo.files import save_json
+from memo.msp import shares_lines
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from testing.baselines import DEEPSPEED, MEGATRON, longest
 
@@ -29,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 FIGURE11 = ("13B", 512), ("65B", 640)  # units of 1,024 tokens
 # speedups over Megatron-LM; the paper's full offload of 13B is 0.91 of its no offload
 PARTS = {"no offload": dict(activation="keep"), "full offload": dict(activation="memo", alpha=1.0),
-         "adaptive": dict(activation="swap")}
+         "adaptive": dict(activation="swap"), "+ MSP": dict(activation="swap", msp=True)}
 PAPER11 = {"13B": {"full offload": "0.91 of no offload", "adaptive": 1.23, "+ MSP": 1.44},
            "65B": {"full offload": 2.1, "adaptive": 3.38, "+ MSP": 3.48}}
 STAGES = {32: 4, 64: 8, 128: 16}  # GPUs: stages of eight
@@ -44,10 +46,14 @@ def figure11(model: str, k: int) -> dict:
     others, parts = rivals(model, tokens, pp, world), {}
     for name, keys in PARTS.items():
         cfg = sppo_config(model, sp, pp, tokens, lengths[k], **keys)
-        got = estimated(estimate(cfg, there, world, fast_arena))
+        made = estimate(cfg, there, world, fast_arena)
+        got, lent = estimated(made), [piece for stage in made.stages for piece in stage.placement.lent]
         parts[name] = got | dict(over={name: got["tgs"] / one["tgs"] for name, one in others.items()})
         print(f"{model} {tokens:,} {name:12} {'fits' if got['fits'] else got['why']} TGS {got['tgs']:.1f} "
-              f"over {parts[name]['over']}, paper {PAPER11[model].get(name)}")
+              f"over {parts[name]['over']}, paper {PAPER11[model].get(name)}", flush=True)
+        if cfg.msp:
+            parts[name]["helped"] = [piece._asdict() for piece in lent]
+            print("\n".join(shares_lines(lent, cfg.pp, cfg.n_subsequences)), flush=True)
     return dict(model=model, gpus=world, tokens=tokens, N=lengths[k], **others, parts=parts,
                 paper=PAPER11[model])
 

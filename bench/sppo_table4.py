@@ -9,7 +9,9 @@ and memo in the fastest layout of one stage and whole sequences. Nothing is run.
 Models, GPUs, SP, PP, N and lengths are the paper's; its SP is tp inside a node, with cp where that is not
 enough. Subsequences have equal FLOPs. The GPUs are A100 with 80 GB, eight a node with 2 TB and four links of
 200 Gb/s; a copy runs at the PCIe rate of memo's dgx-a100, which is that of the paper's figure 5. The arena of
-temporary tensors is a bound. All take 16 sequences a step. Writes bench/results/sppo_table4.json and .png.
+temporary tensors is a bound. All take 16 sequences a step. In all of memo's layouts parameters and gradients
+stay on the device (states=device), as SPPO's and Megatron-LM's do. Writes bench/results/sppo_table4.json and
+.png.
 """
 
 from itertools import product
@@ -48,7 +50,7 @@ NODE = dict(network_bytes_per_s=4 * 25e9 / 8, host_memory_bytes=2_000_000_000_00
 
 def config(model: str, tokens: int, **keys) -> Config:
     """The config of one of the paper's models."""
-    return Config(**MODELS[model], vocab_size=50257, block_size=tokens, dtype="bfloat16",
+    return Config(**MODELS[model], vocab_size=50257, block_size=tokens, dtype="bfloat16", states="device",
                   gradient_accumulation_steps=SEQUENCES, **keys)
 
 
