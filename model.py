@@ -27,7 +27,7 @@ from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
 from memo.flat import bucket_places, bucket_views, gradient_slots, local_layout, views, weight_slots
-from memo.layer import head_rows, keys_dealt, layer_of, model_parameters
+from memo.layer import head_rows, layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_positions
@@ -215,7 +215,7 @@ class GPT:
                       **unit_rows(self.cfg, B, T))
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
         spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
-        self.reserve(B, T, with_stream(p, tensors, spare, keys_dealt(self.cfg)), **kw)
+        self.reserve(B, T, with_stream(p, tensors, spare), **kw)
 
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are

@@ -37,7 +37,7 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate, judged
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.files import save_json
-from memo.layer import keys_dealt, n_rows, tensors_of
+from memo.layer import n_rows, tensors_of
 from memo.parallel.mesh import ALONE
 from memo.profiler import MeasuredUnit
 from memo.swap.placing import place_rows, placed
@@ -60,7 +60,7 @@ def config_of(S, subsequences, cut="equal"):
 
 def activations(cfg, placement):
     """Bytes on the device."""
-    return placement.device_bytes(tensors_of(cfg, 4), keys_dealt(cfg))
+    return placement.device_bytes(tensors_of(cfg, 4))
 
 
 # --- a device with artificial figures ---

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, compute_seconds, rates_of, swap_s
-from memo.layer import groups_of, keys_dealt, n_rows, tensors_of
+from memo.layer import groups_of, n_rows, tensors_of
 from memo.layout import degrees
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
@@ -101,8 +101,7 @@ def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, **wa
     elif rates:
         seconds = tuple(unit.forward_s for unit in rates_of(p, rates.units)) if p.several else (
             rates.forward_s,)
-    return AlphaProblem(p, tensors_of(cfg, itemsize), seconds, rate,
-                        room.host_bytes, dealt=keys_dealt(cfg))
+    return AlphaProblem(p, tensors_of(cfg, itemsize), seconds, rate, room.host_bytes)
 
 
 def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem:
@@ -123,7 +122,7 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
         return placed(cfg, n, p.n_rows, keys=p.keys, stream=p.stream)
 
     def fits(n: int) -> bool:
-        return of(n).device_bytes(problem.tensors, problem.dealt) <= room.spare_bytes
+        return of(n).device_bytes(problem.tensors) <= room.spare_bytes
     if fits(3) and fits(units):
         return replace(problem, placement=of(units))
     if room.cpu or cfg.alpha_mode == "paper" or not fits(3):
@@ -156,7 +155,7 @@ def place_whole(cfg: Config, problems: Iterable[AlphaProblem], rates: Rates | No
                 costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
                 placement, plan = place_rows(cfg, problem, costs)
                 seconds = placement.input_only
-            over = max(0, placement.device_bytes(problem.tensors, problem.dealt) - spare_bytes)
+            over = max(0, placement.device_bytes(problem.tensors) - spare_bytes)
             judged.append((over, seconds, placement, plan))
         except OutOfHostMemory as e:
             last = e

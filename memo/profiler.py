@@ -39,7 +39,7 @@ from memo.estimate.calibrate import Job, attentions, calibrate, matmuls, row_pas
 from memo.estimate.hardware import Machine, Speeds, calibration_path
 from memo.estimate.step_seconds import Lanes, StateSeconds
 from memo.launch import read_launch
-from memo.layer import ATTENTION, groups_of, keys_dealt
+from memo.layer import ATTENTION, groups_of
 from memo.parallel.mesh import ALONE, Axis, connected, open_mesh
 from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab
@@ -203,7 +203,7 @@ def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
     send()  # connections are made by the first
     sending, adding = (least_seconds(model.device, call, host=mesh.host)
                        for call in (send, partial(came.add_, sent)))
-    return Lanes((sent.nbytes / sending,) * cfg.pp, len(sent), 3 * sent.nbytes / adding, keys_dealt(cfg))
+    return Lanes((sent.nbytes / sending,) * cfg.pp, len(sent), 3 * sent.nbytes / adding)
 
 
 def measured_machine(cfg: Config, machine: Machine, device: torch.device, dtype: torch.dtype,

@@ -16,7 +16,7 @@ from memo.estimate.regions import lane_bytes
 from memo.estimate.step_seconds import UnitRates
 from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
-from memo.layer import keys_dealt, n_rows, tensors_of
+from memo.layer import n_rows, tensors_of
 from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, helpers, shares_of
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import OutOfHostMemory
@@ -96,8 +96,7 @@ def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[str], H
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
     if lanes is None:
         return lambda kinds, piece, end: 0.0
-    sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel,
-                        lanes.dealt)
+    sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel)
 
     def seconds(kinds: Sequence[str], piece: Help, end: str) -> float:
         steps = [Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence)) for kind in kinds]
@@ -159,7 +158,7 @@ def timed(stages: Sequence[StageFacts]) -> bool:
 
 def lacking_bytes(facts: StageFacts, placed: Placed) -> float:
     """Of the device, for a stage's activations."""
-    nbytes = placed[0].device_bytes(tensors_of(facts.cfg, facts.itemsize), keys_dealt(facts.cfg))
+    nbytes = placed[0].device_bytes(tensors_of(facts.cfg, facts.itemsize))
     return max(0, nbytes - facts.room.spare_bytes)
 
 
@@ -167,8 +166,7 @@ def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
     """The facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
     p = placed(cfg, 1, n_rows(cfg))
-    taken = sum(shared_regions(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1),
-                               keys_dealt(cfg)).values())
+    taken = sum(shared_regions(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1)).values())
     if not facts.room.cpu:
         taken += lane_bytes(p)
     room = replace(facts.room, spare_bytes=facts.room.spare_bytes - taken)

@@ -31,7 +31,7 @@ from memo.estimate.budget import chosen, estimate
 from memo.estimate.search import estimate_or_none, longest
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.estimate.unit_seconds import layer_seconds
-from memo.layer import keys_dealt, layer_of, tensors_of
+from memo.layer import layer_of, tensors_of
 from memo.parallel.mesh import ALONE
 from memo.profiler import measured_machine
 from memo.run import of_before
@@ -169,7 +169,8 @@ def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_la
     cfg, four = Config(**SMALL), Config(**SMALL, subsequences=4)
     assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1,
                                                                   states="device").undecided
-    whole = dict(cuts=(), order="layer", receives=False, sends=False, guests=(), lent=(), layers_come=False)
+    whole = dict(cuts=(), order="layer", receives=False, sends=False, guests=(), lent=(), layers_come=False,
+                 dealt=1)
     assert unit_rows(cfg, 1, 4096) == unit_rows(replace(cfg, **ONE), 1, 4096) == whole
     assert unit_rows(four, 1, 4096) == whole | dict(cuts=(1024,) * 4)
     assert layer_of(cfg) == layer_of(replace(cfg, **ONE)) != layer_of(four)
@@ -186,7 +187,7 @@ def simulated(room, rate):
         except OutOfHostMemory:
             return Judged(0.0, inf, "the host")
         tensors = tensors_of(one, 2)
-        over = placement.device_bytes(tensors, keys_dealt(one)) - room.spare_bytes
+        over = placement.device_bytes(tensors) - room.spare_bytes
         forward, backward, _ = swap_s(placement, tensors, compute_seconds(placement, layer.units), rate)
         return Judged(forward + backward, max(0, over), "the device")
     return judge
@@ -215,7 +216,7 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
                 except OutOfHostMemory:
                     continue
                 tensors = tensors_of(one, 2)
-                if placement.device_bytes(tensors, keys_dealt(one)) <= room.spare_bytes:
+                if placement.device_bytes(tensors) <= room.spare_bytes:
                     best = min(best, sum(swap_s(placement, tensors, compute_seconds(placement, costs.units),
                                                 rate)[:2]))
     assert best < inf and got.seconds <= 1.03 * best

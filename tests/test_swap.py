@@ -17,14 +17,15 @@ from memo.estimate.regions import activation_lines
 from memo.estimate.step_seconds import swap_s
 from memo.layer import gpt_layer, groups_of
 from memo.optim import Optimizer
+from memo.parallel.mesh import noted_mesh
 from memo.subsequences import unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement, with_stream
-from memo.swap.placing import place_rows
+from memo.swap.placing import place_rows, placed
 from memo.swap.schedule import times_of
 from memo.swap.slab import HostSlab
 from memo.swap.spans import stall_s
-from memo.swap.streams import CpuStream, Streams, Timeline
+from memo.swap.streams import CpuStream, Streams, Timeline, open_streams
 from model import GPT
 from tests.helpers import LLAMA, costs_of, error, perturbed_weights, random_batch, resident_bytes
 
@@ -231,6 +232,21 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
     # the gradients of the head; layer by layer the inputs of the units that are not swapped
     n = changed.get("n_buffers", 2) if order == "layer" else 0
     assert more - host == x * (sum(cuts[:max(0, N - 3)]) + sum(cuts[N - n:]))
+
+
+def test_keys_go_to_the_host_as_often_as_ranks_read_them():
+    """Two heads of keys over the three ranks of Ulysses, each of which has two."""
+    cfg = Config(**MODEL | dict(n_layer=3, n_head=6, n_embd=48, n_kv_head=2, cp=3, context_parallel="ulysses",
+                                subsequences=3, unit_order="layer", block_size=576, activation="swap"))
+    mesh, _ = noted_mesh(0, 1, 3, 1, False)
+    model = GPT(cfg, "meta", torch.float32, mesh=mesh)
+    model.reserve(1, 192, placed(cfg, 2, 192), streams=open_streams(torch.device("cpu")))
+    p, tensors, pairs = model.swap.placement, model.swap.tensors, model.swap.pairs
+    sent = sum(here.nbytes for (kind, _), copies in pairs.items() if kind == "offload keys"
+               for here, _ in copies)
+    # of five units; the last layer's stay, and the first piece of the one below, which has a place more
+    assert sent == p.keys_bytes(tensors) == 3 * 5 * (tensors["k"].nbytes + tensors["v"].nbytes) // 3
+    model.close()
 
 
 def test_the_stream_is_whole_where_it_fits():

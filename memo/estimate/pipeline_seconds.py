@@ -21,7 +21,7 @@ from memo.estimate.step_seconds import (
     stage_seconds,
 )
 from memo.flat import layer_numel
-from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
+from memo.layer import INPUT, n_rows, tensors_of
 from memo.parallel.pp import times_of_stages
 from memo.subsequences import unit_rows
 from memo.swap.schedule import Times
@@ -71,7 +71,7 @@ def lanes_of(cfg: Config, machine: Machine, world: int, speeds: Speeds) -> Lanes
         first, last = sorted((cfg.stage, other))
         rates.append(MESSAGE_BYTES / hop_s(machine, world, cfg.pp, first, MESSAGE_BYTES, last - first))
     memory = MESSAGE_BYTES / speeds.seconds("copy", MESSAGE_BYTES, MESSAGE_BYTES)
-    return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory, keys_dealt(cfg))
+    return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory)
 
 
 def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,

@@ -17,7 +17,7 @@ from memo.flat import (
     staged_bytes,
     weight_slots,
 )
-from memo.layer import INPUT, keys_dealt, n_rows, tensors_of
+from memo.layer import INPUT, n_rows, tensors_of
 from memo.layout import LANES, n_communicators
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import shared_regions
@@ -84,9 +84,9 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int
             "sweep": "inputs to make keys again"}
     what |= {"guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
              "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
-    regions, keys = p.region_bytes(tensors, keys_dealt(cfg)), p.keys_bytes(tensors)
+    regions, keys = p.region_bytes(tensors), p.keys_bytes(tensors)
     if p.guests or p.lent:
-        regions |= shared_regions(p, tensors, layer_numel(cfg, data), keys_dealt(cfg))
+        regions |= shared_regions(p, tensors, layer_numel(cfg, data))
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),

@@ -45,7 +45,7 @@ def lacking(cfg: Config, problem: AlphaProblem, room: Room) -> Judged:
     if swaps:
         device = problem.device_bytes_at(0 if cfg.finds_alpha else problem.placement.n_rows)
     else:
-        device = place_rows(cfg, problem)[0].device_bytes(problem.tensors, problem.dealt)
+        device = place_rows(cfg, problem)[0].device_bytes(problem.tensors)
     if device > room.spare_bytes:
         return Judged(0.0, device - room.spare_bytes, "the device")
     if swaps and problem.n_swapped:  # fewer with more buffers

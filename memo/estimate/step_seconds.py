@@ -173,13 +173,11 @@ def compute_seconds(placement: Placement, units: Sequence[UnitRates],
 
 class Lanes(NamedTuple):
     """What stages send each other where one computes rows of another: bytes/s to each stage, elements of a
-    layer's parameters, bytes/s at which memory is read and written where a home adds what came, and how often
-    each head of keys lies in the pieces of all ranks."""
+    layer's parameters, bytes/s at which memory is read and written where a home adds what came."""
 
     bytes_per_s: tuple[float, ...]
     numel: int
     memory_bytes_per_s: float = inf
-    dealt: int = 1
 
     def seconds(self, nbytes: float, step: Step, together: int) -> float:
         """Of a message to the stage that the step names, where bulk goes to, or comes from, so many stages
@@ -206,7 +204,7 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
     by tokens."""
     p, others = placement, with_copies(placement, tensors, compute_seconds(placement, units), bytes_per_s)
     cuts, lanes = p.cuts or (p.n_rows,), ends.lanes
-    shared = SharedBytes(p, tensors, lanes.numel, lanes.dealt) if lanes else None
+    shared = SharedBytes(p, tensors, lanes.numel) if lanes else None
 
     def seconds(step: Step) -> float:
         match step.kind:

@@ -50,7 +50,6 @@ class AlphaProblem:
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
     host_bytes: int  # this rank's share
     device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
-    dealt: int = 1  # see Placement.region_bytes
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -179,7 +178,7 @@ class AlphaProblem:
         known = self.placement.sizes_known  # whatever the rate and the host's room are
         if kept not in known:
             p = replace(self.placement, kept=dict.fromkeys(self.others, kept))
-            known[kept] = p.device_bytes(self.tensors, self.dealt)
+            known[kept] = p.device_bytes(self.tensors)
         return known[kept]
 
     @property

@@ -75,9 +75,7 @@ class Swap:
         p, self.layer = placement, layer
         self.placement, self.B, self.dtype, self.key_shape = p, B, dtype, key_shape
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
-        dealt = prod(key_shape) // layer.kv_heads
-        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors, dealt)
-        nbytes |= shared_regions(p, tensors, numel, dealt)
+        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors) | shared_regions(p, tensors, numel)
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
@@ -209,6 +207,7 @@ class Swap:
                 stays = stays[travels(unit, "", [(mine, stays[:n])]):]
             for t in self.units[unit].pieces[-1] if k in keys else ():
                 end += travels(unit, " keys", on_host(end, bytes_of(t)))
+        assert end == self.host_bytes  # the slab is as large as what goes there
         return pairs
 
     def input_of_sweep(self, unit: Unit) -> torch.Tensor:

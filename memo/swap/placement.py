@@ -90,7 +90,8 @@ class Placement:
     the next stage of a pipeline: stream == "passed". `receives`, `sends`: see Fates.
 
     Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of `guests`
-    are units like its own, of a subsequence each (memo/swap/helping.py). `layers_come`: see Fates.
+    are units like its own, of a subsequence each (memo/swap/helping.py). `layers_come`: see Fates. `dealt`:
+    how often each head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
     """
 
     n_layer: int
@@ -109,6 +110,7 @@ class Placement:
     guests: Shares = ()
     lent: Shares = ()
     layers_come: bool = False
+    dealt: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
@@ -117,7 +119,7 @@ class Placement:
                 if value or name not in ("receives", "sends", "guests", "lent", "layers_come")}
         for name in said.keys() & {"guests", "lent"}:
             said[name] = [piece._asdict() for piece in getattr(self, name)]
-        for name in () if self.several else ("cuts", "order", "keys", "stream"):
+        for name in () if self.several else ("cuts", "order", "keys", "stream", "dealt"):
             del said[name]
         return said if self.stays else {name: value for name, value in said.items() if name != "stays"}
 
@@ -309,10 +311,14 @@ class Placement:
                 ranges[name] = self.row_bytes(t) * (first + (kept - n) * resident), self.row_bytes(t) * n
         return {name: (first, n) for name, (first, n) in ranges.items() if n}
 
+    def keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Bytes of a row's keys and values in the pieces that attention over a prefix reads."""
+        return self.dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
+
     def key_row_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes that a unit sends to the host for each row of its keys and values, where these leave."""
         copied = self.several and self.keys == "copied"
-        return sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES) if copied else 0
+        return self.keys_row_bytes(tensors) if copied else 0
 
     def keys_swapped(self, tensors: dict[str, Tensor]) -> dict[int, int]:
         """{unit: bytes of its keys and values, which go to the host}."""
@@ -388,14 +394,14 @@ class Placement:
         layer, i = unit
         return layer * self.n_rows * (self.order == "subsequence") + sum(self.cuts[:i])
 
-    def region_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> dict[str, int]:
+    def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         """{region: bytes on the device} of what is needed besides buffers: what stays; with several
         subsequences keys and values, the fp32 sums of their gradients, the stream between two layers, inputs
-        for sweeps. `dealt`: times that each head of keys lies in the pieces of all ranks."""
+        for sweeps."""
         resident = {"resident": sum(self.survivor_bytes(tensors, True).values())} if self.stays else {}
         if not self.several:
             return resident
-        elements = dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
+        elements = self.keys_row_bytes(tensors)
         layers = self.n_layer if self.keys == "stay" else 1
         made = self.keys == "made" and not self.x_stays  # from inputs that swapped units have sent
         sweeps = (unit for unit in self.units[:max(0, self.n_swapped)] if keys_leave(unit, self.n_layer))
@@ -446,20 +452,19 @@ class Placement:
                 found[name] = self.row_bytes(t) * (first + length)
         return found
 
-    def device_bytes(self, tensors: dict[str, Tensor], dealt: int = 1) -> int:
-        """Bytes of all buffers and regions on the device. Arguments as for region_bytes."""
-        return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors, dealt).values())
+    def device_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Bytes of all buffers and regions on the device."""
+        return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors).values())
 
 
-def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float,
-                dealt: int = 1) -> Placement:
+def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float) -> Placement:
     """The placement with the stream whole where its buffers and regions fit so many bytes of the device that
     way; else copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last
-    passes it on. Other arguments as for region_bytes."""
+    passes it on."""
     if placement.sends:
         return replace(placement, stream="passed")
     whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
-    nbytes, fewer = (p.device_bytes(tensors, dealt) for p in (whole, copied))
+    nbytes, fewer = (p.device_bytes(tensors) for p in (whole, copied))
     return copied if whole.fates.copied and fewer < nbytes and nbytes > spare_bytes else whole
 
 

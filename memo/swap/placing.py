@@ -32,7 +32,7 @@ def resting(problem: AlphaProblem) -> Rows:
     while the next unit computes; fewer, in the same proportion, where the device has less room. Source: SPPO
     5.2, whose alpha_i A_i is what travels of subsequence i."""
     p, x = problem.placement, problem.nbytes[INPUT]
-    room, whole = problem.device_bytes - p.device_bytes(problem.tensors, problem.dealt), problem.all_bytes
+    room, whole = problem.device_bytes - p.device_bytes(problem.tensors), problem.all_bytes
     idle = [(1 - a) * problem.others_bytes / (whole - x) for a in problem.overlap]
     parts = [min(part, 1.0) if c else 0.0 for part, c in zip(idle, problem.swapped, strict=True)]
     needs = sum(c * n * part for c, n, part in zip(problem.swapped, problem.parts, parts, strict=True))

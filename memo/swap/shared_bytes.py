@@ -3,7 +3,7 @@ them (memo/swap/helping.py). No torch."""
 
 from math import prod
 
-from memo.layer import INPUT, KEYS_VALUES, Tensor
+from memo.layer import INPUT, Tensor
 from memo.msp import Help
 from memo.swap.helping import PLACES
 from memo.swap.placement import Placement
@@ -37,15 +37,14 @@ def help_of(placement: Placement, step: Step) -> Help:
 
 
 class SharedBytes:
-    """`tensors`: of one layer, all rows; `numel`: elements of a layer's parameters, with padding; `dealt`:
-    see Placement.region_bytes."""
+    """`tensors`: of one layer, all rows; `numel`: elements of a layer's parameters, with padding."""
 
-    def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int, dealt: int = 1) -> None:
+    def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int) -> None:
         p = self.placement = placement
         self.itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
         self.x_row = p.row_bytes(tensors[INPUT])
         # elements of a row's keys and values
-        self.row = dealt * sum(p.row_bytes(tensors[name]) for name in KEYS_VALUES) // self.itemsize
+        self.row = p.keys_row_bytes(tensors) // self.itemsize
         self.numel = numel
 
     def sent(self, step: Step) -> int:
@@ -64,14 +63,13 @@ class SharedBytes:
         return keys * self.row + x * piece.rows * self.x_row
 
 
-def shared_regions(placement: Placement, tensors: dict[str, Tensor], numel: int,
-                   dealt: int = 1) -> dict[str, int]:
+def shared_regions(placement: Placement, tensors: dict[str, Tensor], numel: int) -> dict[str, int]:
     """{region: bytes on the device}: as a helper two places for weights, for keys and values, and for
     gradients of both; as a home one for what each helper repays. Arguments as for SharedBytes."""
     p = placement
     if not (p.guests or p.lent):
         return {}
-    shared = SharedBytes(p, tensors, numel, dealt)
+    shared = SharedBytes(p, tensors, numel)
     row, rows, itemsize = shared.row, guest_rows(p), shared.itemsize
     found = {"guest_weights": PLACES * numel * itemsize * bool(p.guests),
              "guest_keys": PLACES * rows * row * itemsize,
