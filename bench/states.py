@@ -5,6 +5,7 @@
     python -m bench.states overlap    states=host on the CPU at artificial copy rates: seconds of a step and
                                       max(compute, copies); the picture of one step and the next forward
     python -m bench.states limit      50 steps of a model whose states are 4 times an artificial device limit
+    python -m bench.states races      the streams' work in 200 random orders; and without any of the waits
 
 Several of these at once; without an argument all. Writes bench/results/states.json, states.png and
 states_timeline.png.
@@ -18,6 +19,9 @@ are the least of all rounds.
 limit: torch's allocator events count what a run with states=host has on the device: all of this process's
 tensors but the host's, which are the optimizer's states and page-locked blocks. No thread copies meanwhile,
 so that no event is missed; losses are compared with those of states=device on the usual streams.
+
+races: as in tests/test_swap.py, on the CPU: a small model's copies, computing and steps of states in an order
+that is random but for their waits; losses and gradients must have the bits of states=device.
 """
 
 import sys
@@ -50,6 +54,7 @@ from memo.swap.buffers import copy_bytes
 from memo.swap.placing import place_rows
 from memo.swap.streams import CpuStream, Streams, Timeline, open_streams
 from model import GPT, initial_weights
+from testing.turns import AROUND, RACES, WAITS, Racing
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parent / "results"
@@ -373,8 +378,30 @@ def limit(_):
     return found
 
 
+# --- races ---
+
+SEEDS = 200
+
+
+def races(_):
+    """Of each race of states: seeds that gave other bits with all waits, and of each wait the first seed that
+    did without it."""
+    torch.set_num_threads(1)
+    out = {}
+    for race in (name for name in RACES if name.startswith("states")):
+        racing = Racing(race)
+        wrong = [seed for seed in range(SEEDS) if not racing.is_right(seed)]
+        without = {wait: next((seed for seed in range(SEEDS) if not racing.is_right(seed, wait)), None)
+                   for wait in WAITS[race] | AROUND[race]}
+        out[race] = dict(seeds=SEEDS, wrong=wrong, first_wrong_without=without)
+        print(race, out[race], flush=True)
+        racing.model.close()
+    return out
+
+
 def main():
-    found = store_parts(__doc__, RESULTS / "states.json", dict(targets=targets, overlap=overlap, limit=limit))
+    found = store_parts(__doc__, RESULTS / "states.json", dict(targets=targets, overlap=overlap, limit=limit,
+                                                                   races=races))
     if "overlap" in found:
         draw_overlap(found["overlap"]["rows"], RESULTS / "states.png")
 

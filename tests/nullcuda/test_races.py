@@ -22,9 +22,13 @@ LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR, "f
             "stage": IN_ORDER | dict(n_layer=12, pp=3, stage=1),
             "last stage": IN_ORDER | dict(n_layer=12, pp=3, stage=2),
             "helping stage": IN_ORDER | dict(n_layer=8, pp=2, msp=True)}
+COME = dict(states="host", gradient_accumulation_steps=2)
+LAYOUTS |= {"states host": COME, "four, states host, keys made": FOUR | COME,
+            "states host, tp2": COME | dict(tp=2), "states sharded, dp2": COME | dict(states="sharded")}
 PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made"),
           "four, stream copied": dict(stream="copied"), "four in order, stream copied": dict(stream="copied"),
-          "four, keys made, stream copied": dict(keys="made", stream="copied")}
+          "four, keys made, stream copied": dict(keys="made", stream="copied"),
+          "four, states host, keys made": dict(keys="made")}
 # {layout: {what the swap waits for: the two sides of the race without}}
 COPIES = {"computed": ("offload", "forward"), "offloaded": ("offload", "forward"),
           "done": ("prefetch", "backward"), "prefetched": ("prefetch", "backward")}
@@ -54,6 +58,19 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
                                 "fetch 1 done": ("fetch 1", "forward"),
                                 "collect 1 back done": ("collect 1 back", "add"),
                                 "repay 1 back done": ("repay 1 back", "backward")},
+              "states host": {"prefetch weights done": ("prefetch weights", "forward"),
+                              "computed": ("forward", "prefetch weights"),
+                              "done": ("backward", "offload weight gradients"),
+                              "offload weight gradients done": ("offload weight gradients",
+                                                                "prefetch weight gradients"),
+                              "prefetch weight gradients done": ("offload weight gradients", "backward"),
+                              "compute of the pass before": ("backward", "prefetch weights")},
+              "four, states host, keys made": {
+                  "prefetch weights back done": ("prefetch weights back", "sweep"),
+                  "prefetch weight gradients done": ("prefetch weight gradients", "backward")},
+              "states host, tp2": {"offload weights used": ("all-reduce", "gradients of all tp ranks")},
+              "states sharded, dp2": {"prefetch weights done": ("all-gather", "forward"),
+                                      "all gradients left": ("offload weight gradients", "adamw")},
               "four in order, stream copied": {"head computed": ("offload stream", "head"),
                                                "gradient prefetched": ("prefetch gradient", "backward")}}
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
@@ -65,7 +82,8 @@ MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp"
             ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
             ("metp", "hops", "shift"), ("metp", "tp", "broadcast"), ("metp", "tp", "reduce"),
             ("metp", "cp", "shift"), ("four, ring", "cp", "shift"), ("four, ulysses", "cp", "exchange"),
-            ("four, metp", "tp", "broadcast"), ("four, metp", "tp", "reduce"), ("four, metp", "cp", "shift"))
+            ("four, metp", "tp", "broadcast"), ("four, metp", "tp", "reduce"), ("four, metp", "cp", "shift"),
+            ("states sharded, dp2", "shards", "gather"), ("states sharded, dp2", "data", "scatter_sum"))
 
 
 def step_races(layout):
@@ -83,7 +101,7 @@ def step_races(layout):
     def axis_of(name, size):  # with a communicator of its own, as in a run: its stream is its own too
         return Axis(name, size, 0, dist.new_group(range(size)) if size > 1 else None)
     with watching(hardware.machine("h100-80gb").speeds):
-        for what in [None, *(SWAP_WAITS | dict(host=STAGING_WAITS)).get(layout, messages)]:
+        for what in [None, *(SWAP_WAITS | dict(host=STAGING_WAITS)).get(layout, ()), *messages]:
             torch.cuda.synchronize()
             NULL.races(clear=True)
             with without(what):
@@ -113,13 +131,13 @@ def two_steps(layout, axis_of):
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
     before, behind = (Link(*(axis_of(f"{way} {which}", 2 * (cfg.pp > 1) or 1) for way in ("x", "dx")))
                       for which in ("before", "behind"))
-    other = 1 - cfg.stage
+    other, replicas = 1 - cfg.stage, 2 if layout.endswith("dp2") or cfg.metp else cfg.cp
     lanes = {lane: axis_of(lane, 2) for lane in (f"to {other}", f"from {other}") if cfg.msp}
     if cfg.msp:
         cfg = replace(cfg, shares=even_shares(cfg))
     mesh = Mesh(before=before, behind=behind, lanes=lanes, weights=axis_of("tp", cfg.tp),
                 hops=axis_of("hops", visiting), tokens=axis_of("cp", cfg.cp * visiting),
-                replicas=axis_of("data", 2 if layout == "dp2" or cfg.metp else cfg.cp))
+                replicas=axis_of("data", replicas), shards=axis_of("shards", replicas))
     device = torch.device("cuda:0")
     model = GPT(cfg, device, torch.bfloat16, mesh=mesh)
     optimizer = Optimizer(model, cfg)
@@ -132,8 +150,9 @@ def two_steps(layout, axis_of):
     for _ in range(2):
         if copied or cfg.pp > 1:
             model.forward(tokens, tokens)  # an evaluation
-        model.forward(tokens, tokens, scale=1.0)
-        model.backward(optimizer.reduce)
+        for last in [False] * (cfg.gradient_accumulation_steps - 1) + [True]:
+            model.forward(tokens, tokens, scale=1.0)
+            model.backward(optimizer.reduce if last else lambda k: None)
         optimizer.clip(1.0)
         optimizer.step(1e-3)
     if copied:
@@ -207,7 +226,7 @@ def test_every_wait_of_an_optimizer_on_the_host_is_needed(found, wait):
 @pytest.mark.parametrize("message", MESSAGES, ids=" ".join)
 def test_every_wait_for_a_message_is_needed(found, message):
     lines = found[message[0]][str(message)]
-    assert any("nccl: " in line and "compute: " in line for line in lines), lines
+    assert any("nccl: " in line and ("compute: " in line or "offload: " in line) for line in lines), lines
 
 
 @pytest.mark.parametrize("layout,axis,message,way,use", [

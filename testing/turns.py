@@ -1,0 +1,136 @@
+"""Streams that take turns in a random order that their waits allow, and a small model whose passes must give
+the same bits in each of them: without any of the waits, not."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from memo.config import Config
+from memo.decide import Room, problem_of
+from memo.optim import Optimizer
+from memo.swap.placing import place_rows
+from memo.swap.streams import CpuMark, CpuStream, Event, Streams, Timeline
+from model import GPT, initial_weights
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64, block_size=256, alpha=0.5,
+                             subsequences=1, subsequence_cut="equal", unit_order="layer", states="device")
+FOUR = dict(subsequences=4, n_layer=4)
+# parameters come to two places, and the sums of a batch's gradients after those of the one before
+COME = dict(gradient_accumulation_steps=2)
+RACES: dict[str, tuple[dict, dict]] = {  # (keys of the config, fields of the Placement that are others)
+    "one": ({}, {}), "four": (FOUR, {}), "four, six buffers": (FOUR, dict(n_buffers=6)),
+    "four, keys made": (FOUR, dict(keys="made")), "four, stream copied": (FOUR, dict(stream="copied")),
+    "states host": (FOUR | COME | dict(states="host"), dict(keys="made")),
+    "states sharded": (COME | dict(states="sharded", activation="keep", alpha="auto"), {}),
+    "five in order": (FOUR | dict(subsequences=5, unit_order="subsequence"),
+                      dict(stream="copied", n_buffers=6))}
+# {what is waited for: who does it}, of one subsequence; of four with two buffers and with more of them than a
+# layer has units; of four whose keys and values are made again; with a copied stream
+UNITS = {"computed": "compute", "done": "compute"}
+COPIES = UNITS | {"offloaded": "offload", "prefetched": "prefetch"}
+STREAM = {"stream offloaded": "offload", "stream prefetched": "prefetch", "gradient offloaded": "offload"}
+GRADIENT = {"gradient prefetched": "prefetch", "head computed": "compute"}
+KEYS_MADE = {"head computed": "compute", "input prefetched": "prefetch", "swept": "compute"}
+STATES = {"prefetch weights done": "prefetch", "prefetch weight gradients done": "prefetch",
+          "offload weight gradients done": "offload"}
+SWEPT = KEYS_MADE | {"prefetch weights back done": "prefetch"}
+WAITS = {"one": COPIES, "four": COPIES,
+         "four, six buffers": UNITS | {"keys offloaded": "offload", "keys prefetched": "prefetch"},
+         "four, keys made": COPIES | KEYS_MADE, "four, stream copied": COPIES | STREAM | GRADIENT,
+         "states host": COPIES | SWEPT | STATES, "states sharded": UNITS | STATES,
+         "five in order": COPIES | GRADIENT}
+# before and behind a pass, where layers come: the second where no copies of activations follow
+AROUND = {"states host": {"compute of the pass": "compute"},
+          "states sharded": {"compute of the pass": "compute", "all gradients": "offload"}}
+
+
+class ByTurns(CpuStream):
+    """One of several `streams` that do nothing until somebody waits for one of them: then the calling thread
+    does what they were handed. It waits for no event `removed`. `weight`: how often its turn comes."""
+
+    def __init__(self, name: str, timeline: Timeline, streams: list["ByTurns"]) -> None:
+        super().__init__(name, timeline)
+        self.queue: deque[tuple[Callable, CpuMark | None]] = deque()
+        self.streams, self.removed, self.weight = streams, "", 1.0
+        streams.append(self)
+
+    def put(self, job: Callable, mark: CpuMark | None = None) -> None:
+        self.queue.append((job, mark))
+
+    def launch(self, label: str, work: Callable, *args: Any) -> None:
+        self.put(partial(work, *args))
+
+    def wait(self, event: Event) -> None:
+        if event.mark is not None and event.name.rpartition(" ")[0] != self.removed:
+            self.put(lambda: None, event.mark)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.queue) and (self.queue[0][1] is None or self.queue[0][1].reached.is_set())
+
+    def synchronize(self) -> None:
+        end = self.put_mark()
+        while not end.reached.is_set():
+            ready = [stream for stream in self.streams if stream.ready]
+            [stream] = random.choices(ready, [stream.weight for stream in ready])
+            stream.queue.popleft()[0]()
+
+
+class Racing:
+    """A model of RACES over three such streams."""
+
+    def __init__(self, race: str) -> None:
+        keys, changed = RACES[race]
+        self.late, timeline = WAITS[race] | AROUND.get(race, {}), Timeline()
+        self.streams: list[ByTurns] = []
+        compute, offload, prefetch = (ByTurns(name, timeline, self.streams)
+                                      for name in ("compute", "offload", "prefetch"))
+        streams = Streams(compute, offload, prefetch, timeline)
+        there = dict(states="device", activation="keep", alpha="auto")
+        self.expected = self.passes(*self.built(Config(**SHAPE | keys | there), {}))
+        self.model, self.optimizer = self.built(Config(**SHAPE | keys), changed, streams)
+
+    @staticmethod
+    def built(cfg: Config, changed: dict[str, Any],
+              streams: Streams | None = None) -> tuple[GPT, Optimizer]:
+        model = GPT(cfg, CPU, torch.float32)
+        optimizer = Optimizer(model, cfg)
+        optimizer.load(initial_weights(cfg, 0, CPU))
+        placement, _ = place_rows(cfg, problem_of(cfg, 4, None, Room(2**40, cpu=True)))
+        model.reserve(1, cfg.block_size, replace(placement, **changed), streams=streams)
+        return model, optimizer
+
+    @staticmethod
+    def passes(model: GPT, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Losses and gradients of two passes with other batches, and an evaluation in between. The host runs
+        ahead of all streams, through all three."""
+        model.grads.zero_()
+        optimizer.left.clear()
+        seen, random_ids = [], torch.Generator().manual_seed(0)
+        for i in range(3):
+            tokens, targets = torch.randint(64, (2, 1, model.cfg.block_size), generator=random_ids)
+            seen.append(model.forward(tokens, targets, None if i == 1 else 1.0))
+            if i != 1:
+                model.backward()
+        for stream in model.swap.streams[:3]:
+            stream.synchronize()
+        ends = model.bucket_grads[0], model.bucket_grads[-1]
+        return [*seen, torch.cat([*optimizer.sums[1:-1], *ends])]
+
+    def is_right(self, seed: int, removed: str = "") -> bool:
+        """Whether they have the bits of a model with all on the device. `removed`: waits that are left
+        out."""
+        random.seed(seed)
+        for stream in self.streams:
+            stream.removed, stream.weight = removed, 10 ** random.uniform(-2, 0)
+            if removed and stream.name == self.late[removed]:
+                stream.weight = 1e-4  # without the wait the others overtake it
+        if slab := self.model.swap.slab:
+            slab.bytes.fill_(0xFF)  # NaN, lest the copies of the seed before be right by chance
+        return all(map(torch.equal, self.passes(self.model, self.optimizer), self.expected))
