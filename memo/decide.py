@@ -35,7 +35,8 @@ SHRINKS = 0.95  # at most so much of what lacks is left where four times the sub
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds are of one layer at the run's shape, all rows. `units`: of each of several subsequences."""
+    """Seconds are of one layer at the run's shape, all rows. `units`: of each subsequence, where there are
+    several, or layers come: whether copies hide is then simulated."""
 
     forward_s: float
     backward_s: float
@@ -173,8 +174,9 @@ def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Place
 
 def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:
     """(seconds of all layers, Placement, SwapPlan) with the most rows whose copies hide, as the schedule's
-    simulator sees it: where the program's copies hold the computing up, as those of keys or of the backward
-    may, the rate that it counts on is a part of the real one, found by bisection."""
+    simulator sees it: where the program's copies hold the computing up, as those of keys, of states or of the
+    backward may, the rate that it counts on is a part of the real one, found by bisection; or with the
+    program's rows, where that is faster."""
     rate = min(rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)
 
     def of(part: float) -> tuple[float, float, Placement, SwapPlan | None]:
@@ -183,7 +185,7 @@ def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Pla
         forward, backward, stall = swap_s(placement, problem.tensors,
                                           compute_seconds(placement, rates.units, rates.states), rate)
         return forward + backward, stall, placement, plan
-    best = of(1.0)
+    best = whole = of(1.0)
     if best[1] <= STALL * best[0]:
         return best[0], *best[2:]
     least = of(0.0)
@@ -197,7 +199,8 @@ def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Pla
                 best, low = found, part
             else:
                 high = part
-    return best[0], *best[2:]
+    fastest = min(best, whole, key=lambda one: one[0])  # a stall may cost less than rows that are rebuilt
+    return fastest[0], *fastest[2:]
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:

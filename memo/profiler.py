@@ -111,9 +111,10 @@ def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, devi
     launches_s = recompute_s(())
     groups_s = {name: max(0.0, recompute_s(tensors) - launches_s)
                 for name, tensors in groups_of(swap.tensors).items()}
-    attention_s = sweep_s = 0.0
-    if swap.placement.several:
+    attention_s, sweep_s, p = 0.0, 0.0, swap.placement
+    if p.several or p.layers_come:
         attention_s = max(0.0, recompute_s((ATTENTION,)) - launches_s)
+    if p.several:
         sweep_s = least_seconds(device, partial(block.sweep, s, s.x, turn), host=host)
     backward()
     backward_s = least_seconds(device, backward, before=refill, host=host)
@@ -183,7 +184,7 @@ def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], devi
     forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
     recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,
-                 tuple(units) if len(units) > 1 else ())
+                 tuple(units) if len(units) > 1 or swap.placement.layers_come else ())
 
 
 def measured_lanes(cfg: Config, model: "GPT") -> Lanes:

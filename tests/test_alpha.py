@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 
 from memo.config import Config
 from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
-from memo.estimate.step_seconds import compute_seconds, swap_s
+from memo.estimate.step_seconds import StateSeconds, compute_seconds, swap_s
 from memo.layer import decoder_layer, gpt_layer, groups_of, tensors_of
 from memo.profiler import MeasuredUnit
 from memo.subsequences import unit_rows
@@ -300,8 +300,8 @@ def rates_of(cfg, rate, backward=2.0, recompute=0.5):
 
 def step_of(placement, tensors, rates):
     """(seconds, of which waiting)."""
-    forward, backward, stall = swap_s(placement, tensors, compute_seconds(placement, rates.units),
-                                      rates.offload_bytes_per_s)
+    seconds = compute_seconds(placement, rates.units, rates.states)
+    forward, backward, stall = swap_s(placement, tensors, seconds, rates.offload_bytes_per_s)
     return forward + backward, stall
 
 
@@ -323,6 +323,24 @@ def best_of_all(cfg, rates, host_bytes):
             if stall <= least + 1e-9:
                 best = min(best, seconds)
     return best
+
+
+@pytest.mark.parametrize("rate", [1.1, 1.5])
+@pytest.mark.parametrize("N", [1, 4])
+def test_alpha_leaves_room_on_the_link_for_states(N, rate):
+    """The step is no slower, in the simulator's time, than with the alpha of states that stay."""
+    cfg = replace(CFG, n_layer=8, subsequences=N, states="host")
+    tensors, rates = tensors_of(cfg, ITEMSIZE), rates_of(cfg, rate, recompute=0.1)
+    found = []
+    for part in (0.0, 1.2, 1.6):  # of a layer's forward, on the same link
+        one = replace(rates, states=StateSeconds(part * rates.forward_s, part * rates.forward_s))
+        problems = [problem_of(cfg, ITEMSIZE, one, Room(2**40), **way) for way in ways_of(cfg)]
+        found.append((one, *place_whole(cfg, problems, one)))
+    alphas = [plan.alpha for _, _, plan in found]
+    assert alphas == sorted(alphas, reverse=True) and alphas[0] > alphas[2] + 0.1
+    (_, before, _), *others = found
+    steps = [[step_of(p, tensors, one) for p in (placement, before)] for one, placement, _ in others]
+    assert all(mine <= theirs for mine, theirs in steps) and steps[-1][0] < steps[-1][1]
 
 
 def slow(**keys):

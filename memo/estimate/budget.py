@@ -172,7 +172,8 @@ def modelled_rates(cfg: Config, machine: Machine, world: int,
     """The Rates of a layer, if its seconds are known."""
     if layer is None:
         return None
-    rate, units = machine.node.pcie_bytes_per_s, tuple(layer.units) if len(layer.units) > 1 else ()
+    rate, several = machine.node.pcie_bytes_per_s, len(layer.units) > 1
+    units = tuple(layer.units) if several or cfg.layers_come else ()
     return Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units,
                  state_seconds(cfg, machine, layer.speeds, world, itemsize_of(cfg, machine)))
 
