@@ -78,8 +78,8 @@ def host_limit(cfg: Config, launch: Launch, itemsize: int) -> int:
         raise OutOfHostMemory(
             f"{key} needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, moments and "
             f"gradients, its share is {share / 2**30:.4g} GiB, enough for "
-            f"{billions(share * launch.world / each)} parameters; try a larger host_memory_gb, more ranks, "
-            f"or {other}")
+            f"{billions(share * launch.world / each)} parameters at any block_size; try a larger "
+            f"host_memory_gb, more ranks, or {other}")
     return share - needs
 
 

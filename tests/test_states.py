@@ -1,5 +1,6 @@
 """states=sharded and states=host: layers that come for each pass change no bit, and take two places."""
 
+import re
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -14,14 +15,15 @@ from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.regions import states
+from memo.formulas import parameters
 from memo.launch import Launch
-from memo.memory import host_limit, where_it_lives
+from memo.memory import check_memory, host_limit, where_it_lives
 from memo.parallel.mesh import ALONE
-from memo.swap.alpha import OutOfHostMemory
+from memo.swap.alpha import HOST_SHARE, OutOfHostMemory
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, degrees_of, mesh_of, perturbed_weights, random_batch, step
-from tests.layouts import build, train_steps
+from tests.layouts import build, layout_keys, train_steps
 
 PLACES = "device", "sharded", "host"
 OF_2019 = dict(position="learned", bias=True)
@@ -61,12 +63,14 @@ def test_where_states_are_changes_no_bit(keys, dtype, monkeypatch, one_thread):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("text,micro_batches,keys", [
-    ("dp2", 2, {}), ("cp2", 1, dict(subsequences=4)), ("dp2", 4, LLAMA), ("tp2 cp2 dp2", 2, {})])
-def test_in_any_layout(text, micro_batches, keys):
+@pytest.mark.parametrize("text,kind,micro_batches,keys", [
+    ("dp2", "ring", 2, {}), ("cp2", "ring", 1, dict(subsequences=4)), ("dp2", "ring", 4, LLAMA),
+    ("tp2 cp2 dp2", "ring", 2, {}), ("cp2", "ulysses", 3, dict(activation="swap")),
+    ("tp2 cp2", "metp", 1, LLAMA), ("cp3", "ring", 1, dict(block_size=510, activation="recompute"))])
+def test_in_any_layout(text, kind, micro_batches, keys):
     """The sums of several micro batches are made in another order: rounding may differ."""
     size = degrees_of(text)
-    cfg = replace(SMALL, tp=size["tp"], cp=size["cp"], gradient_accumulation_steps=micro_batches, **keys)
+    cfg = replace(SMALL, gradient_accumulation_steps=micro_batches, **layout_keys(text, kind) | keys)
     for device, *others in pool(size["tp"] * size["cp"] * size["dp"]).run(everywhere, cfg, torch.float32):
         for shown, found in others:
             if micro_batches == size["dp"]:
@@ -165,9 +169,31 @@ def test_bad_input(keys, message):
         Config(states="sharded", **keys)
 
 
+ONE_RANK = Launch(0, 1, 0, 1, 0, "")
+
+
 def test_a_host_too_small_for_the_states_says_what_it_has_room_for(monkeypatch):
     monkeypatch.setattr("memo.swap.slab.available", lambda: 10**9)
     cfg = replace(SMALL, n_layer=24, n_embd=1024, states="host")
     with pytest.raises(OutOfHostMemory, match=r"^states=host needs 4\.\d+ GiB .* its share is 0\.838\d GiB, "
-                                              r"enough for 56\.2M parameters; try .* or states=sharded$"):
-        host_limit(cfg, Launch(0, 1, 0, 1, 0, ""), 4)
+                                              r"enough for 56\.2M parameters at any block_size; try .* "
+                                              r"or states=sharded$"):
+        host_limit(cfg, ONE_RANK, 4)
+
+
+def test_a_host_with_room_for_the_states_names_the_longest_context(monkeypatch):
+    cfg, there = replace(SMALL, n_layer=24, states="host"), 0
+    monkeypatch.setattr("memo.swap.slab.available", lambda: there)
+
+    def refusal(block_size):
+        one = replace(cfg, block_size=block_size)
+        try:
+            check_memory(one, CPU, torch.float32, host_limit(one, ONE_RANK, 4))
+        except OutOfHostMemory as e:
+            return str(e)
+    states_bytes = 16 * parameters(cfg)
+    there = (states_bytes + 10**6) / HOST_SHARE
+    [longest] = re.findall(r"the largest block_size that fits is (\d+)$", refusal(8192))
+    assert refusal(int(longest)) is None and refusal(int(longest) + 1)
+    there = (states_bytes + 10**3) / HOST_SHARE
+    assert refusal(8192).endswith("no block_size fits")

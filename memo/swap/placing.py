@@ -104,9 +104,9 @@ def place_rows(cfg: Config, problem: AlphaProblem,
     else:
         chosen, most = paper(problem), paper(on_any_host)
     if not chosen.fits:
-        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes,
-                                 "the largest block_size that fits is "
-                                 f"{largest_block_size(problem, cfg.block_size, cfg.block_multiple)}")
+        longest = largest_block_size(problem, cfg.block_size, cfg.block_multiple)
+        remedy = f"the largest block_size that fits is {longest}" if longest else "no block_size fits"
+        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes, remedy)
     granularity = SPLIT_ROWS if len(cuts) > 1 else max(1, min(SPLIT_ROWS, N // 16))
     by_unit = kept_rows({name: chosen.fractions[name] for name in problem.others}, most.fractions, cuts,
                         granularity)
