@@ -1,6 +1,7 @@
 """How long a context may be: dry runs of common models on common machines. Nothing is run.
 
     python -m bench.longest table      the longest context of every model on every machine, over layouts
+    python -m bench.longest elsewhere  the same of what does not fit there, with states=auto
     python -m bench.longest whole      the same where no attention's forward is repeated, of the judged lines
     python -m bench.longest targets    the fastest layouts at the contexts that were asked for
     python -m bench.longest cost       MFU by number of subsequences at 1,048,576 tokens
@@ -46,13 +47,20 @@ MACHINES = {"1 x RTX 4090, 128 GB": ("rtx4090", 1, None), "1 x H100-80GB, 2 TB":
             "8 x A800-80GB, the paper's": ("a800-80gb", 8, HOST_BYTES),
             "8 x H100-80GB": ("h100-80gb", 8, 1.9e12), "8 x H200": ("h200-141gb", 8, 1.9e12),
             "64 x H100-80GB": ("h100-80gb", 64, 1.9e12)}
+LARGER_HOSTS = {"1 x RTX 4090, 256 GB": ("rtx4090", 1, 0.9 * 256e9),
+                "8 x A800-80GB, 2 TB": ("a800-80gb", 8, 1.8e12)}
+# what has no context in the table, there and on the same with more host memory
+ELSEWHERE = {"1 x RTX 4090, 128 GB": ("7B", "Llama-3-8B", "Qwen3-8B", "Llama-2-70B"),
+             "1 x RTX 4090, 256 GB": ("7B", "Llama-3-8B", "Qwen3-8B", "Llama-2-70B"),
+             "1 x H100-80GB, 2 TB": ("Llama-2-70B",), "8 x A800-80GB, the paper's": ("Llama-2-70B",),
+             "8 x A800-80GB, 2 TB": ("Llama-2-70B",)}
 # Llama-3.2-1B's config.json
 LLAMA_1B = dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=8, n_inner=8192, vocab_size=128256,
                 norm="rmsnorm", mlp="swiglu", rope_theta=500000.0, dataset="text")
 PRESETS = {"7B": "7b_1m", "Llama-3-8B": "llama3_8b_1m", "Qwen3-8B": "qwen3_8b_1m",
            "Llama-2-70B": "llama2_70b_1m"}
 MODELS = ("GPT-2 124M", "Llama 1B", *PRESETS)
-PARTS = ["table", "whole", "targets", "cost", "curves", "draw"]
+PARTS = ["table", "elsewhere", "whole", "targets", "cost", "curves", "draw"]
 LAYOUTS = [dict(tp=8, cp=1), dict(tp=4, cp=2), dict(tp=2, cp=4), dict(tp=1, cp=8),
            dict(tp=1, cp=8, context_parallel="ulysses"), dict(tp=8, cp=1, tensor_parallel="metp")]
 MEMO = dict(activation="memo", alpha_mode="per_tensor")
@@ -65,7 +73,7 @@ TARGETS = [("8 x H100-80GB", "7B", 5242880, 37, True), ("8 x H100-80GB", "Llama-
 
 
 def config_of(model, **keys):
-    """A model's config, one sequence a step. Models whose states are elsewhere are in bench/states.py."""
+    """A model's config, one sequence a step."""
     equal = dict(subsequence_cut="equal", unit_order="layer", states="device")
     keys = dict(batch_size=1, gradient_accumulation_steps=1) | equal | MEMO | keys
     if model == "Llama 1B":
@@ -77,7 +85,7 @@ def config_of(model, **keys):
 
 def machine_of(cfg, name):
     """(cfg, machine, GPUs) of a machine of the table."""
-    gpu, world, granted = MACHINES[name]
+    gpu, world, granted = (MACHINES | LARGER_HOSTS)[name]
     machine = hardware.machine(gpu, None, world)
     return *(granting(cfg, machine, world, granted) if granted else (cfg, machine)), world
 
@@ -90,9 +98,10 @@ def figures(got):
     """A line of the table."""
     p = got.placement
     return dict(tokens=got.cfg.block_size, subsequences=got.cfg.subsequences, layout=layout_of(got),
-                optimizer_device=got.cfg.optimizer_device, alpha=got.alpha, binds=got.binds,
-                limit=limit_of(got)[0], repeated=p.input_only / p.n_units, keys=p.keys, stream=p.stream,
-                mfu=got.mfu, step_s=got.seconds["step"], device_share=got.device_bytes / got.capacity,
+                optimizer_device=got.cfg.optimizer_device, states=got.cfg.states, alpha=got.alpha,
+                binds=got.binds, limit=limit_of(got)[0], repeated=p.input_only / p.n_units, keys=p.keys,
+                stream=p.stream, mfu=got.mfu, step_s=got.seconds["step"],
+                device_share=got.device_bytes / got.capacity,
                 host_share=got.host_bytes / got.host_capacity)
 
 
@@ -112,10 +121,10 @@ def rounded(line):
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in line.items() if k != "others"}
 
 
-def longest_by_subsequences(model, name, suits=lambda got: got.fits):
+def longest_by_subsequences(model, name, suits=lambda got: got.fits, **keys):
     """The Estimates of the longest contexts, one for each number of subsequences that has any: of 1 and 16
-    over all layouts, of 64 in the best of 16's."""
-    cfg, machine, world = machine_of(config_of(model), name)
+    over all layouts, of 64 in the best of 16's. `keys`: for config_of()."""
+    cfg, machine, world = machine_of(config_of(model, **keys), name)
     found = []
     for n in (1, 16):
         # of equally long ones the fastest
@@ -127,11 +136,12 @@ def longest_by_subsequences(model, name, suits=lambda got: got.fits):
     return [*found, *filter(None, more)]
 
 
-def table(out, cells, trace, keep, suits=lambda got: got.fits):
-    """Adds {machine: {model: the longest context's line, with the others'}} to `out`; keep() after each."""
+def table(out, cells, trace, keep, suits=lambda got: got.fits, **keys):
+    """Adds {machine: {model: the longest context's line, with the others'}} to `out`; keep() after each.
+    `keys`: for config_of()."""
     for name, model in cells:
         start = time.process_time()
-        found = longest_by_subsequences(model, name, suits)
+        found = longest_by_subsequences(model, name, suits, **keys)
         line = dict(tokens=0)
         if found:
             best = max(found, key=length)
@@ -246,20 +256,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
-    parser.add_argument("--machines", default=";".join(MACHINES), help="of the table: parts of names")
+    parser.add_argument("--machines", default="", help="of the table: parts of names")
     parser.add_argument("--models", default=",".join(MODELS), help="the same")
     parser.add_argument("--trace", action="store_true")
     args = parser.parse_args()
     path = RESULTS / "longest.json"
     out = json.loads(path.read_text()) if path.exists() else {}
-    cells = [(name, model) for name in MACHINES if any(part in name for part in args.machines.split(";"))
-             for model in MODELS if model in args.models.split(",")]
+
+    def cells(models):
+        return [(name, model) for name, some in models.items() for model in some
+                if any(part in name for part in args.machines.split(";")) and model in args.models.split(",")]
     for part in args.parts or PARTS:
         if part == "table":
-            table(out.setdefault(part, {}), cells, args.trace, lambda: save_json(out, path))
+            table(out.setdefault(part, {}), cells(dict.fromkeys(MACHINES, MODELS)), args.trace,
+                  lambda: save_json(out, path))
+        elif part == "elsewhere":
+            table(out.setdefault(part, {}), cells(ELSEWHERE), args.trace, lambda: save_json(out, path),
+                  states="auto")
         elif part == "whole":
-            cells = [target[:2] for target in TARGETS if not target[-1]]
-            table(out.setdefault(part, {}), cells, args.trace, lambda: save_json(out, path),
+            judged = [target[:2] for target in TARGETS if not target[-1]]
+            table(out.setdefault(part, {}), judged, args.trace, lambda: save_json(out, path),
                   without_repetition)
         elif part == "draw":
             draw(out["curves"])
