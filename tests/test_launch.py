@@ -198,12 +198,12 @@ def test_both_copies_of_a_tied_matrix_stay_the_same():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("model", [{}, UNTIED], ids=["tied", "untied"])
-def test_weights_of_transformers_start_in_stages(dataset, tmp_path, ended, model):
+def test_weights_of_transformers_start_in_any_layout(dataset, tmp_path, ended, model):
     folder = converted(ended(**model), tmp_path).parent
-    for pp in (1, 2):
-        keys = model | dict(pp=pp, **IN_ORDER, init_from=f"hf:{folder}", max_iters=3, tp=pp)
-        run(pp * pp, argv(dataset, tmp_path / str(pp), **keys))
-    assert worst(losses(tmp_path / "2"), losses(tmp_path / "1")) < SAME
+    for name, ranks, keys in (("one", 1, {}), ("stages", 4, STAGES), ("host", 2, dict(tp=2, states="host"))):
+        keys = model | dict(init_from=f"hf:{folder}", max_iters=3) | keys
+        run(ranks, argv(dataset, tmp_path / name, **keys))
+        assert worst(losses(tmp_path / name), losses(tmp_path / "one")) < SAME, name
 
 
 def here_choosing(host, argv):
@@ -232,8 +232,9 @@ def test_all_ranks_take_what_rank_0_chooses(dataset, tmp_path, layout):
 HALF = dict(max_iters=3, lr_decay_iters=6)  # after three of the six steps the run ends
 STAGES = dict(pp=2, tp=2, **IN_ORDER)
 HELP = dict(pp=2, msp=True, batch_size=1, deterministic=True, **IN_ORDER)  # else shares are measured
-OTHERS = {"tp4": (4, dict(tp=4)), "cp2 dp2": (4, dict(cp=2)), "pp4": (4, dict(pp=4, **IN_ORDER)),
-          "pp2 tp2": (4, STAGES), "one": (1, {})}
+COME = FOUR | dict(states="sharded")
+OTHERS = {"tp4": (4, dict(tp=4, states="host", unit_order="layer")), "cp2 dp2": (4, dict(cp=2)),
+          "pp4": (4, dict(pp=4, **IN_ORDER)), "pp2 tp2": (4, STAGES), "one": (1, {})}
 
 
 def resumed(halfway, out, ranks, **keys):
@@ -245,14 +246,14 @@ def resumed(halfway, out, ranks, **keys):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("keys,model,others", [
-    (FOUR, {}, ("one", "pp2 tp2")), (STAGES, {}, ("tp4", "cp2 dp2", "one", "pp4")),
-    (STAGES, UNTIED, ("one", "pp4"))], ids=["tp2 cp2", "pp2 tp2", "pp2 tp2 untied"])
+    (COME, {}, ("tp4", "one", "pp2 tp2")), (STAGES, {}, ("tp4", "cp2 dp2", "one", "pp4")),
+    (STAGES, UNTIED, ("one", "pp4"))], ids=["tp2 cp2 sharded", "pp2 tp2", "pp2 tp2 untied"])
 def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, ended, keys, model, others):
     halfway, alone = ended(4, **keys, **HALF, **model), ended(**model)
     assert len(list((halfway / "ckpt" / "3").glob("*.distcp"))) == 4
     for name in others:
         ranks, other = OTHERS[name]
-        resumed(halfway, tmp_path / name, ranks, **dict(tp=1, cp=1, pp=1) | other)
+        resumed(halfway, tmp_path / name, ranks, **dict(tp=1, cp=1, pp=1, states="device") | other)
         assert worst(losses(tmp_path / name), losses(alone)) < SAME, name
     mine, theirs = (load_file(converted(out, tmp_path)) for out in (tmp_path / others[-1], alone))
     assert set(mine) == set(theirs)
@@ -261,9 +262,11 @@ def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, ended, keys, mode
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks,keys", [(4, STAGES), (2, HELP)], ids=["stages", "stages that help"])
-def test_the_same_layout_goes_on_bitwise(tmp_path, ended, ranks, keys):
-    resumed(ended(ranks, **keys, **HALF), tmp_path / "parts", ranks)
+@pytest.mark.parametrize("ranks,keys,then", [
+    (4, STAGES, {}), (2, HELP, {}), (4, COME, dict(states="host"))],
+    ids=["stages", "stages that help", "states elsewhere"])
+def test_the_same_layout_goes_on_bitwise(tmp_path, ended, ranks, keys, then):
+    resumed(ended(ranks, **keys, **HALF), tmp_path / "parts", ranks, **then)
     assert losses(tmp_path / "parts") == losses(ended(ranks, **keys))
 
 
