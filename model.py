@@ -26,7 +26,14 @@ from memo.attention import resolve_attention
 from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
-from memo.flat import bucket_places, bucket_views, gradient_slots, local_layout, views, weight_slots
+from memo.flat import (
+    bucket_places,
+    bucket_views,
+    gradients_in_turns,
+    local_layout,
+    views,
+    weights_in_turns,
+)
 from memo.layer import head_rows, layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
@@ -79,8 +86,8 @@ class GPT:
 
     `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)]
     in the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally
-    among mesh.replicas. `bucket_params`, `bucket_grads`: those of each, flat, and their gradients; layers may
-    take turns in one place (memo/flat.py: weight_slots, gradient_slots).
+    among mesh.replicas. `bucket_params`, `bucket_grads`: those of each, flat, and their gradients; some may
+    take turns in two places (memo/flat.py). `coming`: the buckets whose parameters come for each pass.
     """
 
     def __init__(self, cfg: Config, device: torch.device, dtype: torch.dtype, grads: bool = True,
@@ -94,12 +101,14 @@ class GPT:
         self.attention = attention_over_ranks(attention, *over, ahead=1 + cfg.metp)
         self.prefix = over_prefix(attention, *over)  # with several subsequences
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
+        self.bucket_names = ["of the embedding", *cfg.layers, "of the head"]
         self.micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size  # in a step
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
-        places, numel = bucket_places(self.buckets, weight_slots(cfg))
+        self.coming = weights_in_turns(cfg)
+        places, numel = bucket_places(self.buckets, self.coming)
         self.params = torch.zeros(numel, dtype=dtype, device=device)
         self.bucket_params = [self.params[at:end] for at, end in places]
-        places, numel = bucket_places(self.buckets, gradient_slots(cfg, self.micro_batches))
+        places, numel = bucket_places(self.buckets, gradients_in_turns(cfg, self.micro_batches))
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)
         self.bucket_grads = [self.grads[at:end] for at, end in places]
         # the same by name, as views, for those who compute
@@ -113,7 +122,7 @@ class GPT:
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.loaded = list(self.bucket_params)  # to where load() copies each bucket
-        # from which layers come, where they do: the optimizer, or without one host memory
+        # from which these come, where any do: the optimizer, or without one host memory
         self.source: Any = HostWeights(self) if cfg.layers_come and not grads else None
         self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
@@ -164,10 +173,9 @@ class GPT:
         lending = self.swap.lending
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
-        # of each bucket the last step that adds to its gradients; those of layers that come leave by a step
-        added = ("embedding backward", *["backward", "add"] * (not cfg.layers_come))
+        # of each bucket the last step that adds to its gradients
         self.last_to_add = {self.bucket_of(step): step.key for step in self.swap.steps
-                            if step.kind.startswith(added)}
+                            if step.kind.startswith(("embedding backward", "backward", "add"))}
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
@@ -283,7 +291,8 @@ class GPT:
                 continue
             if is_of_states(step.kind):
                 self.swap.wait(step)
-                self.swap.launch(step, f"{step.kind} {step.unit[0]}", *self.source.work_of(step))
+                label = f"{step.kind} {self.bucket_names[step.unit[0] + 1]}"
+                self.swap.launch(step, label, *self.source.work_of(step))
                 continue
             if step.stream != "compute":
                 self.swap.wait(step)
@@ -405,6 +414,11 @@ class GPT:
         block.backward(dy.flatten(0, -2), s, turn)
         if dx is not s.x:
             dx.copy_(s.x.view(dx.shape))
+
+    def bring(self, bucket: int) -> None:
+        """Brings a bucket's parameters where these come."""
+        if bucket in self.coming:
+            self.source.bring_weights(bucket)
 
     def arrive(self, bucket: int) -> None:
         """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all

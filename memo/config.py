@@ -422,6 +422,11 @@ class Config:
         return self.states in ("sharded", "host")
 
     @property
+    def edges_come(self) -> bool:
+        """Whether embedding and head do so too: not where both have one matrix, which both ends need."""
+        return self.layers_come and not self.tie_embeddings
+
+    @property
     def optimizer_on_host(self) -> bool:
         """Whether master weights, moments and steps are the host's."""
         return self.optimizer_device == "cpu" or self.states == "host"

@@ -7,13 +7,13 @@ from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
 from memo.config import MODEL_KEYS, Config
 from memo.layer import Parameter, model_parameters
-from memo.swap.layer_states import LAYER_PLACES
+from memo.swap.layer_states import coming
 
 if TYPE_CHECKING:
     import torch
@@ -73,10 +73,14 @@ def known_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
     return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
 
 
+def bucket_numels(cfg: Config, data: int) -> list[int]:
+    """Elements of each bucket in a rank's local_layout."""
+    return [end - start for start, end in local_layout(cfg, cfg.tp, data)[1]]
+
+
 def layer_numel(cfg: Config, data: int) -> int:
-    """Elements of a layer's bucket in a rank's local_layout."""
-    start, end = local_layout(cfg, cfg.tp, data)[1][1]
-    return end - start
+    """The same of a layer's."""
+    return bucket_numels(cfg, data)[1]
 
 
 # --- flat buffers ---
@@ -97,25 +101,34 @@ def flat_layout(parameters: dict[str, Parameter], tp: int = 1,
     return layout, buckets
 
 
-def gradient_slots(cfg: Config, micro_batches: int) -> int:
-    """How many layers' gradients are on the device at once. With the optimizer on the host they leave layer
-    by layer, one layer computes while the layer above leaves; unless another micro batch of the step is to
-    add to them, or another subsequence, whose units come behind those of all layers."""
-    leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and cfg.by_layer
-    return min(LAYER_PLACES, len(cfg.layers)) if leaves or cfg.layers_come else len(cfg.layers)
+def gradients_in_turns(cfg: Config, micro_batches: int) -> range:
+    """The buckets whose gradients take turns in two places of the device. With the optimizer on the host
+    those of layers leave one by one, one layer computes while the layer above leaves; unless another micro
+    batch of the step is to add to them, or another subsequence, whose units come behind those of all
+    layers."""
+    leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and cfg.by_layer and not cfg.layers_come
+    return range(1, len(cfg.layers) + 1) if leaves else weights_in_turns(cfg)
 
 
-def weight_slots(cfg: Config) -> int:
-    """How many layers' parameters are on the device at once."""
-    return min(LAYER_PLACES, len(cfg.layers)) if cfg.layers_come else len(cfg.layers)
+def weights_in_turns(cfg: Config) -> range:
+    """The buckets whose parameters do so."""
+    come = coming(len(cfg.layers), cfg.layers_come, cfg.edges_come)
+    return range(come.start + 1, come.stop + 1)
 
 
-def bucket_places(buckets: list[tuple[int, int]], slots: int) -> tuple[list[tuple[int, int]], int]:
-    """([(start, end)] of each bucket, elements in all) in a flat buffer where the layers, the buckets but for
-    the first and the last, take turns in so many slots."""
-    first, *layers, last = sizes = [end - start for start, end in buckets]
-    begins = [0, *(first + i % slots * n for i, n in enumerate(layers)), first + slots * layers[0]]
-    return [(at, at + n) for at, n in zip(begins, sizes, strict=True)], begins[-1] + last
+def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list[tuple[int, int]], int]:
+    """([(start, end)] of each bucket, elements in all) in a flat buffer. The buckets that take turns have its
+    first part: odd ones begin where it begins, even ones end where it ends, and it holds any two neighbours.
+    Each comes when the one two before it is done, and finds there but its neighbour, however large others
+    are."""
+    sizes = [end - start for start, end in buckets]
+    room = max((a + b for a, b in pairwise([0, *(sizes[k] for k in in_turns)])), default=0)
+    places, free = [], room
+    for k, n in enumerate(sizes):
+        start = free if k not in in_turns else 0 if k % 2 else room - n
+        places.append((start, start + n))
+        free += n * (k not in in_turns)
+    return places, free
 
 
 def staged_bytes(cfg: Config, numel: int, micro_batches: int, itemsize: int) -> int:

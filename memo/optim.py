@@ -95,16 +95,14 @@ class Optimizer:
             self.own.append(Range(first, first + part, start // data.size))
             self.parts.append(params[mine])
             self.grads.append(grads[mine])
-        # the buckets of layers that come for each pass, and of each bucket where the sums of gradients lie
-        self.coming = range(1, len(self.own) - 1) if cfg.layers_come else range(0)
-        self.sums = list(self.grads)
+        self.coming = model.coming
+        self.sums = list(self.grads)  # of each bucket where the sums of gradients lie
         if self.staging is not None:
             self.sums = [self.staging.grads[own.shard] for own in self.own]
         elif self.coming:
-            first, end = self.own[1].at, self.own[-1].at
-            layers = torch.zeros(end - first, device=device)
-            self.sums[1:-1] = [layers[own.at - first:][:len(sums)]
-                               for own, sums in zip(self.own[1:-1], self.sums[1:-1], strict=True)]
+            sizes = [len(self.grads[k]) for k in self.coming]
+            for k, sums in zip(self.coming, torch.zeros(sum(sizes), device=device).split(sizes), strict=True):
+                self.sums[k] = sums
         if self.coming:
             model.source = self
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
@@ -153,10 +151,11 @@ class Optimizer:
         and the model's parameters."""
         model = self.model
         mine = bucket_views(model.layout, model.buckets, model.bucket_params)
+        come = [model.buckets[k] for k in self.coming]
         for name, tensor in named_tensors:
             p = model.layout[name]
             part = local(tensor, p.whole, model.mesh.weights)
-            if not (self.coming and "." in name):
+            if not any(start <= p.offset < end for start, end in come):
                 mine[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
@@ -202,7 +201,10 @@ class Optimizer:
 
     def reduce(self, k: int) -> None:
         """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
-        to bring them to an optimizer on the host, which needs the buckets in descending order."""
+        to bring them to an optimizer on the host, which needs the buckets in descending order. Those of
+        buckets that come leave by steps of the schedule."""
+        if k in self.coming:
+            return
         self.start_sum(k)
         if self.staging is not None:
             self.left.add(k)
@@ -222,12 +224,12 @@ class Optimizer:
             for r, g in self.shared[k]:
                 g.copy_(self.gradient(k, r))
 
-    # --- layers that come: steps of the schedule ---
+    # --- buckets that come: steps of the schedule ---
 
     def work_of(self, step: Step) -> tuple:
         """(function, argument) of a step that brings a layer's parameters, or moves its gradients."""
         k = step.unit[0] + 1
-        if step.kind == "prefetch weight gradients":
+        if step.kind.startswith("prefetch weight gradients"):
             return self.bring_sums, k, k in self.left  # not those of the step before
         if step.kind == "offload weight gradients":
             self.left.add(k)

@@ -163,11 +163,13 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple
 def measured_states(model: "GPT") -> StateSeconds:
     """The StateSeconds of a layer, on the slowest rank of those that measure at once: all."""
     optimizer, k = model.source, 1
+    embedding, layer, *_, head = (end - start for start, end in model.buckets)
 
     def seconds(move: Callable, *args: Any) -> float:
         return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)
     found = StateSeconds(seconds(optimizer.bring_weights), seconds(optimizer.leave),
-                         seconds(optimizer.bring_sums, True) * (model.micro_batches > 1))
+                         seconds(optimizer.bring_sums, True) * (model.micro_batches > 1),
+                         embedding / layer, head / layer)
     model.grads.zero_()
     optimizer.send(k)  # the gradients may have had the place of the weights
     return found

@@ -82,12 +82,13 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
     """The same of one token more. The cache has the keys and values of all positions before."""
     swap, positions = model.swap, torch.tensor([position], device=model.device)
     turn = model.rotations_of(positions)
+    model.bring(0)
     model.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
     layers = zip(model.blocks, swap.layers, cache, swap.x[1:], strict=True)
     for i, (block, s, (k, v), y) in enumerate(layers):
-        if model.source:  # this layer has the place of another one
-            model.source.bring_weights(i + 1)
+        model.bring(i + 1)  # which may have the place of another one
         block.extend(s, turn, k[:, :position + 1], v[:, :position + 1], ONE_QUERY, y)
+    model.bring(len(model.blocks) + 1)
     return last_logits(model, swap.x[-1])
 
 

@@ -54,18 +54,20 @@ def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Config:
 
 
 class HostWeights:
-    """Host memory for the layers' parameters of a model that is not trained: it loads them to there, and they
-    come from there. Errors: OutOfHostMemory."""
+    """Host memory for the parameters that come, of a model that is not trained: it loads them to there, and
+    they come from there. Errors: OutOfHostMemory."""
 
     def __init__(self, model: "GPT") -> None:
-        self.model, (_, begin), (end, _) = model, model.buckets[0], model.buckets[-1]
+        self.model, buckets = model, [model.buckets[k] for k in model.coming]
+        begin, end = buckets[0][0], buckets[-1][1]
         needs, there = model.dtype.itemsize * (end - begin), host_bytes("auto")
         if needs > there:
             raise OutOfHostMemory(f"the layers' parameters need {needs / 2**30:.4g} GiB of host memory, "
                                   f"{there / 2**30:.4g} GiB are free; try a larger --tp")
         self.slab = HostSlab(needs, model.device, model.cfg.pin_memory)
         flat = self.slab.bytes.view(model.dtype)
-        model.loaded[1:-1] = [flat[start - begin:stop - begin] for start, stop in model.buckets[1:-1]]
+        for k, (start, stop) in zip(model.coming, buckets, strict=True):
+            model.loaded[k] = flat[start - begin:stop - begin]
 
     def work_of(self, step: Step) -> tuple:
         """(function, argument) of a step that brings a layer's parameters."""
@@ -92,7 +94,7 @@ class Staging:
     """
 
     def __init__(self, model: "GPT", numel: int, pin: bool) -> None:
-        self.model, layers = model, model.cfg.layers
+        self.model = model
         self.nbytes = staged_bytes(model.cfg, numel, model.micro_batches, model.dtype.itemsize)
         self.slab = HostSlab(self.nbytes, model.device, pin)
         floats = self.slab.bytes[:4 * (numel + 1)].view(torch.float32)
@@ -101,8 +103,7 @@ class Staging:
         self.worker = CpuStream("optimizer", Timeline())
         weakref.finalize(self, self.worker.close)
         self.complete, self.used = Event("gradients complete"), Event("weights used")
-        self.names = ["of the embedding", *layers, "of the head"]
-        self.left, self.uploaded, self.stepped = ([Event(f"{what} {name}") for name in self.names]
+        self.left, self.uploaded, self.stepped = ([Event(f"{what} {name}") for name in model.bucket_names]
                                                   for what in ("gradients", "weights", "step"))
 
     @property
@@ -122,7 +123,7 @@ class Staging:
         # protects the host from gradients that are not complete yet; and the weights that went up from there,
         # for which the forward has waited
         offload.wait(self.complete)
-        offload.launch(f"gradients {self.names[k]}", self.leave, k, piece, shard, reduced)
+        offload.launch(f"gradients {self.model.bucket_names[k]}", self.leave, k, piece, shard, reduced)
         offload.record(self.left[k])
         if k > 1 and (above := self.sharer(k - 1)) is not None:
             # protects the gradients of a layer above, which leave the place that the next layer adds to
@@ -162,7 +163,7 @@ class Staging:
             self.worker.timeline = self.streams.timeline
         else:
             self.worker.timeline.clear()
-        self.worker.launch(f"step {self.names[k]}", step)
+        self.worker.launch(f"step {self.model.bucket_names[k]}", step)
         self.worker.record(self.stepped[k])
 
     def fetch(self, k: int, own: "Range", part: torch.Tensor) -> None:
@@ -191,7 +192,7 @@ class Staging:
         """Starts to bring what is staged of bucket k's Range `own` to `part`, this rank's part of its
         parameters, and to all data ranks' parameters."""
         model, (compute, _, prefetch, *_) = self.model, self.streams
-        prefetch.launch(f"weights {self.names[k]}", self.fetch, k, own, part)
+        prefetch.launch(f"weights {model.bucket_names[k]}", self.fetch, k, own, part)
         prefetch.record(self.uploaded[k])
         works = prefetch.call(model.mesh.replicas.start_gather, part, model.bucket_params[k])
         model.arriving[k] = Arrival(compute, self.uploaded[k], works)

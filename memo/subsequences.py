@@ -59,13 +59,14 @@ def slice_lengths(cfg: "Config", S: int | None = None) -> list[tuple[int, ...]]:
 def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
     """The subsequences of B sequences of which a rank of cp holds T tokens each, as a Placement takes them:
     `cuts`, a rank's own rows of each, none where there is one subsequence; `order`; of a stage of several
-    whether it `receives` and `sends`, its `guests`, and what it has `lent`; `layers_come`; `dealt`."""
+    whether it `receives` and `sends`, its `guests`, and what it has `lent`; `layers_come`, `edges_come`;
+    `dealt`."""
     lengths = subsequence_lengths(cfg, T * cfg.cp)
     rows = tuple(B * n // (cfg.cp * cfg.tp) for n in lengths)
     return dict(cuts=rows if len(rows) > 1 else (), order="layer" if cfg.by_layer else "subsequence",
                 receives=not cfg.has_embedding, sends=not cfg.has_head,
                 guests=guests_of(cfg.shares, cfg.stage), lent=lent_by(cfg.shares, cfg.stage),
-                layers_come=cfg.layers_come, dealt=keys_dealt(cfg))
+                layers_come=cfg.layers_come, edges_come=cfg.edges_come, dealt=keys_dealt(cfg))
 
 
 def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:

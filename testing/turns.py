@@ -26,7 +26,7 @@ COME = dict(gradient_accumulation_steps=2)
 RACES: dict[str, tuple[dict, dict]] = {  # (keys of the config, fields of the Placement that are others)
     "one": ({}, {}), "four": (FOUR, {}), "four, six buffers": (FOUR, dict(n_buffers=6)),
     "four, keys made": (FOUR, dict(keys="made")), "four, stream copied": (FOUR, dict(stream="copied")),
-    "states host": (FOUR | COME | dict(states="host"), dict(keys="made")),
+    "states host": (FOUR | COME | dict(states="host", tie_embeddings=False), dict(keys="made")),
     "states sharded": (COME | dict(states="sharded", activation="keep", alpha="auto"), {}),
     "five in order": (FOUR | dict(subsequences=5, unit_order="subsequence"),
                       dict(stream="copied", n_buffers=6))}
@@ -37,13 +37,14 @@ COPIES = UNITS | {"offloaded": "offload", "prefetched": "prefetch"}
 STREAM = {"stream offloaded": "offload", "stream prefetched": "prefetch", "gradient offloaded": "offload"}
 GRADIENT = {"gradient prefetched": "prefetch", "head computed": "compute"}
 KEYS_MADE = {"head computed": "compute", "input prefetched": "prefetch", "swept": "compute"}
-STATES = {"prefetch weights done": "prefetch", "prefetch weight gradients done": "prefetch",
+STATES = {"prefetch weights done": "prefetch", "prefetch weight gradients back done": "prefetch",
           "offload weight gradients done": "offload"}
 SWEPT = KEYS_MADE | {"prefetch weights back done": "prefetch"}
+EDGES = {"prefetch weight gradients done": "prefetch", "embedding done": "compute"}  # embedding and head come
 WAITS = {"one": COPIES, "four": COPIES,
          "four, six buffers": UNITS | {"keys offloaded": "offload", "keys prefetched": "prefetch"},
          "four, keys made": COPIES | KEYS_MADE, "four, stream copied": COPIES | STREAM | GRADIENT,
-         "states host": COPIES | SWEPT | STATES, "states sharded": UNITS | STATES,
+         "states host": COPIES | SWEPT | STATES | EDGES, "states sharded": UNITS | STATES,
          "five in order": COPIES | GRADIENT}
 # before and behind a pass, where layers come: the second where no copies of activations follow
 AROUND = {"states host": {"compute of the pass": "compute"},
@@ -120,8 +121,7 @@ class Racing:
                 model.backward()
         for stream in model.swap.streams[:3]:
             stream.synchronize()
-        ends = model.bucket_grads[0], model.bucket_grads[-1]
-        return [*seen, torch.cat([*optimizer.sums[1:-1], *ends])]
+        return [*seen, torch.cat(optimizer.sums)]
 
     def is_right(self, seed: int, removed: str = "") -> bool:
         """Whether they have the bits of a model with all on the device. `removed`: waits that are left

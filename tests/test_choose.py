@@ -170,7 +170,7 @@ def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_la
     assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1,
                                                                   states="device").undecided
     whole = dict(cuts=(), order="layer", receives=False, sends=False, guests=(), lent=(), layers_come=False,
-                 dealt=1)
+                 edges_come=False, dealt=1)
     assert unit_rows(cfg, 1, 4096) == unit_rows(replace(cfg, **ONE), 1, 4096) == whole
     assert unit_rows(four, 1, 4096) == whole | dict(cuts=(1024,) * 4)
     assert layer_of(cfg) == layer_of(replace(cfg, **ONE)) != layer_of(four)

@@ -20,7 +20,7 @@ from memo.swap.schedule import (
     times_of,
     units_in_order,
 )
-from memo.swap.steps import Step, is_of_states
+from memo.swap.steps import BACK, Step, is_of_states
 from memo.swap.validator import RULES, validate_schedule
 
 
@@ -64,9 +64,9 @@ def refusal(steps, instance, trains=True):
 
 def with_layers_that_come(instances):
     """Those of the instances in which layers may come, and do."""
-    for fates, layers, subsequences, order in instances:
+    for k, (fates, layers, subsequences, order) in enumerate(instances):
         if subsequences == 1 or order == "layer":
-            yield replace(fates, layers_come=True), layers, subsequences, order
+            yield replace(fates, layers_come=True, edges_come=k % 2 == 1), layers, subsequences, order
 
 
 def test_every_schedule_that_is_made_is_valid():
@@ -275,14 +275,20 @@ def test_of_steps_that_move_layers_each_is_needed_and_each_wait():
                 seen.add((step.kind, None, why and why.partition(":")[0]))
     assert seen == {
         *((kind, None, COME) for kind in ("prefetch weights", "prefetch weights back")),
-        ("prefetch weight gradients", None, ADDED), ("offload weight gradients", None, COMPLETE),
-        ("forward", "prefetch weights", COME), ("prefetch weights", "forward", REFILLED),
+        *((f"prefetch weight gradients{way}", None, ADDED) for way in ("", BACK)),
+        *((kind, "prefetch weights", COME) for kind in ("embedding", "forward")),
+        ("forward", "prefetch weights", COMPUTED),  # its input has come before on the same stream
+        ("head", "prefetch weight gradients", COME),
+        *(("prefetch weights", kind, REFILLED) for kind in ("embedding", "forward")),
         # the copies that come before on the same stream have no wait of their own
         *((kind, "prefetch weights back", why) for kind in ("recompute", "sweep") for why in (COME, ARRIVED)),
-        *(("backward", "prefetch weight gradients", why) for why in (COME, ADDED)),
-        ("prefetch weights back", "backward", REFILLED),
-        ("prefetch weight gradients", "offload weight gradients", LEFT),
-        ("offload weight gradients", "backward", ADDED)}
+        *(("backward", "prefetch weight gradients back", why) for why in (COME, ADDED)),
+        ("embedding backward", "prefetch weight gradients back", ADDED),
+        *(("prefetch weights back", kind, REFILLED) for kind in ("head", "backward")),
+        # before the embedding's no parameters come back, which wait for the layer that has the place
+        *(("prefetch weight gradients back", "offload weight gradients", why) for why in (LEFT, REFILLED)),
+        *(("offload weight gradients", None, why) for why in (COMPLETE, REFILLED)),
+        *(("offload weight gradients", kind, ADDED) for kind in ("head", "backward", "embedding backward"))}
 
 
 def test_a_schedule_whose_steps_change_places_is_not():

@@ -27,6 +27,7 @@ from tests.layouts import build, layout_keys, train_steps
 
 PLACES = "device", "sharded", "host"
 OF_2019 = dict(position="learned", bias=True)
+LARGE_ENDS = LLAMA | dict(vocab_size=1000, n_layer=4)  # embedding and head are larger than a layer
 SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, grad_clip=0.1)
 
 
@@ -49,7 +50,8 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation=
 
 @pytest.mark.parametrize("keys", [
     dict(subsequences=N, gradient_accumulation_steps=micros, **mode, **family)
-    for mode, family, N, micros in zip(MODES, (OF_2019, LLAMA) * 2, (1, 4, 4, 1), (1, 3, 3, 1), strict=True)]
+    for mode, family, N, micros in zip(MODES, (OF_2019, LARGE_ENDS) * 2, (1, 4, 4, 1), (1, 3, 3, 1),
+                                       strict=True)]
     + [dict(subsequences=4, gradient_accumulation_steps=1, **LLAMA)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_states_are_changes_no_bit(keys, dtype, monkeypatch, one_thread):
@@ -85,15 +87,19 @@ def test_a_run_goes_on_with_its_states_elsewhere(first, then, tmp_path, one_thre
     assert trained(ALONE, replace(cfg, states=first), torch.bfloat16, folder=tmp_path, then=then) == whole
 
 
-@pytest.mark.parametrize("where,micros", [("sharded", 1), ("host", 1), ("host", 2)])
-def test_two_layers_are_on_the_device_whatever_their_number(where, micros):
+@pytest.mark.parametrize("where,micros,family", [
+    ("sharded", 1, {}), ("host", 2, {}), ("sharded", 2, LARGE_ENDS), ("host", 1, LLAMA),
+    ("host", 2, LARGE_ENDS)], ids=str)
+def test_two_layers_are_on_the_device_whatever_their_number(where, micros, family):
+    """Embedding and head are layers where they have a matrix each, else they stay."""
     sizes = {}
     for L in (2, 4, 16):
-        cfg = replace(SMALL, n_layer=L, states=where, gradient_accumulation_steps=micros)
+        cfg = replace(SMALL, **family | dict(n_layer=L, states=where, gradient_accumulation_steps=micros))
         model, optimizer = build(cfg, ALONE, torch.bfloat16)
         first, layer, *_, last = (end - start for start, end in model.buckets)
         sizes[L] = model.params.nbytes, model.grads.nbytes
-        assert sizes[L] == tuple(n * (first + 2 * layer + last) for n in (2, 4))
+        most = layer + max(first, layer, last) if family else first + 2 * layer + last
+        assert sizes[L] == (2 * most, 4 * most)
         machine = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
         decision = Decision(model.swap.placement, None, None, 0)
         there = where_it_lives(cfg, decision, model, optimizer)
@@ -144,21 +150,23 @@ def sent(host, cfg):
     mesh.take_sent_bytes()
     step(model, optimizer, cfg)
     found = mesh.take_sent_bytes()
-    start, end = model.buckets[1]
     model.close()
-    return found["shards"], found["data"], end - start, model.buckets[-1][1]
+    return found["shards"], found["data"], [end - start for start, end in model.buckets]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_parameters_travel_twice_and_gradients_once():
-    """But for the last two layers' parameters, which are still there in the backward, and for gradients,
-    which are summed in fp32. Source: ZeRO 7.2.2, 3 P (d - 1)/d elements in all."""
-    d, L = 2, 5
-    for shards, data, layer, P in pool(d).run(sent, replace(SMALL, states="sharded", n_layer=L,
-                                                            gradient_accumulation_steps=2)):
-        assert shards == 2 * (2 * L - 2) * layer * (d - 1) // d
-        assert data == 4 * P * (d - 1) // d + 4 * (d - 1)  # and the loss
+@pytest.mark.parametrize("family", [{}, LARGE_ENDS], ids=["tied", "untied"])
+def test_parameters_travel_twice_and_gradients_once(family):
+    """But for the parameters of the last two layers, which are still there in the backward, and of the
+    embedding, whose backward needs none; and for gradients, which are summed in fp32. Source: ZeRO 7.2.2, 3 P
+    (d - 1)/d elements in all."""
+    d, cfg = 2, replace(SMALL, states="sharded", gradient_accumulation_steps=2, **family)
+    for shards, data, (embedding, *layers, head) in pool(d).run(sent, cfg):
+        forward, back = (embedding + sum(layers) + head, sum(layers[:-1])) if family else (
+            sum(layers), sum(layers[:-2]))
+        assert shards == 2 * (forward + back) * (d - 1) // d
+        assert data == 4 * (embedding + sum(layers) + head) * (d - 1) // d + 4 * (d - 1)  # and the loss
 
 
 @pytest.mark.parametrize("keys,message", [

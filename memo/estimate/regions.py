@@ -10,12 +10,12 @@ from memo.estimate.host import STATES_BYTES
 from memo.estimate.step_seconds import micro_batches
 from memo.flat import (
     bucket_places,
-    gradient_slots,
+    gradients_in_turns,
     layer_numel,
     local_layout,
     shared_numel,
     staged_bytes,
-    weight_slots,
+    weights_in_turns,
 )
 from memo.layer import INPUT, n_rows, tensors_of
 from memo.layout import LANES, n_communicators
@@ -41,13 +41,14 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     numel, on_host = buckets[-1][1], cfg.optimizer_on_host
     whole = data == 1 and itemsize == 4 and not on_host and not cfg.layers_come  # the weights are the masters
     optimizer = (STATES_BYTES - 4 * whole) * numel // data
-    params, grads = (bucket_places(buckets, n)[1] for n in (weight_slots(cfg), gradient_slots(cfg, micros)))
+    come, leave = weights_in_turns(cfg), gradients_in_turns(cfg, micros)
+    params, grads = (bucket_places(buckets, in_turns)[1] for in_turns in (come, leave))
     grads, staged = 4 * grads, 0
     if on_host:  # see memo/staging.py
         grads += 4 * shared_numel(layout, cfg.tp)
         staged = staged_bytes(cfg, numel // data, micros, itemsize)
-    elif cfg.layers_come:
-        grads += 4 * (buckets[-1][0] - buckets[0][1]) // data
+    else:
+        grads += 4 * sum(buckets[k][1] - buckets[k][0] for k in come) // data
     # rows of rotations: with METP of own rows alone
     turned = 0 if cfg.position != "rope" else n_rows(cfg) if cfg.metp else cfg.batch_size * T
     lines = [Line("params", "parameters", itemsize * params), Line("grads", "gradients", grads, staged),

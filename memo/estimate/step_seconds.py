@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
-from memo.flat import layer_numel
+from memo.flat import bucket_numels, weights_in_turns
 from memo.layer import INPUT, Tensor, head_rows, tensors_of
-from memo.swap.layer_states import LAYER_PLACES
+from memo.swap.layer_states import EMBEDDING, LAYER_PLACES
 from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
 from memo.swap.schedule import keys_leave
@@ -110,16 +110,21 @@ def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates
 
 class StateSeconds(NamedTuple):
     """Seconds of the steps that move a layer's states (memo/swap/layer_states.py): its parameters come, its
-    gradients leave, the sums of earlier micro batches come."""
+    gradients leave, the sums of earlier micro batches come. `embedding`, `head`: how many times as large they
+    are as a layer."""
 
     weights_s: float = 0.0
     gradients_s: float = 0.0
     sums_s: float = 0.0
+    embedding: float = 0.0
+    head: float = 0.0
 
-    def of(self, step: Step) -> float:
+    def of(self, step: Step, head: int) -> float:
+        """`head`: its number among the layers."""
+        size = {EMBEDDING: self.embedding, head: self.head}.get(step.unit[0], 1.0)
         if step.kind == "offload weight gradients":
-            return self.gradients_s
-        return self.sums_s if step.kind == "prefetch weight gradients" else self.weights_s
+            return size * self.gradients_s
+        return size * (self.weights_s if step.kind.startswith("prefetch weights") else self.sums_s)
 
 
 STAY = StateSeconds()  # nothing moves
@@ -131,7 +136,8 @@ def state_seconds(cfg: Config, machine: Machine, speeds: Speeds, world: int, ite
     if not cfg.layers_come:
         return STAY
     data = world // cfg.tp
-    shard, sums = layer_numel(cfg, data) / data, float(micro_batches(cfg, world) > 1)
+    embedding, layer, *_, head = bucket_numels(cfg, data)
+    shard, sums = layer / data, float(micro_batches(cfg, world) > 1)
 
     def moved_s(nbytes: float) -> float:  # in fp32 where they are on the device: of the master weights
         if cfg.states == "host":
@@ -142,7 +148,8 @@ def state_seconds(cfg: Config, machine: Machine, speeds: Speeds, world: int, ite
         return machine.message_s(op, nbytes * (data - 1), world, cfg.tp) if data > 1 else 0.0
     params, gradients = itemsize * shard, 4 * shard
     return StateSeconds(moved_s(params) + message_s("gather", params),
-                        moved_s(gradients) + message_s("scatter", gradients), sums * moved_s(gradients))
+                        moved_s(gradients) + message_s("scatter", gradients), sums * moved_s(gradients),
+                        embedding / layer, head / layer)
 
 
 def compute_seconds(placement: Placement, units: Sequence[UnitRates],
@@ -154,7 +161,7 @@ def compute_seconds(placement: Placement, units: Sequence[UnitRates],
 
     def seconds(step: Step) -> float:
         if is_of_states(step.kind):
-            return states.of(step)
+            return states.of(step, p.n_layer)
         if step.unit not in p.number:  # of what a helper repays
             return 0.0
         unit = rates[p.likes[p.number[step.unit]]]
@@ -264,14 +271,15 @@ def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, items
     """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
     weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
     meanwhile and in the next forward. That of layers that come runs beside this forward, which brings them:
-    it waits for the first two."""
+    it waits for the first two, and for what steps before them."""
     shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
     if steps_on_host(cfg, machine):
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
         if cfg.layers_come:
-            return max(host_s * LAYER_PLACES / cfg.n_layer, host_s - forward_s)
+            first = sum(bucket_numels(cfg, data)[:weights_in_turns(cfg).start + LAYER_PLACES])
+            return max(host_s * first / numel, host_s - forward_s)
         up_s = itemsize * shard / machine.node.pcie_bytes_per_s
         return host_s + max(0.0, up_s - host_s - forward_s)
     rest = speeds.seconds("copy", 4 * shard + 4 * numel, 4 * numel)  # norm; all gradients to zero
@@ -314,7 +322,8 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
     parts["head and embedding"] = sum(ends)
     parts = {name: micros * seconds for name, seconds in parts.items()}
     data, local_ranks = world // cfg.tp, min(world, machine.node.gpus_per_node)
-    stays = numel - cfg.n_layer * layer_numel(cfg, data) * cfg.layers_come  # the layers' are in the schedule
+    come = weights_in_turns(cfg)  # by steps of the schedule
+    stays = sum(n for k, n in enumerate(bucket_numels(cfg, data)) if k not in come)
     parts["gradients and parameters"] = data_s(cfg, machine, stays, itemsize, data, world, forward, backward)
     parts["optimizer"] = optimizer_s(cfg, machine, layer.speeds, numel, itemsize, data, local_ranks, forward)
     return parts | {"step": sum(parts.values())}

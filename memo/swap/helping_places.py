@@ -18,8 +18,8 @@ class SharedMemory(Memory):
     Of a helper: ("guest stream", guest), and of two places each ("early", place) what is borrowed, ("late",
     place) what is taken, ("made", place) keys and values of its rows, ("gradients", place)."""
 
-    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str) -> None:
-        super().__init__(fates, layers, subsequences, order)
+    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
+        super().__init__(fates, layers, subsequences, order, trains)
         self.guests = {subsequences * (1 + p.stage) + p.subsequence: p for p in fates.guests}
         self.lent = {(subsequences * (1 + p.stage) + p.subsequence, p.helper): p for p in fates.lent}
         self.helpers: dict[int, list[int]] = defaultdict(list)  # of each subsequence, in causal order
@@ -154,12 +154,12 @@ class SharedMemory(Memory):
                 return Access(repaid, [], [(place, (x, helper)) for i in prefix for place in self.sums(i)])
         raise ValueError(f"{step.kind} {step.unit}: no such kind of step")
 
-    def messages(self, trains: bool) -> set[tuple[str, Unit]]:
+    def messages(self) -> set[tuple[str, Unit]]:
         """The messages with other stages that must come, and what is made of them."""
         def of(home: bool, end: str) -> tuple[str, ...]:
             each = ("lend", "pass", "fetch") if home else ("borrow", "take", "return")
             return each + (("collect", "add") if home else ("repay",)) * bool(end)
-        ends, layers = ("", BACK)[:1 + trains], range(self.layers)
+        ends, layers = ("", BACK)[:1 + self.trains], range(self.layers)
         mine = {(f"{kind} {r}{end}", (layer, number)) for number, r in self.lent for layer in layers
                 for end in ends for kind in of(True, end)}
         return mine | {(f"{kind} {guest.stage}{end}", (layer, number))

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from memo.swap.layer_states import EMBEDDING
 from memo.swap.schedule import Fates, Times, schedule, times_of, units_in_order
 from memo.swap.steps import Step
 
@@ -48,8 +49,9 @@ def totals_of(fates: Fates, layers: int, subsequences: int, order: str,
 
 def totals(times: Times, layers: int, subsequences: int) -> Totals:
     forward = times.spans["forward", (layers - 1, subsequences - 1)][1]
-    last = "offload weight gradients" if ("offload weight gradients", (0, 0)) in times.spans else "backward"
-    return Totals(forward, times.spans[last, (0, 0)][1] - forward, times.stall_s)
+    last = "backward", "offload weight gradients"
+    end = max(end for (kind, _), (_, end) in times.spans.items() if kind in last)
+    return Totals(forward, end - forward, times.stall_s)
 
 
 def reach_of(fates: Fates, subsequences: int, order: str) -> int:
@@ -82,8 +84,10 @@ def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, s
         return frozenset(k for k, other in enumerate(whole) if other in units)
     fates = replace(fates, copied=of_few(fates.copied), rebuilt=of_few(fates.rebuilt),
                     input_only=of_few(fates.input_only))
+    # states come of embedding and head, too
+    there = {EMBEDDING: EMBEDDING, **dict(enumerate(like)), len(like): sum(runs)}
     times = times_of(steps_of(fates, len(like), subsequences, order),
-                     lambda step: seconds(step._replace(unit=(like[step.unit[0]], step.unit[1]))))
+                     lambda step: seconds(step._replace(unit=(there[step.unit[0]], step.unit[1]))))
     found = totals(times, len(like), subsequences)
     for n, few, first in zip(runs, short, firsts, strict=True):
         if n > few:

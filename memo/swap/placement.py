@@ -90,8 +90,8 @@ class Placement:
     the next stage of a pipeline: stream == "passed". `receives`, `sends`: see Fates.
 
     Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of `guests`
-    are units like its own, of a subsequence each (memo/swap/helping.py). `layers_come`: see Fates. `dealt`:
-    how often each head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
+    are units like its own, of a subsequence each (memo/swap/helping.py). `layers_come`, `edges_come`: see
+    Fates. `dealt`: how often each head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
     """
 
     n_layer: int
@@ -110,13 +110,15 @@ class Placement:
     guests: Shares = ()
     lent: Shares = ()
     layers_come: bool = False
+    edges_come: bool = False
     dealt: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
         stage, is left out."""
         said = {name: value for name, value in asdict(self).items()
-                if value or name not in ("receives", "sends", "guests", "lent", "layers_come")}
+                if value or name not in ("receives", "sends", "guests", "lent", "layers_come",
+                                         "edges_come")}
         for name in said.keys() & {"guests", "lent"}:
             said[name] = [piece._asdict() for piece in getattr(self, name)]
         for name in () if self.several else ("cuts", "order", "keys", "stream", "dealt"):
@@ -379,7 +381,8 @@ class Placement:
         fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
         rebuilt = frozenset(k for k in fewer if self.likes[k] in lacking or k in self.gives_up)
         return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys,
-                     self.stream, self.receives, self.sends, self.guests, self.lent, self.layers_come)
+                     self.stream, self.receives, self.sends, self.guests, self.lent, self.layers_come,
+                     self.edges_come)
 
     def key_place(self, unit: tuple[int, int]) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""

@@ -10,9 +10,9 @@ from memo.swap.steps import Key, Step, Unit, is_of_states
 # place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i)
 # what lies between two layers, or in place i of it where it is copied, ("slab stream", unit) the host's copy
 # of a unit's input or of its gradient; ("keys", place) keys and values, ("slab keys", unit) the host's copy
-# of them, ("sweep", place) an input that came back for a sweep. Where layers come: ("weights", place) and
-# ("dw", place) of a layer's parameters and their gradients, ("host dw", layer). What lies there: (what, whose
-# unit)
+# of them, ("sweep", place) an input that came back for a sweep. Where layers come, the embedding is number
+# -1, the head the one above all: ("weights", place) and ("dw", place) of a layer's parameters and their
+# gradients, ("host dw", layer). What lies there: (what, whose unit)
 Place = tuple
 Content = tuple
 
@@ -29,8 +29,9 @@ class Access(NamedTuple):
 class Memory:
     """Which step touches which place."""
 
-    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str) -> None:
+    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
         self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
+        self.trains, self.come = trains, fates.coming(layers)
         self.copies_stream = fates.stream == "copied" and subsequences > 1
         self.in_turns = fates.stream != "whole" and subsequences > 1
         self.units = units_in_order(layers, subsequences, order, fates.guests)
@@ -88,12 +89,16 @@ class Memory:
         if is_of_states(step.kind):
             return self.layer_access(step)
         found, (layer, i) = self.unit_access(step), step.unit
-        if self.fates.layers_come and step.kind in ("forward", "recompute", "sweep", "backward"):
+        layer = {"embedding": -1, "embedding backward": -1, "head": self.layers}.get(step.kind, layer)
+        if step.stream != "compute" or layer not in self.come:
+            return found
+        if step.kind != "embedding backward":
             found.reads.append((("weights", layer % 2), ("weights", layer)))
-            if step.kind == "backward":  # of the last subsequence first; each adds to what there is
-                place = "dw", layer % 2
-                found.reads.append((place, ("dw", (layer, i + 1))))
-                found.writes.append((place, ("dw", (layer, i))))
+        if step.kind.endswith("backward") or (step.kind == "head" and self.trains):
+            # each adds to what so many subsequences have added; a backward goes from the last to the first
+            place, n = ("dw", layer % 2), i if step.kind == "head" else self.subsequences - 1 - i
+            found.reads.append((place, ("dw", (layer, n))))
+            found.writes.append((place, ("dw", (layer, n + 1))))
         return found
 
     def layer_access(self, step: Step) -> Access:
@@ -102,9 +107,9 @@ class Memory:
         place, on_host = ("dw", layer % 2), ("host dw", layer)
         match step.kind:
             case "offload weight gradients":
-                return Access([(place, ("dw", (layer, 0)))], [(on_host, ("dw", layer))])
-            case "prefetch weight gradients":  # zero, or those of earlier micro batches
-                return Access([], [(place, ("dw", (layer, self.subsequences)))])
+                return Access([(place, ("dw", (layer, self.subsequences)))], [(on_host, ("dw", layer))])
+            case "prefetch weight gradients" | "prefetch weight gradients back":
+                return Access([], [(place, ("dw", (layer, 0)))])  # zero, or those of earlier micro batches
         return Access([], [(("weights", layer % 2), ("weights", layer))])
 
     def unit_access(self, step: Step) -> Access:
@@ -192,6 +197,6 @@ class Memory:
         came.sort(key=lambda u: self.number[u[0] + 1, u[1]], reverse=True)  # each behind the unit above
         return {unit: turn for turn, unit in enumerate(came)}
 
-    def messages(self, trains: bool) -> set[Key]:
+    def messages(self) -> set[Key]:
         """Messages between homes and helpers that must come; here is none."""
         return set()

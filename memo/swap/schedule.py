@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from memo.msp import Shares, guest_units
 from memo.swap.helping import Helper, Home
-from memo.swap.layer_states import LayerStates
+from memo.swap.layer_states import LayerStates, coming
 from memo.swap.steps import BACK, Key, Step, Unit, stream_of
 
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
@@ -56,7 +56,8 @@ class Fates:
     with a few places that are sent, "passed". `receives`: another stage sends the input of the first layer;
     `sends`: another one takes the output of the last. `guests`: what the stage computes for others; `lent`:
     what others compute for it (memo/swap/helping.py). `layers_come`: the layers' parameters are on the device
-    only while they are needed (memo/swap/layer_states.py).
+    only while they are needed, with `edges_come` those of embedding and head too
+    (memo/swap/layer_states.py).
     """
 
     n_buffers: int
@@ -71,6 +72,11 @@ class Fates:
     guests: Shares = ()
     lent: Shares = ()
     layers_come: bool = False
+    edges_come: bool = False
+
+    def coming(self, layers: int) -> range:
+        """The layers that come, embedding and head among them."""
+        return coming(layers, self.layers_come, self.edges_come)
 
 
 def units_in_order(layers: int, subsequences: int = 1, order: str = "layer",
@@ -125,7 +131,8 @@ class Stream:
     """Which steps copy what lies between layers, or send it, and when its places are free."""
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
-        self.fates, self.top, self.in_turns = fates, layers - 1, fates.stream != "whole" and subsequences > 1
+        self.fates, self.top, self.trains = fates, layers - 1, trains
+        self.in_turns = fates.stream != "whole" and subsequences > 1
         copied = fates.stream == "copied" and subsequences > 1
         leave = stream_leaves(layers, subsequences, order) if copied else []
         self.leave = {unit for unit in leave if trains or unit[0] < layers}
@@ -188,7 +195,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
                   home: Home, helper: Helper) -> Iterator[Step]:
     """The steps up to the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
-    states = LayerStates(fates.layers_come, layers, subsequences)
+    states = LayerStates(fates.coming(layers), layers, subsequences, stream.trains)
     # of those that keep only their input, which the layer below has sent already, nothing is left to send
     to_host = {k for k in fates.copied if not (k in fates.input_only and stream.arrives(units[k]))}
     inputs = [(0, i) for i in range(subsequences)] if fates.receives else []
@@ -215,7 +222,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
             if k in to_host:
                 yield Step("offload", unit, (("forward", unit),))
             continue
-        waits += home.before_forward(unit) + states.before_forward(unit)
+        waits += home.before_forward(unit) + states.before_forward(("forward", unit))
         below = keys_below(unit)
         if fates.keys == "copied" and below in number:
             waits += ("offload keys", below),  # protects keys and values that still leave this unit's place
@@ -224,10 +231,12 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
         if unit in inputs:
             waits += ("receive", unit),
         elif unit[0] == 0:
-            yield Step("embedding", unit, stream.before(unit))  # protects what still leaves this unit's place
+            # protects what still leaves this unit's place
+            yield Step("embedding", unit, stream.before(unit) + states.before_forward(("embedding", unit)))
+            yield from states.after_forward(("embedding", unit))
         yield Step("forward", unit, waits)
         yield from home.after_forward(unit)
-        yield from states.after_forward(unit)
+        yield from states.after_forward(("forward", unit))
         # the copies' waits protect the slab from a unit that is not computed yet
         if fates.keys == "copied" and keys_leave(unit, layers):
             yield Step("offload keys", unit, (("forward", unit),))
@@ -238,7 +247,7 @@ def forward_steps(fates: Fates, units: list[Unit], layers: int, subsequences: in
         if unit[0] == layers - 1 and fates.sends:
             yield Step("send", unit, (("forward", unit), *home.complete(unit)))
         elif unit[0] == layers - 1:
-            yield Step("head", unit, home.complete(unit))
+            yield Step("head", unit, home.complete(unit) + states.before_forward(("head", unit)))
             if stream.leaves(unit):
                 yield Step("offload stream", unit, (("head", unit),))
 
@@ -247,14 +256,15 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
                    helper: Helper) -> Iterator[Step]:
     """The steps behind the last head, with all that each depends on."""
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
-    states = LayerStates(fates.layers_come, units[-1][0] + 1, subsequences)
+    layers = units[-1][0] + 1
+    states = LayerStates(fates.coming(layers), layers, subsequences)
     inputs = swept_inputs(fates, units)
     following = dict(zip(inputs, inputs[SWEEP_PLACES:], strict=False))
     came = set(inputs)
-    yield from states.first_back()
     for unit in inputs[:SWEEP_PLACES]:
         # protects the slab: all copies have left; an input that was there in the forward has
         yield Step("prefetch input", unit, () if stream.arrives(unit) else (("head", units[-1]),))
+    yield from states.first_back(("head", units[-1]))
     outputs = [(stream.top, i) for i in reversed(range(subsequences))] if fates.sends else []
     next_output = dict(zip(outputs, outputs[1:], strict=False))
     for unit in outputs[:1]:
@@ -287,12 +297,12 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
             yield Step("recompute", unit, waits + states.before_recompute(unit))
         if not guest:
             yield from home.add(unit)
-            arrived += home.before_backward(unit) + states.before_backward(unit)
+            arrived += home.before_backward(unit) + states.before_backward(("backward", unit))
         yield Step("backward", unit, waits + arrived)
         done, below = (("backward", unit),), keys_below(unit)
         if guest:
             yield from helper.after_backward(unit)
-        yield from states.after_backward(unit)
+        yield from states.after_backward(("backward", unit))
         if stream.arrives(unit):
             yield Step("offload gradient", unit, done)
         # the prefetches' waits protect this unit, whose backward reads what the copy is about to fill
@@ -300,7 +310,7 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
             yield Step("prefetch keys", below, done)
         if k - n in fates.copied:
             yield Step("prefetch", units[k - n], done)
-        yield from states.sums_of(unit)
+        yield from states.sums_behind(("backward", unit))
         for swept in swept_behind(unit, units) if fates.keys == "made" else ():
             back: tuple[Key, ...] = (("prefetch input", swept),) if swept in came else ()
             yield Step("sweep", swept, back + states.before_recompute(swept))
@@ -311,7 +321,9 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
                 yield Step("send gradient", unit, done + home.complete(unit, BACK))
             yield from home.add((-1, i))
             if not fates.receives:
-                yield Step("embedding backward", unit, home.complete(unit, BACK))
+                last: Key = "embedding backward", unit
+                yield Step(*last, home.complete(unit, BACK) + states.before_backward(last))
+                yield from states.after_backward(last)
 
 
 def with_needed_waits(steps: Iterable[Step]) -> list[Step]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 # kinds of steps of a forward, beside messages between a home and a helper
 FORWARD = ("embedding", "forward", "head", "offload", "offload keys", "offload stream", "prefetch stream",
-           "prefetch weights", "receive", "send")
+           "prefetch weights", "prefetch weight gradients", "receive", "send")
 # {kind of a message between a home and a helper, which is another stage: its stream}, the other one's number
 # behind both
 LANES = {"lend": "to", "repay": "to", "pass": "to", "return": "to",
@@ -32,7 +32,7 @@ def is_forward(kind: str) -> bool:
 
 
 def is_of_states(kind: str) -> bool:
-    """Whether a step brings a layer's parameters, or moves their gradients."""
+    """Whether a step brings a layer's parameters, or moves their gradients; embedding and head are layers."""
     return "weight" in kind
 
 

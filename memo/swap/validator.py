@@ -69,7 +69,7 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
     """`trains`: whether a backward follows. Errors: ValueError: the rule that the steps violate, and the
     steps."""
     shared = fates.guests or fates.lent
-    memory = (SharedMemory if shared else Memory)(fates, layers, subsequences, order)
+    memory = (SharedMemory if shared else Memory)(fates, layers, subsequences, order, trains)
     streams: dict[str, Key] = {}  # the last step of each stream
     clocks: dict[Key, dict[str, int]] = {}  # of each stream the last step that is done for certain by then
     content: dict[Place, Content] = {}
@@ -116,9 +116,8 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
     above = ("send", "receive gradient")[:1 + trains] if fates.sends else ("head",)
     needed |= {(kind, (0, i)) for i in range(subsequences) for kind in below[:1 + trains]}
     needed |= {(kind, (layers - 1, i)) for i in range(subsequences) for kind in above}
-    needed |= memory.messages(trains)
-    leave = range(layers if fates.layers_come and trains else 0)
-    needed |= {("offload weight gradients", (layer, 0)) for layer in leave}
+    needed |= memory.messages()
+    needed |= {("offload weight gradients", (layer, 0)) for layer in memory.come if trains}
     if lacking := sorted(needed - set(clocks)):
         kind, unit = lacking[0]
         raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")

@@ -11,14 +11,15 @@ FOUR, IN_ORDER = ("--subsequences=4",), ("--subsequences=4", "--unit_order=subse
 MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"],
          "swap": ["--activation=swap"], "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"],
          "host": ["--alpha=0.5", "--optimizer_device=cpu"],
-         "states host": ["--alpha=0.5", "--states=host", *FOUR],
+         "states host": ["--alpha=0.5", "--states=host", "--tie_embeddings=false", *FOUR],
          "subsequences": ["--alpha=0.5", *FOUR], "in order": ["--alpha=0.5", *IN_ORDER],
          "swept": ["--activation=recompute", *FOUR], "measured": ["--activation=memo", *FOUR]}
 LLAMA = ("--position=rope", "--norm=rmsnorm", "--mlp=swiglu", "--n_kv_head=2", "--head_groups=4",
          "--bias=false")
 LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", "--context_parallel=ulysses"),
            "dp2 host": (2, "--gradient_accumulation_steps=2", "--optimizer_device=cpu"),
-           "dp2 states sharded": (2, "--gradient_accumulation_steps=4", "--states=sharded"),
+           "dp2 states sharded": (2, "--gradient_accumulation_steps=4", "--states=sharded",
+                                  "--tie_embeddings=false"),
            "tp2 states host": (2, "--tp=2", "--gradient_accumulation_steps=2", "--states=host"),
            "tp2 cp2": (4, "--tp=2", "--cp=2"), "metp4": (4, "--tensor_parallel=metp", "--tp=4"),
            "metp2 cp2 llama": (4, "--tensor_parallel=metp", "--tp=2", "--cp=2", *LLAMA),
