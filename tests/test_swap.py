@@ -241,10 +241,12 @@ def test_keys_go_to_the_host_as_often_as_ranks_read_them():
     model = GPT(cfg, "meta", torch.float32, mesh=mesh)
     model.reserve(1, 192, placed(cfg, 2, 192), streams=open_streams(torch.device("cpu")))
     p, tensors, pairs = model.swap.placement, model.swap.tensors, model.swap.pairs
-    sent = sum(here.nbytes for (kind, _), copies in pairs.items() if kind == "offload keys"
-               for here, _ in copies)
+    sent = {unit: sum(here.nbytes for here, _ in copies) for (kind, unit), copies in pairs.items()
+            if kind == "offload keys"}
     # of five units; the last layer's stay, and the first piece of the one below, which has a place more
-    assert sent == p.keys_bytes(tensors) == 3 * 5 * (tensors["k"].nbytes + tensors["v"].nbytes) // 3
+    assert sum(sent.values()) == p.keys_bytes(tensors) == (
+        3 * 5 * (tensors["k"].nbytes + tensors["v"].nbytes) // 3)
+    assert problem_of(cfg, 4, None, Room(2**40)).layer_keys_bytes == sum(sent[0, i] for i in range(3))
     model.close()
 
 

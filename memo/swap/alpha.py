@@ -14,7 +14,7 @@ from typing import Literal
 
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.layer import INPUT, KEYS_VALUES, Tensor, groups_of
+from memo.layer import INPUT, Tensor, groups_of
 from memo.swap.placement import Placement
 
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
@@ -130,8 +130,7 @@ class AlphaProblem:
     @property
     def layer_keys_bytes(self) -> int:
         """Of keys and values that a layer sends."""
-        copied = self.placement.several and self.placement.keys == "copied"
-        return sum(self.nbytes[name] for name in KEYS_VALUES) if copied else 0
+        return self.placement.key_row_bytes(self.tensors) * self.placement.n_rows
 
     def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
         """Bytes of the rows of a unit at each subsequence, where a layer has `always` in all rows, and
