@@ -60,10 +60,14 @@ def most_tgs(got: Estimate, machine: Machine) -> float:
     return tgs(tokens, got.world, least_s(got.stages, got.world, layer))
 
 
+def layout_values(cfg: Config) -> tuple:
+    """Equal for configs of one layout."""
+    return cfg.pp, cfg.tp, cfg.cp, cfg.tensor_parallel, cfg.context_parallel
+
+
 def likeness(got: Estimate) -> tuple:
     """Equal for modes that come to the same."""
-    one = got.cfg
-    return one.pp, one.tp, one.cp, one.tensor_parallel, one.context_parallel, got.lines, got.tgs
+    return layout_values(got.cfg), got.lines, got.tgs
 
 
 def with_seconds_of_best(fit: Sequence[Estimate], machine: Machine, best: int) -> list[Estimate]:
@@ -237,10 +241,10 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
     with progress(lambda: f"--search --max_context: {tried} of {len(every)} layouts tried"):
         for one in every:
             tried += 1
-            likeness = one.pp, one.tp, one.cp, one.tensor_parallel, one.context_parallel
-            others = sorted((got.cfg.block_size for key, got in found.items() if key != likeness),
+            layout = layout_values(one)
+            others = sorted((got.cfg.block_size for key, got in found.items() if key != layout),
                             reverse=True)
-            least = max([*others[best - 1:best], found[likeness].cfg.block_size if likeness in found else 0])
+            least = max([*others[best - 1:best], found[layout].cfg.block_size if layout in found else 0])
             unit, start = MULTIPLE * one.cp * one.tp, None
             if least:  # most layouts end here: with one estimate
                 at_least = config_with(one, block_size=-(-least // unit) * unit)
@@ -248,8 +252,8 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
                 if not (start and start.fits and suits(start)):
                     continue
             most = longest_by_bound(one, machine, world, suits, start=start)
-            if most and (likeness not in found or length(most) > length(found[likeness])):
-                found[likeness] = most
+            if most and (layout not in found or length(most) > length(found[layout])):
+                found[layout] = most
         taken = sorted(found.values(), key=length, reverse=True)[:best]
         exact = (with_seconds(got, machine, fast_arena if n else arena, suits) for n, got in enumerate(taken))
         return sorted(filter(None, exact), key=length, reverse=True)
