@@ -280,8 +280,12 @@ def tokens_label(S: int) -> str:
 
 
 def speed_curve(ax: "Axes", got: Estimate, lengths: list[int], end: int, at: Callable) -> None:
-    """MFU, or tokens per second where no peak is known, against the context; `got` is marked."""
-    points = [(one.cfg.block_size, one) for S in lengths if (one := at(S)) is not None]
+    """MFU, or tokens per second where no peak is known, against the contexts that fit; `got` is marked."""
+    points = [(one.cfg.block_size, one) for S in lengths if (one := at(S)) is not None and one.fits]
+    if not points:
+        ax.set_axis_off()
+        ax.text(0.5, 0.5, "no context fits", ha="center", color=GREY, transform=ax.transAxes)
+        return
     contexts = [S for S, _ in points]
     if all(one.mfu is not None for _, one in points):
         ax.plot(contexts, [100 * one.mfu for _, one in points], "o-", color=BLUE, ms=4, lw=1.5)
@@ -304,7 +308,7 @@ def speed_curve(ax: "Axes", got: Estimate, lengths: list[int], end: int, at: Cal
 def dry_run(got: Estimate, at: Callable, most: Estimate | None, png_path: str | Path) -> None:
     """A PNG of an Estimate `got`: its device memory by region, with that of the longest context beside it
     (`most`, None where there is none); and MFU against the context, from 4K to the longest. at(S) ->
-    Estimate, or None where S cannot be."""
+    Estimate, or None where S cannot be, or does not fit."""
     plt = pyplot()
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 5), dpi=130, width_ratios=(2, 3),
                                       layout="constrained")

@@ -18,7 +18,7 @@ import torch
 
 import train
 from memo import command as commands
-from memo import memory, profiler
+from memo import memory, plots, profiler
 from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError, last_line
@@ -624,6 +624,14 @@ def test_json_is_the_contracts(capsys):
     assert got["max_block_size"] >= 2**20 and 0.5 < got["mfu"] < 0.56 and 0 < got["alpha"] < 0.2
     code, out, _ = command(*SEVEN, "--json", "--search", capsys=capsys)
     assert len(json.loads(out)["candidates"]) == 4
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace(cfg=SimpleNamespace(block_size=4096), fits=False)])
+def test_a_picture_says_where_no_context_fits(found):
+    ax = plots.pyplot().figure().subplots()
+    plots.speed_curve(ax, None, [4096], 4096, lambda S: found)
+    assert [text.get_text() for text in ax.texts] == ["no context fits"] and not ax.lines
+    plots.pyplot().close(ax.figure)
 
 
 @pytest.mark.slow
