@@ -707,6 +707,16 @@ def test_a_model_larger_than_all_devices_says_by_how_much(capsys):
                           "all 8 devices together have 188.8: 898.1 GiB too much; try at least --gpus=47")
 
 
+def test_states_that_are_shared_out_need_no_second_copy_of_the_parameters():
+    """18 bytes a parameter are more than these devices have, 16 and two layers are not."""
+    argv = ["config/llama2_7b_1m.py", "--n_layer=187", "--tp=1", "--cp=8", "--block_size=16384", "--gpus=8",
+            "--gpu=h100-80gb", "--states=sharded"]
+    cfg, machine, world, _ = estimate_main.prepare(argv)
+    estimate_main.check_size(cfg, machine, world)
+    with pytest.raises(ConfigError, match="GiB too much"):
+        estimate_main.check_size(replace(cfg, states="device"), machine, world)
+
+
 def test_the_bound_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('not here')")
     done = subprocess.run([sys.executable, "-m", "memo.estimate", *SEVEN, "--fast", "--json"],

@@ -146,7 +146,8 @@ def prepare(argv: list[str]) -> tuple[Config, Machine, int, dict[str, Any]]:
 def check_size(cfg: Config, machine: Machine, world: int) -> None:
     """Errors: ConfigError where no sharing out could make the model's states fit."""
     on_device = cfg.states not in ("auto", "host")
-    each = on_device * (itemsize_of(cfg, machine) + (4 + STATES_BYTES) * (not cfg.optimizer_on_host))
+    whole = itemsize_of(cfg, machine) * (not cfg.layers_come)  # of what comes the masters are enough
+    each = on_device * (whole + (4 + STATES_BYTES) * (not cfg.optimizer_on_host))
     needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
     if machine.memory_bytes is not None and needs > there:
         least = -(-needs // machine.memory_bytes)
