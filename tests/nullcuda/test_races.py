@@ -23,8 +23,9 @@ LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR, "f
             "last stage": IN_ORDER | dict(n_layer=12, pp=3, stage=2),
             "helping stage": IN_ORDER | dict(n_layer=8, pp=2, msp=True)}
 COME = dict(states="host", gradient_accumulation_steps=2)
-LAYOUTS |= {"states host": COME, "four, states host, keys made": FOUR | COME,
-            "states host, tp2": COME | dict(tp=2), "states sharded, dp2": COME | dict(states="sharded")}
+ENDS_COME = COME | dict(tie_embeddings=False)
+LAYOUTS |= {"states host": COME, "four, states host, keys made": FOUR | ENDS_COME,
+            "states host, tp2": COME | dict(tp=2), "states sharded, dp2": ENDS_COME | dict(states="sharded")}
 PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made"),
           "four, stream copied": dict(stream="copied"), "four in order, stream copied": dict(stream="copied"),
           "four, keys made, stream copied": dict(keys="made", stream="copied"),
@@ -68,9 +69,14 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
                               "compute of the pass before": ("backward", "prefetch weights")},
               "four, states host, keys made": {
                   "prefetch weights back done": ("prefetch weights back", "sweep"),
+                  "prefetch weight gradients done": ("prefetch weight gradients of the head",
+                                                     "offload weight gradients of the head"),
+                  "embedding done": ("embedding", "prefetch weights"),
                   "prefetch weight gradients back done": ("prefetch weight gradients back", "backward")},
               "states host, tp2": {"offload weights used": ("all-reduce", "gradients of all tp ranks")},
               "states sharded, dp2": {"prefetch weights done": ("all-gather", "forward"),
+                                      "prefetch weight gradients done": ("of the head (all-gather)", "head"),
+                                      "embedding done": ("embedding", "all-gather"),
                                       "all gradients left": ("offload weight gradients", "adamw")},
               "four in order, stream copied": {"head computed": ("offload stream", "head"),
                                                "gradient prefetched": ("prefetch gradient", "backward")}}
