@@ -35,13 +35,13 @@ from memo.flat import (
     weights_in_turns,
 )
 from memo.layer import head_rows, layer_of, model_parameters
+from memo.matmul import accumulate_product
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_positions
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import (
-    accumulate_product,
     chunks,
     embedding_backward,
     embedding_forward,

@@ -50,6 +50,19 @@ def order(facts: Facts) -> tuple[str, ...]:
     return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
 
 
+def check_matmul(name: str, capability: tuple, itemsize: int) -> None:
+    """Whether a GPU of a compute capability, (0, 0) for a CPU, has matmul=name in a dtype of `itemsize`.
+    Source: memo/fp8.py. Errors: ConfigError."""
+    if name != "fp8" or capability == (0, 0):
+        return
+    if capability < (8, 9):
+        raise ConfigError("matmul=fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, "
+                          f"Blackwell), not {capability[0]}.{capability[1]}; try --matmul=bf16")
+    if itemsize != 2:
+        raise ConfigError("matmul=fp8 goes with dtype=bfloat16 only on a GPU, not float32 (its FP8 products "
+                          "give no other); try --dtype=bfloat16")
+
+
 def missing(name: str, facts: Facts) -> str:
     """Why kernel `name` cannot serve, as "it needs ..."; empty where it can."""
     D, capability = facts.head_dim, facts.capability

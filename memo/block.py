@@ -23,6 +23,7 @@ from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
 from memo.layer import KEYS_VALUES, layer_of
+from memo.matmul import MATMULS
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, in_slices
@@ -59,7 +60,7 @@ class Block:
     def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
         self.w, self.dw, self.attention, self.prefix = w, dw, attention, prefix
-        self.ops, self.tp = ops, mesh.weights
+        self.ops, self.matmul, self.tp = ops, MATMULS[cfg.matmul], mesh.weights
         layer, self.eps = layer_of(cfg), cfg.norm_eps
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         # the product of a query and a key has a variance of D; the softmax wants 1
@@ -177,10 +178,11 @@ class Block:
             def project(r: slice, names: list[str] = names) -> Iterator[None]:
                 message = self.tp.start_gather(x[r])
                 yield  # the message travels, the other piece computes
-                gathered = message.wait()  # (tp, n, C): the rows of all tp ranks
+                gathered = self.matmul.rows(message.wait())  # (tp, n, C): the rows of all tp ranks
                 for name in names:
                     w, b = linears[name]
-                    column_linear_forward(gathered, w, b, out=getattr(s, name)[r])  # (n, tp, width/tp)
+                    out = getattr(s, name)[r]  # (n, tp, width/tp)
+                    column_linear_forward(self.matmul, gathered, w, b, out)
             in_turns(self.tp, x.device, first, end, project)
 
     def norm_forward(self, name: str, x: torch.Tensor, s: SimpleNamespace, r: slice) -> None:
@@ -216,8 +218,8 @@ class Block:
 
     def projection(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""
-        w, r = self.w, rows["mid"]
-        row_linear_forward(self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, out=s.mid[r])  # (n, C)
+        w, r = self.w, rows["mid"]  # (n, C)
+        row_linear_forward(self.matmul, self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, s.mid[r])
 
     def mlp(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
         """ln2_out, fc1_out, gelu_out from mid: the MLP half but for its output."""
@@ -229,7 +231,8 @@ class Block:
 
     def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid and gelu_out."""
-        return row_linear_forward(self.tp, s.mid, s.gelu_out, self.w.fc2_w, self.w.fc2_b, out=out)
+        w = self.w
+        return row_linear_forward(self.matmul, self.tp, s.mid, s.gelu_out, w.fc2_w, w.fc2_b, out)
 
     # --- backward ---
 
@@ -276,11 +279,13 @@ class Block:
         message = tp.start_gather(dy)  # every rank has columns of fc2, and needs the rows of all
         yield
         bias_backward(dy, dw.fc2_b)  # own rows only: the tp ranks' sums are added up in the optimizer
-        d = row_linear_backward(message.wait(), s.gelu_out[r], w.fc2_w, dw.fc2_w, out=s.gelu_out[r])
+        d = row_linear_backward(self.matmul, message.wait(), s.gelu_out[r], w.fc2_w, dw.fc2_w,
+                                out=s.gelu_out[r])
         message = tp.start_gather(s.ln2_out[r])  # travels while the GELU computes
-        d = gelu_backward(d, s.fc1_out[r], self.gelu, out=d)
+        d = gelu_backward(d, s.fc1_out[r], self.gelu, out=s.fc1_out[r])
         yield
-        message = column_linear_backward(tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w], [dw.fc1_b])
+        message = column_linear_backward(self.matmul, tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w],
+                                         [dw.fc1_b])
         yield
         # the residual's gradient, dy, is added inside
         self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
@@ -293,7 +298,7 @@ class Block:
         message = self.tp.start_gather(dy)
         yield
         bias_backward(dy, dw.proj_b)
-        row_linear_backward(message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
+        row_linear_backward(self.matmul, message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
 
     def queries_keys_values_backward(self, dy: torch.Tensor, s: SimpleNamespace, dqkv: list[torch.Tensor],
                                      r: slice) -> Iterator[None]:
@@ -303,7 +308,8 @@ class Block:
         message = tp.start_gather(s.ln1_out[r])
         yield
         dys, (matrices, _) = [g[r] for g in dqkv], self.qkv(w)
-        message = column_linear_backward(tp, dys, message.wait(), matrices, *self.qkv(dw))  # one sum of three
+        # one sum of three
+        message = column_linear_backward(self.matmul, tp, dys, message.wait(), matrices, *self.qkv(dw))
         yield
         self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
 
@@ -330,19 +336,19 @@ class GatedBlock(Block):
 
     def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
         product = Gated(self.ops, s.gate_out, s.up_out)
-        return row_linear_forward(self.tp, s.mid, product, self.w.down_w, None, out=out)
+        return row_linear_forward(self.matmul, self.tp, s.mid, product, self.w.down_w, None, out=out)
 
     def mlp_backward(self, dy: torch.Tensor, s: SimpleNamespace, r: slice) -> Iterator[None]:
         w, dw, tp, dy, gate, up = self.w, self.dw, self.tp, dy[r], s.gate_out[r], s.up_out[r]
         message = tp.start_gather(dy)
         product = Gated(self.ops, gate, up)[EVERY_ROW]
         yield
-        d = row_linear_backward(message.wait(), product, w.down_w, dw.down_w, out=product)
+        d = row_linear_backward(self.matmul, message.wait(), product, w.down_w, dw.down_w, out=product)
         message = tp.start_gather(s.ln2_out[r])
         self.ops.swiglu_backward(d, gate, up)  # their gradients take their places
         del product, d
         yield
-        message = column_linear_backward(tp, [gate, up], message.wait(), [w.gate_w, w.up_w],
+        message = column_linear_backward(self.matmul, tp, [gate, up], message.wait(), [w.gate_w, w.up_w],
                                          [dw.gate_w, dw.up_w], [None, None])
         yield
         self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)

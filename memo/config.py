@@ -7,7 +7,7 @@ from typing import Any
 from memo.errors import ConfigError
 from memo.formulas import parameters
 from memo.keys import check_value, key
-from memo.layer import possible_groups
+from memo.layer import FP8_MULTIPLE, head_groups, possible_groups
 from memo.msp import Shares
 from memo.rope import parse_scaling
 from memo.stages import stage_layers
@@ -149,6 +149,8 @@ class Config:
                          choices=("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "flash",
                                   "cpu", "math"))
     ops: str = key("auto", "kernels of norms and rotary positions", choices=("auto", "torch", "triton"))
+    matmul: str = key("bf16", "matrix products of the layers: in the run's dtype, or in FP8 with scales of "
+                      "now, e4m3 forward and e5m2 for gradients", choices=("bf16", "fp8"))
     deterministic: bool = key(False, "the same bits from run to run on a GPU too")
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
                     why="seeds have 63 bits")
@@ -254,10 +256,25 @@ class Config:
                               f"({rule})={self.block_multiple} of block_size={S} tokens); try "
                               f"subsequences={most}")
         self.check_stages()
+        if self.matmul == "fp8":
+            self.check_fp8()
         if self.vocab_size and self.padded_vocab_size % tp:
             raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
                               "padded to a multiple of 128, is shared out); try "
                               f"tp={math.gcd(self.padded_vocab_size, tp)}")
+
+    def check_fp8(self) -> None:
+        """A GPU's FP8 products take widths and numbers of rows that are multiples of 16."""
+        D, tp = self.head_width, self.tp
+        by, parts = ("head_groups", head_groups(self)) if self.metp else ("tp", tp)
+        widths = {"n_embd": self.n_embd, "n_embd/tp": self.n_embd / (tp if self.metp else 1),
+                  "n_inner/tp": self.inner_width / tp, f"n_head*head_dim/{by}": self.n_head * D / parts,
+                  f"n_kv_head*head_dim/{by}": self.kv_heads * D / min(parts, self.kv_heads),
+                  "block_size/(cp*tp)": self.block_size / (self.cp * tp)}
+        for name, width in widths.items():
+            if width % FP8_MULTIPLE:
+                raise ConfigError(f"{name}={width:g} % {FP8_MULTIPLE} != 0 (matmul=fp8: a GPU's FP8 products "
+                                  "take such widths and numbers of rows only); try --matmul=bf16")
 
     def check_stages(self) -> None:
         """Each stage has a layer, and goes over its layers subsequence by subsequence."""

@@ -25,6 +25,7 @@ METP_ROWS = 2**14  # of METP's products; fewer would read and write the matrices
 HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
 MORE_HEAD_ROWS = 4  # the head's gradient, fp32, is read and written once for so many tokens
 HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens; with softmax and gradient 8 bytes each
+FP8_MULTIPLE = 16  # of the widths and rows of matrices in FP8 products, for the kernels of a GPU
 SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller products may differ in their bits
 
 # the skeletal tensors that every family has: the layer's input, attention's output

@@ -14,6 +14,7 @@ Source: METP (FITEE 2400602), algorithms 1 to 6.
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -32,15 +33,13 @@ from memo.parallel.metp import (
     Projection,
     Reductions,
     add_all,
-    add_or_write,
     groups_of_heads,
-    linear,
     metp_mlp_backward,
     metp_mlp_forward,
     row_pieces,
 )
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, of_heads
-from memo.parallel.tp import accumulate_product, bias_backward
+from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
 
@@ -79,14 +78,14 @@ class MetpBlock(Block):
 
     def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         coming = self.broadcasts(*self.names_of("kv"), keys_at=lambda group: group.first)
-        normed = self.normed("ln1", x, *self.statistics(x), EVERY_ROW)
+        normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
         for heads, matrices in coming:
             self.fill_piece(s, normed, heads, matrices, turn)
             del matrices  # before the next group's take memory
 
-    def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, normed: torch.Tensor,
+    def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, memory: torch.Tensor,
                        r: slice, again: bool = False) -> None:
-        """attn_out and lse from x, and rows r of mid. `normed` (n, C): memory for the norm's output. `again`:
+        """attn_out and lse from x, and rows r of mid. `memory` (n, C): for the norm's output. `again`:
         the unit's own piece is there already, where it has one. Source: METP, algorithms 3 and 4."""
         names = self.names_of("q") if again and s.pieces else self.projections
         projection = self.projected(s, r)
@@ -94,7 +93,8 @@ class MetpBlock(Block):
         def behind(heads: Heads) -> None:  # a piece of the projection's matrix for each part of attn_out
             projection.start(self.begins_part(heads) + (heads is self.groups[-1]))
         coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces, behind=behind)
-        self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, normed)
+        self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, memory)
+        normed = self.matmul.rows(memory[None])
         ahead = self.groups_ahead(coming, s, normed, turn)
 
         def meanwhile(done: int, left: int) -> None:
@@ -116,7 +116,7 @@ class MetpBlock(Block):
             del q, kv, others
         projection.add()
 
-    def groups_ahead(self, coming: Broadcasts, s: SimpleNamespace, normed: torch.Tensor,
+    def groups_ahead(self, coming: Broadcasts, s: SimpleNamespace, normed: Any,
                      turn: torch.Tensor | None) -> Ahead:
         """Of each group of heads (Heads, its matrices, [k, v], those of the other ranks); without the last
         two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
@@ -129,23 +129,25 @@ class MetpBlock(Block):
             return heads, matrices, kv, start_keys(self.attention_at(turn), heads.q.stop - heads.q.start, *kv)
         return Ahead(map(send_keys, coming))
 
-    def made(self, names: str, normed: torch.Tensor, matrices: Matrices, turn: torch.Tensor | None,
+    def made(self, names: str, normed: Any, matrices: Matrices, turn: torch.Tensor | None,
              lse: torch.Tensor) -> list[torch.Tensor]:
-        """Those of q, k, v of a group of heads, (B, T, heads, D), from (n, C)."""
+        """Those of q, k, v of a group of heads, (B, T, heads, D), from (1, n, C)."""
+        rows = lse.shape[0] * lse.shape[2]
         new = [self.one_made(name, normed, matrices, turn,
-                             normed.new_empty(len(normed), len(matrices[f"{name}_w"]))) for name in names]
+                             matrices[f"{name}_w"].new_empty(rows, len(matrices[f"{name}_w"])))
+               for name in names]
         return self.heads(*new, like=lse)
 
-    def one_made(self, name: str, normed: torch.Tensor, matrices: Matrices, turn: torch.Tensor | None,
+    def one_made(self, name: str, normed: Any, matrices: Matrices, turn: torch.Tensor | None,
                  out: torch.Tensor) -> torch.Tensor:
-        """q, k or v of a group of heads from (n, C), over `out` (n, heads * D)."""
-        for r in row_pieces(len(normed)):
-            linear(normed[r], matrices[f"{name}_w"], matrices.get(f"{name}_b"), out=out[r])
+        """q, k or v of a group of heads from (1, n, C), over `out` (n, heads * D)."""
+        for r in row_pieces(len(out)):
+            self.matmul.forward(normed[:, r], matrices[f"{name}_w"], out[r][None], matrices.get(f"{name}_b"))
         if name != "v":
             self.rotate(out, turn, back=False)
         return out
 
-    def fill_piece(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads, matrices: Matrices,
+    def fill_piece(self, s: SimpleNamespace, normed: Any, heads: Heads, matrices: Matrices,
                    turn: torch.Tensor | None) -> None:
         """The group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
@@ -162,12 +164,12 @@ class MetpBlock(Block):
     def projected(self, s: SimpleNamespace, r: slice) -> Projection:
         """Rows r of mid, of x and attn_out. Part by part of the ranks' heads, not group by group as in the
         paper: there would be more sums."""
-        return Projection(self.tp, self.w.proj_w, self.w.proj_b, s.x[r], s.attn_out[r], s.mid[r])
+        return Projection(self.matmul, self.tp, self.w.proj_w, self.w.proj_b, s.x[r], s.attn_out[r], s.mid[r])
 
     def mlp_half(self, s: SimpleNamespace, out: torch.Tensor, visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
-        metp_mlp_forward(self.mlp_parts(self.w), visits, normed, self.activation(), s.mid, out)
+        metp_mlp_forward(self.matmul, self.mlp_parts(self.w), visits, normed, self.activation(), s.mid, out)
         return out if self.w.fc2_b is None else out.add_(self.w.fc2_b)
 
     # --- backward ---
@@ -188,7 +190,7 @@ class MetpBlock(Block):
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, dw.fc2_b)
         normed = partial(self.normed, "ln2", s.mid, mean, rstd)
-        home = metp_mlp_backward(self.mlp_parts(w), visits, normed, self.activation(), dy,
+        home = metp_mlp_backward(self.matmul, self.mlp_parts(w), visits, normed, self.activation(), dy,
                                  self.mlp_parts(dw), dx)
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
@@ -201,15 +203,17 @@ class MetpBlock(Block):
         6."""
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.x)
-        normed = self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)  # nothing needs mid any more
+        matmul, taken = self.matmul, self.matmul.gradients(dy[None])
+        # nothing needs mid any more
+        normed = matmul.rows(self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)[None])
         bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.head_dim)
         keys = self.groups_ahead(coming, s, normed, turn)
-        ahead = Ahead(map(partial(self.with_queries, dy, s, normed, turn), keys))
+        ahead = Ahead(map(partial(self.with_queries, taken, s, normed, turn), keys))
 
         def meanwhile(done: int, left: int) -> None:
             if done == 1:  # beside the first gradients of keys, which otherwise have one block alone
-                self.send_projection_gradient(heads, dy, s, home)
+                self.send_projection_gradient(heads, taken, s, home)
             if left > 1:
                 return
             if self.early:  # gradients of keys have the own block alone to hide behind: more is done there,
@@ -217,7 +221,7 @@ class MetpBlock(Block):
             keys.prepare()
         for heads, matrices, kv, others, q, dout in ahead:
             if others is None:  # there is no ring to do it in
-                self.send_projection_gradient(heads, dy, s, home)
+                self.send_projection_gradient(heads, taken, s, home)
             gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, others,
                                                    others and meanwhile)
             del dout, q, kv, others
@@ -229,13 +233,14 @@ class MetpBlock(Block):
                     self.rotate(g, turn, back=True)
                 bias_backward(g, places.get(f"{name}_b"))
                 for r in row_pieces(len(dy)):
-                    accumulate_product(places[f"{name}_w"], g[r].t(), normed[r])
+                    matmul.weight_gradient(places[f"{name}_w"], matmul.gradients(g[r][None]), normed[:, r])
                 home.start(heads, places, f"{name}_w", f"{name}_b")
             # q, k and v at once: each sum rounds dx in the run's dtype
             dqkv, qkv_w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in names])
             del gradients, parts, g
             for r in row_pieces(len(dy)):
-                add_or_write(dx[r], dqkv[r], qkv_w, write=heads.q.start == 0)
+                matmul.input_gradient(matmul.gradients(dqkv[r][None]), qkv_w, dx[r][None],
+                                      add=heads.q.start > 0)
             del dqkv, qkv_w, matrices
             home.finish(before=heads)  # the group before's, beside this one
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
@@ -244,27 +249,27 @@ class MetpBlock(Block):
             add_all(self.mlp_parts(dw), mlp_home.wait())
         return s.x
 
-    def with_queries(self, dy: torch.Tensor, s: SimpleNamespace, normed: torch.Tensor,
-                     turn: torch.Tensor | None, item: tuple) -> tuple:
-        """A group of groups_ahead(), with q and the gradient of attention's output."""
+    def with_queries(self, dy: Any, s: SimpleNamespace, normed: Any, turn: torch.Tensor | None,
+                     item: tuple) -> tuple:
+        """A group of groups_ahead(), with q and the gradient of attention's output. dy (1, n, C)."""
         heads, matrices, kv, others = item
         if others is not None:
             others.post(3)  # no block of keys is in use until the ring begins: there may be one more
         [q] = self.made("q", normed, matrices, turn, s.lse)
         dout = torch.empty_like(q)
-        for r in row_pieces(len(dy)):
-            torch.mm(dy[r], matrices["proj_w"], out=dout.view(len(dy), -1)[r])
+        flat = dout.view(1, len(s.x), -1)
+        for r in row_pieces(len(s.x)):
+            self.matmul.input_gradient(dy[:, r], matrices["proj_w"], flat[:, r])
         return heads, matrices, kv, others, q, dout
 
-    def send_projection_gradient(self, heads: Heads, dy: torch.Tensor, s: SimpleNamespace,
-                                 home: Reductions) -> None:
+    def send_projection_gradient(self, heads: Heads, dy: Any, s: SimpleNamespace, home: Reductions) -> None:
         """The gradient of the projection's matrix, of a group of heads, sets off."""
         places, columns = home.places(heads, ["proj_w"]), s.attn_out[:, self.columns_of(heads)]
-        for r in row_pieces(len(dy)):
-            accumulate_product(places["proj_w"], dy[r].t(), columns[r])
+        for r in row_pieces(len(s.x)):
+            self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
 
-    def attend_group_backward(self, s: SimpleNamespace, normed: torch.Tensor, heads: Heads,
+    def attend_group_backward(self, s: SimpleNamespace, normed: Any, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
                               q: torch.Tensor, kv: Sequence[torch.Tensor], others: Visits | None,
                               meanwhile: Callable | None) -> Gradients:

@@ -262,7 +262,7 @@ def gelu_forward(x: torch.Tensor, form: str, out: torch.Tensor) -> None:
         torch.ops.aten.gelu.out(x_, approximate=form, out=out_)
 
 
-# `out` may be dy itself
+# `out` may be dy or x itself
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=form, grad_input=out)
 

@@ -12,12 +12,13 @@ import torch
 
 from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
+from memo.backends import check_matmul
 from memo.batch import Data, open_dataset
 from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
 from memo.console import Attempts
 from memo.convert import check_folder
 from memo.decide import Decision, fewest, numbers_of, with_stages
-from memo.device import device_name, pick_device, set_deterministic
+from memo.device import device_name, gpu_facts, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
 from memo.estimate.budget import Estimate, chosen, estimate, untimed
@@ -148,6 +149,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
+    check_matmul(cfg.matmul, gpu_facts(device)["capability"], dtype.itemsize)
     cfg = stage_of(cfg, launch.rank, launch.world)
     found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,

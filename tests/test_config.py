@@ -31,7 +31,8 @@ def test_the_set_of_keys_is_frozen():
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
         optimizer_device states
         out_dir init_from eval_interval eval_iters log_interval save_interval keep_checkpoints
-        wandb_log wandb_project wandb_run_name device dtype attention ops deterministic seed""".split()
+        wandb_log wandb_project wandb_run_name device dtype attention ops matmul
+        deterministic seed""".split()
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):

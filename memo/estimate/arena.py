@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops", "n_layer", "pp", "stage")
+                "deterministic", "ops", "matmul", "n_layer", "pp", "stage")
 # and with several subsequences; activation, for keys may be made again
 SEVERAL_KEYS = (*SUBSEQUENCE_KEYS, "activation")
 

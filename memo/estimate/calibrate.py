@@ -21,10 +21,11 @@ from memo.estimate import hardware
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
 from memo.estimate.step_seconds import ADAMW_BYTES
 from memo.files import save_json
+from memo.matmul import accumulate_product, product
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step
 from memo.parallel.mesh import ALONE, Axis
-from memo.parallel.tp import accumulate_product, product, softmax
+from memo.parallel.tp import softmax
 from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab, available

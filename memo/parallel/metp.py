@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from memo.layer import METP_ROWS
+from memo.matmul import Matmul
 from memo.parallel.mesh import Axis, Works
-from memo.parallel.tp import accumulate_product, bias_backward, cut
+from memo.parallel.tp import bias_backward, cut
 from memo.parallel.visits import Visits
 
 Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when they are asked for
@@ -43,14 +44,9 @@ def row_pieces(n: int) -> list[slice]:
     return cut(0, n, most=METP_ROWS)
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """x w^T + b, over `out`."""
-    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
-
-
-def hidden_of(x: torch.Tensor, ins: Sequence[tuple]) -> list[torch.Tensor]:
-    """x w^T + b of several linears [(w, b or None)]."""
-    return [linear(x, w, b, out=x.new_empty(len(x), len(w))) for w, b in ins]
+def hidden_of(matmul: Matmul, x: Any, ins: Sequence[tuple], like: torch.Tensor) -> list[torch.Tensor]:
+    """x w^T + b of several linears [(w, b or None)], with as many rows as `like`, of its dtype."""
+    return [matmul.forward(x, w, like.new_empty(1, len(like), len(w)), b)[0] for w, b in ins]
 
 
 def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor]:
@@ -73,29 +69,32 @@ def own_and_others(own: Sequence[torch.Tensor], visits: Visits) -> Iterator[Sequ
     return chain([own], visits)
 
 
-def metp_mlp_forward(own: Sequence[torch.Tensor], visits: Visits, normed: Normed, activation: Activation,
-                     residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def metp_mlp_forward(matmul: Matmul, own: Sequence[torch.Tensor], visits: Visits, normed: Normed,
+                     activation: Activation, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
     `own`: the rank's part of the matrices. Source: METP, algorithm 1."""
     for matrices in own_and_others(own, visits):
-        part_forward(matrices, normed, activation, residual, out)
+        part_forward(matmul, matrices, normed, activation, residual, out)
         residual = out
         del matrices  # before the next hop takes memory
     return out
 
 
-def part_forward(matrices: Sequence[torch.Tensor], normed: Normed, activation: Activation,
+def part_forward(matmul: Matmul, matrices: Sequence[torch.Tensor], normed: Normed, activation: Activation,
                  residual: torch.Tensor, out: torch.Tensor) -> None:
     """out = residual + what one part of the MLP gives. Nothing is as wide as F; of width F/p is a piece of
     rows."""
     ins, w = linears(matrices)
     for r in row_pieces(len(out)):
-        product = activation.forward(hidden_of(normed(r), ins))  # (m, F/p)
-        torch.addmm(residual[r], product, w.t(), out=out[r])
+        hidden = hidden_of(matmul, matmul.rows(normed(r)[None]), ins, like=out[r])
+        product = activation.forward(hidden)  # (m, F/p)
+        matmul.forward(matmul.rows(product[None]), w, out[r][None], residual[r][None])
+        del hidden, product  # before the next piece's
 
 
-def metp_mlp_backward(own: Sequence[torch.Tensor], visits: Visits, normed: Normed, activation: Activation,
-                      dy: torch.Tensor, dws: Sequence[torch.Tensor], dx: torch.Tensor) -> Works | None:
+def metp_mlp_backward(matmul: Matmul, own: Sequence[torch.Tensor], visits: Visits, normed: Normed,
+                      activation: Activation, dy: torch.Tensor, dws: Sequence[torch.Tensor],
+                      dx: torch.Tensor) -> Works | None:
     """Writes the gradient of x over dx (n, C), and adds to `dws` what the rank's rows give of those of its
     matrices. What the other ranks' rows give comes home in the Works, to be added, too. Source: METP,
     algorithm 2."""
@@ -103,7 +102,7 @@ def metp_mlp_backward(own: Sequence[torch.Tensor], visits: Visits, normed: Norme
     for matrices in own_and_others(own, visits):
         first = matrices is own
         gradients = dws if first else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
-        part_backward(matrices, gradients, normed, activation, dy, dx, write=first)
+        part_backward(matmul, matrices, gradients, normed, activation, dy, dx, write=first)
         if travelling is not None:
             add_all(gradients, travelling.wait())  # of the ranks where the part was before
         if not first:
@@ -112,34 +111,31 @@ def metp_mlp_backward(own: Sequence[torch.Tensor], visits: Visits, normed: Norme
     return travelling
 
 
-def part_backward(matrices: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], normed: Normed,
-                  activation: Activation, dy: torch.Tensor, dx: torch.Tensor, write: bool) -> None:
+def part_backward(matmul: Matmul, matrices: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor],
+                  normed: Normed, activation: Activation, dy: torch.Tensor, dx: torch.Tensor,
+                  write: bool) -> None:
     """Adds to the gradients of one part of the MLP, and to dx, or with `write` writes it. What is between the
     matrices is computed again."""
     (ins, w), (dins, dw) = linears(matrices), linears(gradients)
     for r in row_pieces(len(dy)):
-        x = normed(r)
-        hidden = hidden_of(x, ins)
-        product = activation.forward(hidden)
-        accumulate_product(dw, dy[r].t(), product)
-        activation.backward(torch.mm(dy[r], w, out=product), hidden)
-        del product
+        x, dy_ = matmul.rows(normed(r)[None]), matmul.gradients(dy[r][None])
+        hidden = hidden_of(matmul, x, ins, like=dy[r])
+        product = activation.forward(hidden)[None]
+        matmul.weight_gradient(dw, dy_, matmul.rows(product))
+        activation.backward(matmul.input_gradient(dy_, w, product)[0], hidden)
+        del product, dy_
         for i, d in enumerate(hidden):
             (w_in, _), (dw_in, db_in) = ins[i], dins[i]
             bias_backward(d, db_in)
-            accumulate_product(dw_in, d.t(), x)
-            add_or_write(dx[r], d, w_in, write=write and i == 0)
-        del x, hidden, d  # before the next piece's
+            d_ = matmul.gradients(d[None])
+            matmul.weight_gradient(dw_in, d_, x)
+            matmul.input_gradient(d_, w_in, dx[r][None], add=not write or i > 0)
+        del x, hidden, d, d_  # before the next piece's
 
 
 def add_all(sums: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
     for a, b in zip(sums, more, strict=True):
         a += b
-
-
-def add_or_write(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, write: bool) -> None:
-    """out = a b, or out += a b."""
-    torch.mm(a, b, out=out) if write else torch.addmm(out, a, b, out=out)
 
 
 # --- attention: by groups of heads ---
@@ -259,12 +255,13 @@ class Projection:
     column of `out` is the sum of the parts in order, whatever comes first: each sum rounds in the run's
     dtype."""
 
-    def __init__(self, axis: Axis, mine: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor,
-                 a: torch.Tensor, out: torch.Tensor) -> None:
-        p = self.p = axis.size
+    def __init__(self, matmul: Matmul, axis: Axis, mine: torch.Tensor, bias: torch.Tensor | None,
+                 x: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
+        self.matmul, self.p = matmul, (p := axis.size)
         self.posts = map(axis.start_gather, mine.tensor_split(p))
         self.coming, self.here = deque[Works](), list[torch.Tensor]()
-        self.bias, self.parts, self.out = bias, a.chunk(p, 1), out
+        self.bias, self.parts, self.out = bias, a[None].chunk(p, 2), out
+        self.ready = list[Any]()  # the parts, as the products take them
         self.columns = list(zip(x.tensor_split(p, 1), out.tensor_split(p, 1), strict=True))
 
     def start(self, pieces: int) -> None:
@@ -275,12 +272,14 @@ class Projection:
         """Adds the next part of a to the columns whose piece of w came with a part before; and then all parts
         up to it to those of the piece that comes now. With the last part the bias."""
         new = len(self.here)
+        self.ready.append(self.matmul.rows(self.parts[new]))
         for i, (x, out) in enumerate(self.columns[:new + 1]):
             if i == new:
                 self.here.append(self.coming.popleft().wait())  # (p, C/p, Q/p)
             for j in range(new if i < new else 0, new + 1):
                 for r in row_pieces(len(out)):
-                    torch.addmm((out if j else x)[r], self.parts[j][r], self.here[i][j].t(), out=out[r])
+                    self.matmul.forward(self.ready[j][:, r], self.here[i][j], out[r][None],
+                                        (out if j else x)[r][None])
         if new + 1 == self.p and self.bias is not None:
             self.out += self.bias
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from memo.layer import CHUNK_ROWS, SPLIT_ROWS, Parameter
+from memo.matmul import Matmul
 from memo.parallel.mesh import Axis, Works
 
 # --- what is done row by row is done piece by piece ---
@@ -76,72 +77,51 @@ def local(tensor: torch.Tensor, p: Parameter, axis: Axis) -> torch.Tensor:
     return tensor.chunk(axis.size, p.split_dim)[axis.rank]
 
 
-# --- products, of the rows of all tp ranks at once ---
-
-# (tp, n, I), (I, O) -> (tp, n, O)
-def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.bmm(x, w.expand(len(x), -1, -1), out=out) if len(x) > 1 else torch.mm(x[0], w, out=out[0])
-
-
-def add_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    # y (tp, n, O), or of fewer dims, + x w
-    if len(x) > 1:
-        return torch.baddbmm(y.expand(out.shape), x, w.expand(len(x), -1, -1), out=out)
-    return torch.addmm(y if y.dim() == 1 else y[0], x[0], w, out=out[0])
-
-
-def accumulate_product(dw: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """dw += a b, where dw is fp32 whatever a and b are."""
-    if a.is_meta:
-        return  # requests no memory; torch 2.11 has no meta kernel of what CUDA takes
-    if a.dtype == dw.dtype:
-        dw.addmm_(a, b)
-    elif not a.is_cpu:
-        torch.ops.aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
-    else:
-        dw += a @ b
-
+# --- biases ---
 
 def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
     if db is not None:
         db += dy.sum(0, dtype=torch.float32)
 
 
-# --- column-parallel: y = x w^T + b, where each rank has some of y's columns ---
+# --- linears; `matmul`: how their products are computed ---
+
+# column-parallel: y = x w^T + b, where each rank has some of y's columns
 
 # (tp, n, I), (O/tp, I), (O/tp,) or None -> (n, tp, O/tp)
-def column_linear_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None,
+def column_linear_forward(matmul: Matmul, x: Any, w: torch.Tensor, b: torch.Tensor | None,
                           out: torch.Tensor) -> torch.Tensor:
-    y = out.transpose(0, 1)
-    return product(x, w.t(), y) if b is None else add_product(b, x, w.t(), y)
+    matmul.forward(x, w, out.transpose(0, 1), b)
+    return out
 
 
-def column_linear_backward(axis: Axis, dys: list[torch.Tensor], x: torch.Tensor, ws: list[torch.Tensor],
-                           dws: list[torch.Tensor], dbs: list[torch.Tensor | None]) -> Works:
+def column_linear_backward(matmul: Matmul, axis: Axis, dys: list[torch.Tensor], x: Any,
+                           ws: list[torch.Tensor], dws: list[torch.Tensor],
+                           dbs: list[torch.Tensor | None]) -> Works:
     """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses
     x up."""
-    for dy, dw, db in zip(dys, dws, dbs, strict=True):
+    x, taken = matmul.rows(x), [matmul.gradients(dy.transpose(0, 1)) for dy in dys]
+    for dy, dy_, dw, db in zip(dys, taken, dws, dbs, strict=True):
         bias_backward(dy.flatten(0, 1), db)
-        for dy_, x_ in zip(dy.unbind(1), x, strict=True):
-            accumulate_product(dw, dy_.t(), x_)
-    product(dys[0].transpose(0, 1), ws[0], out=x)
-    for dy, w in zip(dys[1:], ws[1:], strict=True):
-        add_product(x, dy.transpose(0, 1), w, out=x)
-    return axis.start_scatter_sum(x)
+        matmul.weight_gradient(dw, dy_, x)
+    dx = matmul.place(x, dys[0])
+    for i, (dy_, w) in enumerate(zip(taken, ws, strict=True)):
+        matmul.input_gradient(dy_, w, dx, add=i > 0)
+    return axis.start_scatter_sum(dx)
 
 
-# --- row-parallel: y = residual + x w^T + b, where each rank has some of x's columns ---
+# row-parallel: y = residual + x w^T + b, where each rank has some of x's columns
 
-def row_linear_forward(axis: Axis, residual: torch.Tensor, x: Any, w: torch.Tensor, b: torch.Tensor | None,
-                       out: torch.Tensor) -> torch.Tensor:
+def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Any, w: torch.Tensor,
+                       b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """(n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). `x`: a tensor, or whatever makes rows r of one as x[r]."""
     def piece(r: slice) -> Iterator[None]:
-        x_ = x[r]
+        x_ = matmul.rows(x[r].transpose(0, 1))
         if axis.size == 1:
-            torch.addmm(residual[r], x_[:, 0], w.t(), out=out[r])
+            matmul.forward(x_, w, out[r][None], residual[r][None])
         else:
-            partial_sums = x_.new_empty(axis.size, len(x_), len(w))
-            total = axis.start_scatter_sum(product(x_.transpose(0, 1), w.t(), out=partial_sums))
+            partial_sums = out.new_empty(axis.size, *out[r].shape)
+            total = axis.start_scatter_sum(matmul.forward(x_, w, partial_sums))
             del x_, partial_sums  # the message has the sums, until it is through
             yield
             torch.add(residual[r], total.wait(), out=out[r])
@@ -150,11 +130,11 @@ def row_linear_forward(axis: Axis, residual: torch.Tensor, x: Any, w: torch.Tens
 
 
 # (tp, n, C) -> dx (n, tp, I/tp); `out` may be x itself
-def row_linear_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dw: torch.Tensor,
+def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dw: torch.Tensor,
                         out: torch.Tensor) -> torch.Tensor:
-    for dy_, x_ in zip(dy, x.unbind(1), strict=True):
-        accumulate_product(dw, dy_.t(), x_)
-    product(dy, w, out=out.transpose(0, 1))
+    taken = matmul.gradients(dy)
+    matmul.weight_gradient(dw, taken, matmul.rows(x.transpose(0, 1)))
+    matmul.input_gradient(taken, w, out.transpose(0, 1))
     return out
 
 

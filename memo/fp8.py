@@ -1,0 +1,138 @@
+"""FP8 products with scales of now: what is multiplied is rounded to eight bits, each row of tokens with a
+scale of its own, and summed in fp32.
+
+    e4m3      inputs and weights: 3 bits of mantissa, magnitudes 2^-9 to 448
+    e5m2      gradients: 2 bits, 2^-16 to 57,344
+    scale     fp32, a power of two: to divide by it, and to multiply with it, rounds nothing
+
+For y = x w^T, where s_x and s_dy are scales of rows (n,), and s_w is one of the whole matrix:
+
+    y         s_x s_w (xq wq^T)
+    dx        s_dy s_w (dyq wq)
+    dw        m (f/m dyq)^T xq, where f = s_dy s_x and m is the largest f: the sum runs over the rows, so that
+              their scales cannot stay outside. A power of two shifts exponents: f/m dyq is e5m2 again, but
+              for rows so much smaller than the largest one that e5m2 has no exponent for them
+
+A row's scale is of that row alone, so that a range of rows gets the same bits as all of them; and the same
+whatever the other ranks hold, but for what is below the range of a scale. Weights are rounded where they are
+used: nothing of them is kept, and whoever writes or brings them need not know. That reads and writes five
+bytes of each weight, with which a product of n rows computes 2 n FLOPs: little at the lengths here.
+
+torch._scaled_mm takes on a GPU: FP8 of both formats, not e5m2 twice; scales of rows on both sides, or one on
+either side; a row-major first operand and a column-major second one, their widths multiples of 16; with
+scales of rows a result in bf16, and e4m3 as the second operand; compute capability 8.9 and above. Source:
+pytorch's aten/src/ATen/native/cuda/ScaledBlas.cpp (_scaled_mm_out_cuda) and RowwiseScaledMM.cu
+(check_inputs). `use_fast_accum`, sums of fewer bits, serves in the forward alone, as in torchao
+(float8/config.py: gemm_config_output).
+"""
+
+import math
+from typing import Any
+
+import torch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EXPONENT = {E4M3: 7, E5M2: 14}  # of the largest element of a row, over its scale
+
+
+class Quantised:
+    """x = q * scale: q (..., n, K) in FP8, scale (..., n) fp32."""
+
+    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    def __getitem__(self, part: Any) -> "Quantised":
+        return Quantised(self.q[part], self.scale[part])
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+
+class Gradient:
+    """dy (..., n, K), with the scales (..., n) of its rows in e5m2. It is rounded by each product."""
+
+    def __init__(self, dy: torch.Tensor, scale: torch.Tensor) -> None:
+        self.dy, self.scale = dy, scale
+
+    def __getitem__(self, part: Any) -> "Gradient":
+        return Gradient(self.dy[part], self.scale[part])
+
+
+def scale_of(amax: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """The power of two that gives the largest magnitude of a row, `amax`, the exponent EXPONENT; for zeros
+    the least there is: so they set no scale for the other rows of a sum. NaN where that is not finite."""
+    biased = (amax.float().view(torch.int32) >> 23) - EXPONENT[kind]  # fp32's 8 bits above the mantissa
+    return (biased.clamp_(min=1) << 23).view(torch.float32) + (amax - amax)
+
+
+def row_scales(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """(..., n, K) -> (..., n)."""
+    return scale_of(torch.linalg.vector_norm(x, math.inf, -1), kind)
+
+
+def rounded(x: torch.Tensor, factor: torch.Tensor, kind: torch.dtype,
+            out: torch.Tensor | None = None) -> torch.Tensor:
+    """x * factor, powers of two, in FP8: over `out`, by default new and contiguous."""
+    out = torch.empty(x.shape, dtype=kind, device=x.device) if out is None else out
+    return torch.mul(x, factor.to(x.dtype), out=out)
+
+
+def rows(x: torch.Tensor | Quantised) -> Quantised:
+    """(..., K), each row with its own scale; what is Quantised already is as it was."""
+    if isinstance(x, Quantised):
+        return x
+    scale = row_scales(x, E4M3)
+    return Quantised(rounded(x, scale.reciprocal()[..., None], E4M3), scale)
+
+
+def gradients(dy: torch.Tensor) -> Gradient:
+    return Gradient(dy, row_scales(dy, E5M2))
+
+
+def place(x: Quantised, dy: torch.Tensor) -> torch.Tensor:
+    return dy.new_empty(x.q.shape)
+
+
+def weights(w: torch.Tensor) -> Quantised:
+    """(O, I), all with one scale, as that of each row (1, O)."""
+    scale = scale_of(torch.linalg.vector_norm(w, math.inf), E4M3)
+    return Quantised(rounded(w, scale.reciprocal(), E4M3), scale.repeat(1, len(w)))
+
+
+def products(a: torch.Tensor, scale: torch.Tensor, w: torch.Tensor, outs: torch.Tensor,
+             residual: torch.Tensor | None = None, fast: bool = False) -> torch.Tensor:
+    """outs (tp, n, O) = scale (tp, n) a (tp, n, I) w (O, I)^T + residual, (O,) or as outs, or none; a in
+    FP8."""
+    by = weights(w)
+    for i, out in enumerate(outs):
+        to = out if residual is None else torch.empty_like(out)  # the residual may lie where the result goes
+        if not out.is_meta:  # requests no memory; torch 2.13 has no meta kernel
+            torch._scaled_mm(a[i], by.q.t(), scale[i][:, None].contiguous(), by.scale, out_dtype=to.dtype,
+                             use_fast_accum=fast, out=to)
+        if residual is not None:
+            torch.add(residual if residual.dim() == 1 else residual[i], to, out=out)
+    return outs
+
+
+def forward(x: Quantised, w: torch.Tensor, out: torch.Tensor,
+            residual: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x w^T + residual."""
+    return products(x.q, x.scale, w, out, residual, fast=True)
+
+
+def input_gradient(g: Gradient, w: torch.Tensor, out: torch.Tensor, add: bool = False) -> torch.Tensor:
+    """dx = dy w, or dx += dy w."""
+    dyq = rounded(g.dy, g.scale.reciprocal()[..., None], E5M2)
+    return products(dyq, g.scale, w.t(), out, out if add else None)
+
+
+def weight_gradient(dw: torch.Tensor, g: Gradient, x: Quantised) -> None:
+    """dw (O, I) += the sum of dy^T x over the rows of all ranks."""
+    f = g.scale * x.scale  # (tp, n)
+    largest = f.max().clamp_min(torch.finfo(f.dtype).tiny)
+    # the GPU's kernels want both with the rows, over which the sum runs, as neighbours
+    dyq = torch.empty(dw.shape[0], f.numel(), dtype=E5M2, device=f.device)
+    rounded(g.dy.movedim(-1, 0), x.scale / largest, E5M2, out=dyq.unflatten(1, f.shape))
+    xq = torch.empty(dw.shape[1], f.numel(), dtype=E4M3, device=f.device)
+    xq.unflatten(1, f.shape).copy_(x.q.movedim(-1, 0))
+    dw += torch._scaled_mm(dyq, xq.t(), largest, torch.ones_like(largest), out_dtype=torch.float32)

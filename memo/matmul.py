@@ -1,0 +1,78 @@
+"""How the products of a layer's linears are computed, behind one door: a Matmul is the choice between
+products in the run's dtype and FP8 ones (memo/fp8.py). Everything else (tensor parallelism, METP, the layer)
+takes one, and knows no number format.
+
+All are of the rows of all tp ranks at once: x (tp, n, I), y and dy (tp, n, O), w (O, I).
+"""
+
+from collections import namedtuple
+
+import torch
+
+from memo import fp8
+
+Matmul = namedtuple("Matmul", "name rows gradients place forward input_gradient weight_gradient")
+Matmul.__doc__ = """How a linear y = x w^T is computed:
+
+    rows(x), gradients(dy)
+        what the products take of an input, and of the gradient of a result; each row by itself
+    place(x, dy)
+        memory for the gradient of x (tp, n, I), which nobody reads any more: its own, or new, of dy's dtype
+    forward(x, w, out, residual)
+        out = x w^T + residual: a bias (O,), a tensor like out (it may be out itself), or None
+    input_gradient(dy, w, out, add)
+        out = dy w, or with `add` out += dy w
+    weight_gradient(dw, dy, x)
+        dw += dy^T x, in fp32, over the rows of all ranks
+"""
+
+
+# --- in the run's dtype ---
+
+# (tp, n, I), (I, O) -> (tp, n, O)
+def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x, w.expand(len(x), -1, -1), out=out) if len(x) > 1 else torch.mm(x[0], w, out=out[0])
+
+
+def add_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    # y (tp, n, O), or of fewer dims, + x w
+    if len(x) > 1:
+        return torch.baddbmm(y.expand(out.shape), x, w.expand(len(x), -1, -1), out=out)
+    return torch.addmm(y if y.dim() == 1 else y[0], x[0], w, out=out[0])
+
+
+def accumulate_product(dw: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """dw += a b, where dw is fp32 whatever a and b are."""
+    if a.is_meta:
+        return  # requests no memory; torch 2.11 has no meta kernel of what CUDA takes
+    if a.dtype == dw.dtype:
+        dw.addmm_(a, b)
+    elif not a.is_cpu:
+        torch.ops.aten.addmm.dtype_out(dw, a, b, torch.float32, out=dw)
+    else:
+        dw += a @ b
+
+
+def forward(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor,
+            residual: torch.Tensor | None = None) -> torch.Tensor:
+    product(x, w.t(), out) if residual is None else add_product(residual, x, w.t(), out)
+    return out
+
+
+def input_gradient(dy: torch.Tensor, w: torch.Tensor, out: torch.Tensor, add: bool = False) -> torch.Tensor:
+    add_product(out, dy, w, out) if add else product(dy, w, out)
+    return out
+
+
+def weight_gradient(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    for dy_, x_ in zip(dy, x, strict=True):
+        accumulate_product(dw, dy_.t(), x_)
+
+
+def itself(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+RUN = Matmul("bf16", itself, itself, itself, forward, input_gradient, weight_gradient)
+FP8 = Matmul("fp8", fp8.rows, fp8.gradients, fp8.place, fp8.forward, fp8.input_gradient, fp8.weight_gradient)
+MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul

@@ -1,0 +1,207 @@
+"""FP8 products against fp64, their scales, and a layer's gradients against an FP8 twin under autograd."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memo import fp8
+from memo.backends import check_matmul
+from memo.config import Config
+from memo.errors import ConfigError
+from memo.fp8 import E4M3, E5M2
+from memo.matmul import FP8
+from memo.optim import Optimizer
+from model import GPT
+from testing.twin import Twin
+from tests.helpers import CPU, LLAMA, error, perturbed_weights, random_batch
+from tests.layouts import layout_keys, on_ranks, step_alone
+
+# largest magnitude; the least that a row's largest has, over its scale
+KINDS = {E4M3: (448, 2**7), E5M2: (57344, 2**14)}
+SMALLEST = 2.0**-126  # of fp32's normal numbers
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_scales_are_powers_of_two_that_use_the_range(kind):
+    most, least = KINDS[kind]
+    amax = torch.tensor([1e-3, 0.9999, 1.0, 3.0, most, most + 1, 5e4, 3e38, SMALLEST * least, 2.0**-149, 0.0])
+    scale = fp8.scale_of(amax, kind)
+    assert scale.isfinite().all() and (torch.frexp(scale)[0] == 0.5).all()
+    over = amax / scale
+    assert (over <= most).all() and (over[:-2] >= least).all() and (scale[-2:] == SMALLEST).all()
+    assert (over[:-2].to(kind).float() / over[:-2] - 1).abs().max() <= {E4M3: 2**-4, E5M2: 2**-3}[kind]
+
+
+def made(n, K, dtype, spread=0, size=1.0, large=2):
+    """(tp, n, K) of about a size, whose rows differ in magnitude, by 2^spread either way; among them zeros,
+    and with a single large element row `large`."""
+    x = size * torch.randn(2, n, K)
+    x *= 2.0 ** torch.randint(-spread, spread + 1, (2, n, 1))
+    x[0, 1], x[1, large, 3] = 0.0, 100 * x.abs().max()
+    return x.to(dtype)
+
+
+def exact(q, scale):
+    """(rows of all ranks, K) fp64."""
+    return (q.double() * scale[..., None].double()).flatten(0, 1)
+
+
+# "allows": the relative error of a product whose operands round by 2^-4 at most, or 2^-3
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-3), (torch.bfloat16, 2e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("spread", [0, 20])
+def test_products_against_fp64(dtype, limit, spread):
+    n, K, M = 48, 64, 80
+    x, dy = made(n, K, dtype, spread), made(n, M, dtype, spread, size=1e-12, large=5)
+    w, b = (torch.randn(M, K) / 50).to(dtype), torch.randn(M).to(dtype)
+    xq, g, wq = FP8.rows(x), FP8.gradients(dy), fp8.weights(w)
+    x_, dy_ = exact(xq.q, xq.scale), exact((g.dy.float() / g.scale[..., None]).to(E5M2), g.scale)
+    assert FP8.rows(xq) is xq
+    y, dx, dw = torch.empty(n, 2, M, dtype=dtype), torch.empty(2, n, K, dtype=dtype), torch.zeros(M, K)
+    fp32 = [t.flatten(0, -2).double() for t in (x, dy, w)]
+    wq = wq.q.double() * wq.scale[0, 0].double()
+
+    def near(got, product, operands, allows):
+        got = got.double()
+        assert error(got, product) < limit
+        assert 2**-8 < error(got, operands) < allows
+    FP8.forward(xq, w, y.transpose(0, 1))
+    near(y.transpose(0, 1).flatten(0, 1), x_ @ wq.t(), fp32[0] @ fp32[2].t(), 2 * 2**-4)
+    plain = y.double()
+    FP8.forward(xq, w, y.transpose(0, 1), b)
+    assert error(y.double(), plain + b.double()) < 2 * limit
+    FP8.input_gradient(g, w, dx)
+    near(dx.flatten(0, 1), dy_ @ wq, fp32[1] @ fp32[2], 2**-3 + 2**-4)
+    once = dx.double()
+    FP8.input_gradient(g, w, dx, add=True)
+    assert error(dx.double(), 2 * once) < 2 * limit
+    for _ in range(2):
+        FP8.weight_gradient(dw, g, xq)
+    near(dw / 2, dy_.t() @ x_, fp32[1].t() @ fp32[0], 2**-3 + 2**-4)
+
+
+def test_a_weight_gradient_of_nothing_is_nothing():
+    zeros, tiny = torch.zeros(1, 16, 16), torch.full((1, 16, 16), 1e-38)
+    for dy, x in ((zeros, zeros), (zeros, tiny), (tiny, tiny)):
+        dw = torch.zeros(16, 16)
+        FP8.weight_gradient(dw, FP8.gradients(dy), FP8.rows(x))
+        assert not dw.any()
+
+
+def test_what_is_not_finite_is_never_hidden():
+    x = torch.randn(1, 3, 16)
+    x[0, 1, 5], x[0, 2, 5] = float("inf"), float("nan")
+    y = FP8.forward(FP8.rows(x), torch.randn(16, 16), torch.empty(1, 3, 16))
+    assert y[0, 0].isfinite().all() and not y[0, 1:].isfinite().any()
+
+
+def test_a_range_of_rows_has_the_bits_of_the_whole():
+    x, w = made(1024, 96, torch.float32, 9), torch.randn(64, 96)
+    whole, part = FP8.rows(x), FP8.rows(x[:, 256:768])
+    assert torch.equal(part.q.view(torch.uint8), whole[:, 256:768].q.view(torch.uint8))
+    assert torch.equal(part.scale, whole[:, 256:768].scale)
+    y = FP8.forward(whole, w, torch.empty(2, 1024, 64))
+    assert torch.equal(FP8.forward(part, w, torch.empty(2, 512, 64)), y[:, 256:768])
+
+
+def test_a_tensor_of_more_than_2_31_elements():
+    n, K = 2**16, 2**15 + 16
+    x, dy, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, n, K), (1, n, 64),
+                                                                                      (64, K)))
+    xq = FP8.rows(x)
+    assert xq.q.numel() > 2**31 and xq.scale.shape == (1, n)
+    FP8.forward(xq, w, dy)
+    FP8.input_gradient(FP8.gradients(dy), w, x)
+    FP8.weight_gradient(torch.empty(64, K, device="meta"), FP8.gradients(dy), xq)
+
+
+def test_what_has_no_fp8_says_so():
+    for capability, itemsize in (((0, 0), 4), ((8, 9), 2), ((10, 0), 2)):
+        check_matmul("fp8", capability, itemsize)
+    check_matmul("bf16", (8, 0), 4)
+    for capability, itemsize, message in (((8, 0), 2, "8.9 or above.*, not 8.0; try --matmul=bf16"),
+                                          ((9, 0), 4, "dtype=bfloat16 only.*; try --dtype=bfloat16")):
+        with pytest.raises(ConfigError, match=message):
+            check_matmul("fp8", capability, itemsize)
+
+
+@pytest.mark.parametrize("keys,message", [
+    (dict(n_embd=40), "n_embd=40"), (dict(n_inner=96, tp=4), "n_inner/tp=24"),
+    (dict(n_kv_head=1, head_dim=24), "n_kv_head[*]head_dim/tp=24"),
+    (dict(n_head=8, tp=2, tensor_parallel="metp", head_groups=8), "n_head[*]head_dim/head_groups=8"),
+    (dict(block_size=1032), "block_size/[(]cp[*]tp[)]=1032")], ids=str)
+def test_widths_that_fp8_products_cannot_take(keys, message):
+    with pytest.raises(ConfigError, match=f"^{message} % 16 != 0 .*; try --matmul=bf16$"):
+        Config(**dict(n_embd=64, n_head=4, matmul="fp8") | keys)
+
+
+# --- a layer ---
+
+def rounded(x, kind, dims=-1):
+    """x as FP8 holds it, with a scale of each row, or of all."""
+    amax = x.abs().amax(dims, keepdim=True)
+    exponent = torch.frexp(amax)[1] - 1 - {E4M3: 7, E5M2: 14}[kind]
+    scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)
+    return (x / scale).to(kind).to(x.dtype) * scale
+
+
+class Fp8Linear(torch.autograd.Function):
+    """y = x w^T as the products are to be, from rounded operands in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        x, w = rounded(x, E4M3), rounded(w, E4M3, (0, 1))
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), dy = ctx.saved_tensors, rounded(dy, E5M2)
+        return dy @ w, dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def fp8_twin(cfg):
+    """The Twin whose layers' linears are Fp8Linear."""
+    twin = Twin(cfg)
+    for linear in (m for m in twin.blocks.modules() if isinstance(m, torch.nn.Linear)):
+        def forward(x, m=linear):
+            parts = m.weight.split(twin.blocks[0].widths) if m.weight.shape[0] == sum(
+                twin.blocks[0].widths) and m in [b.qkv for b in twin.blocks] else [m.weight]
+            y = torch.cat([Fp8Linear.apply(x, w) for w in parts], -1)
+            return y if m.bias is None else y + m.bias
+        linear.forward = forward
+    return twin
+
+
+FAMILIES = dict(bias=True), LLAMA | dict(n_inner=96, head_dim=16)
+
+
+@pytest.mark.parametrize("keys", FAMILIES, ids=["gpt", "llama"])
+def test_gradients_against_an_fp8_twin(keys):
+    cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, block_size=64, matmul="fp8", **keys)
+    model = GPT(cfg, CPU, torch.float32)
+    Optimizer(model, cfg).load(perturbed_weights(cfg, CPU))
+    twin = fp8_twin(cfg).load(perturbed_weights(cfg, CPU))
+    batch = random_batch(cfg, 2, 64, CPU)
+    loss, want = model.forward(*batch, scale=1.0), twin(*batch)
+    model.backward()
+    want.backward()
+    assert abs(loss.item() - want.item()) < 1e-5 * want.item()
+    assert twin.worst_gradient(model)[0] < 1e-3
+    plain = Twin(cfg).load(perturbed_weights(cfg, CPU))
+    plain(*batch).backward()
+    assert plain.worst_gradient(model)[0] > 1e-2  # it is FP8 indeed
+
+
+LAYOUTS = [("tp2", "ring", {}), ("cp2", "ring", dict(subsequences=2, block_size=2048)), ("tp2", "metp", {}),
+           ("tp2", "metp", FAMILIES[1])]
+
+
+@pytest.mark.parametrize("text,kind,keys", LAYOUTS, ids=str)
+def test_layouts_agree(text, kind, keys):
+    cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, matmul="fp8",
+                 **dict(block_size=1024, batch_size=1, activation="memo") | keys)
+    loss, norm, expected = step_alone(replace(cfg, subsequences=1))
+    [(loss_, norm_, found, _)] = on_ranks(text, [replace(cfg, **layout_keys(text, kind))], False)
+    assert abs(loss_ - loss) < 1e-3 * loss and abs(norm_ - norm) < 1e-3 * norm
+    assert max(error(found[name], expected[name]) for name in expected) < 1e-3
