@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ class Block:
         self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)  # of a rank
         self.keys_change = layer.head_norms or prefix.ranks > 1  # on their way to a piece
         names = [t.name for t in layer.skeletal]
-        self.last = layer.skeletal[-1].name  # of the MLP half
+        self.last = [t.name for t in layer.skeletal if t.width][-1]  # of the MLP half
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
 
     # --- forward ---
@@ -118,7 +119,8 @@ class Block:
         """ln1_out, q, k, v from x."""
         w = self.w
         self.norm_forward("ln1", s.x, s, rows["ln1_out"])
-        self.columns(s, dict(zip("qkv", zip(*self.qkv(w), strict=True), strict=True)), s.ln1_out, rows)
+        linears = dict(zip("qkv", zip(*self.qkv(w), strict=True), strict=True))
+        self.columns(s, linears, self.kept(s, "ln1_out"), rows)
         if turn is not None and w.q_norm_w is None:
             for name in "qk":
                 if rows[name] != NO_ROWS:
@@ -153,7 +155,7 @@ class Block:
 
     def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         """The unit's own piece again, from its input x (n, C)."""
-        names = [name for name in ("ln1_out", "ln1_mean", "ln1_rstd") if hasattr(s, name)]
+        names = [name for name in ("ln1_out", "ln1_out_scale", "ln1_mean", "ln1_rstd") if hasattr(s, name)]
         normed = {name: torch.empty_like(getattr(s, name)) for name in names}
         again = SimpleNamespace(x=x, pieces=s.pieces, slices=s.slices, lse=s.lse, **normed)
         rows = self.no_rows | dict.fromkeys((*names, *KEYS_VALUES), EVERY_ROW)
@@ -167,40 +169,45 @@ class Block:
         prefix = self.prefix_at(s, turn)
         dq = attend_prefix_backward(prefix, dout, q, s.pieces, s.sums, out, s.lse, self.scale)
         if self.w.k_norm_w is not None:  # the norm's backward wants k as it was before
-            self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, s.ln1_out, {"k": EVERY_ROW})
+            self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
         return [dq, *prefix.from_pieces(*s.sums[-1], *self.keys_of(s))]
 
-    def columns(self, s: SimpleNamespace, linears: dict[str, tuple], x: torch.Tensor,
-                rows: dict[str, slice]) -> None:
+    def kept(self, s: SimpleNamespace, name: str) -> Any:
+        """The skeletal tensor `name`, an input of products, as they take it."""
+        return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
+
+    def columns(self, s: SimpleNamespace, linears: dict[str, tuple], x: Any, rows: dict[str, slice]) -> None:
         """The skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
         for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
             def project(r: slice, names: list[str] = names) -> Iterator[None]:
-                message = self.tp.start_gather(x[r])
+                message = self.matmul.start_gather(self.tp, x[r])
                 yield  # the message travels, the other piece computes
-                gathered = self.matmul.rows(message.wait())  # (tp, n, C): the rows of all tp ranks
+                gathered = message.wait()  # (tp, n, C): the rows of all tp ranks
                 for name in names:
                     w, b = linears[name]
                     out = getattr(s, name)[r]  # (n, tp, width/tp)
                     column_linear_forward(self.matmul, gathered, w, b, out)
-            in_turns(self.tp, x.device, first, end, project)
+            in_turns(self.tp, s.x.device, first, end, project)
 
     def norm_forward(self, name: str, x: torch.Tensor, s: SimpleNamespace, r: slice) -> None:
         """Rows r of ln1_out or ln2_out."""
-        w, b, out, mean, rstd = self.norm(name, s, r)
-        self.ops.norm_forward(x[r], w, b, out, mean, rstd, self.eps)
+        w, b, mean, rstd = self.norm(name, s, r)
+        for piece, out in self.matmul.pieces(self.kept(s, f"{name}_out")[r], like=x[r]):
+            mean_ = None if mean is None else mean[piece]
+            self.ops.norm_forward(x[r][piece], w, b, out, mean_, rstd[piece], self.eps)
 
     def norm_backward(self, name: str, residual: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
                       s: SimpleNamespace, r: slice, out: torch.Tensor) -> None:
         """residual + the gradient of x, over `out`; rows r of x."""
-        w, b, _, mean, rstd = self.norm(name, s, r)
+        w, b, mean, rstd = self.norm(name, s, r)
         dw, db = (getattr(self.dw, f"{name}_{kind}") for kind in "wb")
         self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
 
     def norm(self, name: str, s: SimpleNamespace, r: slice) -> tuple:
-        """(weight, bias or None, rows r of output, mean and rstd); RMSNorm has no mean."""
+        """(weight, bias or None, rows r of mean and rstd); RMSNorm has no mean."""
         w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
-        kept = (getattr(s, f"{name}_{what}", None) for what in ("out", "mean", "rstd"))
+        kept = (getattr(s, f"{name}_{what}", None) for what in ("mean", "rstd"))
         return w, b, *(t if t is None else t[r] for t in kept)
 
     def attention_at(self, turn: torch.Tensor | None) -> Attention:
@@ -225,14 +232,16 @@ class Block:
         """ln2_out, fc1_out, gelu_out from mid: the MLP half but for its output."""
         w = self.w
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
-        self.columns(s, {"fc1_out": (w.fc1_w, w.fc1_b)}, s.ln2_out, rows)  # (n, tp, F/tp)
+        self.columns(s, {"fc1_out": (w.fc1_w, w.fc1_b)}, self.kept(s, "ln2_out"), rows)  # (n, tp, F/tp)
         r = rows["gelu_out"]
-        gelu_forward(s.fc1_out[r], self.gelu, out=s.gelu_out[r])
+        for piece, out in self.matmul.pieces(self.kept(s, "gelu_out")[r], like=s.fc1_out[r]):
+            gelu_forward(s.fc1_out[r][piece], self.gelu, out=out)
 
     def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid and gelu_out."""
         w = self.w
-        return row_linear_forward(self.matmul, self.tp, s.mid, s.gelu_out, w.fc2_w, w.fc2_b, out)
+        x = self.kept(s, "gelu_out")
+        return row_linear_forward(self.matmul, self.tp, s.mid, x, w.fc2_w, w.fc2_b, out)
 
     # --- backward ---
 
@@ -260,8 +269,9 @@ class Block:
         used up, piece by piece, when those of the gradient are written. Rows of the gradient are no longer
         than its rows, so that they never reach into a later piece."""
         for used_up in (s.ln2_out, getattr(s, self.last)):
-            if used_up.numel() >= s.attn_out.numel():
-                return used_up.flatten()[:s.attn_out.numel()].view(s.attn_out.shape)
+            if used_up.nbytes >= s.attn_out.nbytes:
+                like = used_up.view(-1).view(s.attn_out.dtype)
+                return like[:s.attn_out.numel()].view(s.attn_out.shape)
         return torch.empty_like(s.attn_out)
 
     # Generators: each yields where a message is on its way, as tp.in_turns wants, and another piece computes
@@ -279,9 +289,8 @@ class Block:
         message = tp.start_gather(dy)  # every rank has columns of fc2, and needs the rows of all
         yield
         bias_backward(dy, dw.fc2_b)  # own rows only: the tp ranks' sums are added up in the optimizer
-        d = row_linear_backward(self.matmul, message.wait(), s.gelu_out[r], w.fc2_w, dw.fc2_w,
-                                out=s.gelu_out[r])
-        message = tp.start_gather(s.ln2_out[r])  # travels while the GELU computes
+        d = row_linear_backward(self.matmul, message.wait(), self.kept(s, "gelu_out")[r], w.fc2_w, dw.fc2_w)
+        message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])  # travels while the GELU computes
         d = gelu_backward(d, s.fc1_out[r], self.gelu, out=s.fc1_out[r])
         yield
         message = column_linear_backward(self.matmul, tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w],
@@ -305,7 +314,7 @@ class Block:
         """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv,
         over x."""
         w, dw, tp = self.w, self.dw, self.tp
-        message = tp.start_gather(s.ln1_out[r])
+        message = self.matmul.start_gather(tp, self.kept(s, "ln1_out")[r])
         yield
         dys, (matrices, _) = [g[r] for g in dqkv], self.qkv(w)
         # one sum of three
@@ -332,7 +341,8 @@ class GatedBlock(Block):
         """ln2_out, gate_out, up_out from mid."""
         w = self.w
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
-        self.columns(s, {"gate_out": (w.gate_w, None), "up_out": (w.up_w, None)}, s.ln2_out, rows)
+        linears = {"gate_out": (w.gate_w, None), "up_out": (w.up_w, None)}
+        self.columns(s, linears, self.kept(s, "ln2_out"), rows)
 
     def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
         product = Gated(self.ops, s.gate_out, s.up_out)
@@ -344,7 +354,7 @@ class GatedBlock(Block):
         product = Gated(self.ops, gate, up)[EVERY_ROW]
         yield
         d = row_linear_backward(self.matmul, message.wait(), product, w.down_w, dw.down_w, out=product)
-        message = tp.start_gather(s.ln2_out[r])
+        message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])
         self.ops.swiglu_backward(d, gate, up)  # their gradients take their places
         del product, d
         yield

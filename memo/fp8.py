@@ -27,9 +27,13 @@ pytorch's aten/src/ATen/native/cuda/ScaledBlas.cpp (_scaled_mm_out_cuda) and Row
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from memo.parallel.mesh import Axis
+from memo.parallel.tp import cut
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EXPONENT = {E4M3: 7, E5M2: 14}  # of the largest element of a row, over its scale
@@ -46,6 +50,10 @@ class Quantised:
 
     def __len__(self) -> int:
         return len(self.q)
+
+    def transpose(self, first: int, second: int) -> "Quantised":
+        """Of two dims but the last."""
+        return Quantised(self.q.transpose(first, second), self.scale.transpose(first, second))
 
 
 class Gradient:
@@ -87,6 +95,29 @@ def rows(x: torch.Tensor | Quantised) -> Quantised:
 
 def gradients(dy: torch.Tensor) -> Gradient:
     return Gradient(dy, row_scales(dy, E5M2))
+
+
+# what is kept of an input is what the products take of it
+
+def pieces(kept: Quantised, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    parts = cut(0, len(like), ranks=math.prod(like.shape[1:-1]))
+    memory = torch.empty_like(like[:max(r.stop - r.start for r in parts)])  # of one piece at a time
+    for r in parts:
+        out = memory[:r.stop - r.start]
+        yield r, out
+        scale = kept.scale[r].copy_(row_scales(out, E4M3))
+        rounded(out, scale.reciprocal()[..., None], E4M3, out=kept.q[r])
+
+
+class Gathered:
+    """Works of a Quantised (tp, n, K) of all ranks' rows."""
+
+    def __init__(self, axis: Axis, x: Quantised) -> None:
+        self.works = [axis.start_gather(t) for t in (x.q.view(torch.uint8), x.scale)]
+
+    def wait(self) -> Quantised:
+        q, scale = (works.wait() for works in self.works)
+        return Quantised(q.view(E4M3), scale)
 
 
 def place(x: Quantised, dy: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,8 @@ class Operation:
 class Skeletal:
     """One row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32 statistic a
     token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns, otherwise by
-    tokens.
+    tokens; a statistic then is one of each rank's columns. `fp8`: kept as FP8 products take it, for it is
+    read by nothing else; the statistic <name>_scale belongs to it (memo/fp8.py).
 
     `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group,
     each from what is there by then: what one group costs depends on no other. None: always swapped.
@@ -82,15 +83,21 @@ class Skeletal:
     per_head: bool = False
     group: str | None = None
     made_by: Operation | None = None
+    fp8: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """torch's name; empty: that of the run."""
+        return "float8_e4m3fn" if self.fp8 else "" if self.width else "float32"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A skeletal tensor of one layer at the shape of a run. `group`: see Skeletal."""
+    """A skeletal tensor of one layer at the shape of a run. `dtype`, `group`: see Skeletal."""
 
     nbytes: int
     shape: tuple[int, ...]
-    fp32: bool  # statistics and the logsumexp are fp32 whatever the dtype of the run
+    dtype: str
     group: str | None
 
 
@@ -132,12 +139,12 @@ class Layer:
     def tensors(self, B: int, T: int, itemsize: int, tp: int = 1) -> dict[str, Tensor]:
         """{name: Tensor} of one layer of B sequences; T: the tokens of each that a rank of cp holds.
         `itemsize` in bytes."""
-        made, N = {}, B * T // tp
+        made, N, sizes = {}, B * T // tp, {"": itemsize, "float32": 4, "float8_e4m3fn": 1}
         for t in self.skeletal:
-            whole_rows = (N, tp, t.width // tp) if t.split else (N, t.width) if t.width else (N,)
+            whole_rows = (N, *[tp] * t.split, *[t.width // (tp if t.split else 1)] * (t.width > 0))
             per_head = (B, self.heads // tp, T) if t.split else (B, self.heads, T // tp)
             shape = per_head if t.per_head else whole_rows
-            made[t.name] = Tensor(prod(shape) * (itemsize if t.width else 4), shape, not t.width, t.group)
+            made[t.name] = Tensor(prod(shape) * sizes[t.dtype], shape, t.dtype, t.group)
         return made
 
 
@@ -175,23 +182,29 @@ def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: 
 @cache  # a search asks for the same one thousands of times
 def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
                   bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False,
-                  rope: bool = False, metp: bool = False, subsequences: bool = False) -> Layer:
+                  rope: bool = False, metp: bool = False, subsequences: bool = False,
+                  fp8: bool = False) -> Layer:
     """x -> mid = x + attention(norm x) -> mid + mlp(norm mid), H heads of D elements, Hkv of keys and values.
 
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
     metp: what is made from matrices that travel is made again in the backward, when they travel again; only
     `mid` is kept of it (METP, algorithms 1 to 6). subsequences: there are several, so that keys and values
-    are kept whole until the layer's last unit, by METP too, and are no part of what alpha shares out.
+    are kept whole until the layer's last unit, by METP too, and are no part of what alpha shares out. fp8:
+    inputs of products that nothing else reads are kept in FP8.
     """
     Q, KV = H * D, Hkv * D
     parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
     statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
 
-    def normed(number: int, reads: str) -> tuple[Skeletal, ...]:
+    def product_input(name: str, width: int, made_by: Operation, split: bool = False) -> list[Skeletal]:
+        scale = Skeletal(f"{name}_scale", split=split, group=name)
+        return [Skeletal(name, width, split, group=name, made_by=made_by, fp8=fp8), *[scale] * fp8]
+
+    def normed(number: int, reads: str) -> list[Skeletal]:
         name = f"ln{number}_out"
-        return (Skeletal(name, C, group=name, made_by=Operation("norm", reads, C, C)),
-                *(Skeletal(f"ln{number}_{statistic}", group=name) for statistic in statistics))
+        return [*product_input(name, C, Operation("norm", reads, C, C)),
+                *(Skeletal(f"ln{number}_{statistic}", group=name) for statistic in statistics)]
 
     def columns(name: str, reads: str, gives: int, rotary: bool = False) -> Skeletal:
         made_by = Operation("column", reads, C, gives, rotary)
@@ -200,8 +213,7 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     hidden: tuple[Skeletal, ...]
     if mlp == "gelu":
         hidden = (columns("fc1_out", "ln2_out", F),
-                  Skeletal("gelu_out", F, split=True, group="gelu_out",
-                           made_by=Operation("activation", "fc1_out", F, F)))
+                  *product_input("gelu_out", F, Operation("activation", "fc1_out", F, F), split=True))
         output = Operation("row", "gelu_out", F, C)
     else:
         hidden = columns("gate_out", "ln2_out", F), columns("up_out", "ln2_out", F)
@@ -234,7 +246,7 @@ def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
                          cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
-                         cfg.n_subsequences > 1)
+                         cfg.n_subsequences > 1, cfg.matmul == "fp8")
 
 
 def model_parameters(cfg: "Config") -> dict[str, Parameter]:

@@ -6,18 +6,27 @@ All are of the rows of all tp ranks at once: x (tp, n, I), y and dy (tp, n, O), 
 """
 
 from collections import namedtuple
+from collections.abc import Iterator
 
 import torch
 
 from memo import fp8
+from memo.parallel.mesh import Axis, Works
 
-Matmul = namedtuple("Matmul", "name rows gradients place forward input_gradient weight_gradient")
+Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place forward input_gradient "
+                              "weight_gradient")
 Matmul.__doc__ = """How a linear y = x w^T is computed:
 
     rows(x), gradients(dy)
         what the products take of an input, and of the gradient of a result; each row by itself
+    kept(x, scale)
+        an input as a layer keeps it, from the skeletal tensor x and its scale
+    pieces(kept, like)
+        yields (r, where to write rows r of the input, as `like` is), piece by piece
+    start_gather(axis, x)
+        Works of what the products take of an input (tp, n, I), from that of own rows (n, I)
     place(x, dy)
-        memory for the gradient of x (tp, n, I), which nobody reads any more: its own, or new, of dy's dtype
+        memory for the gradient of x, which nobody reads any more: its own, or new, of dy's dtype
     forward(x, w, out, residual)
         out = x w^T + residual: a bias (O,), a tensor like out (it may be out itself), or None
     input_gradient(dy, w, out, add)
@@ -69,10 +78,20 @@ def weight_gradient(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None
         accumulate_product(dw, dy_.t(), x_)
 
 
-def itself(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+def itself(x: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
     return x
 
 
-RUN = Matmul("bf16", itself, itself, itself, forward, input_gradient, weight_gradient)
-FP8 = Matmul("fp8", fp8.rows, fp8.gradients, fp8.place, fp8.forward, fp8.input_gradient, fp8.weight_gradient)
+def pieces(kept: torch.Tensor, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    yield slice(None), kept
+
+
+def start_gather(axis: Axis, x: torch.Tensor) -> Works:
+    return axis.start_gather(x)
+
+
+RUN = Matmul("bf16", itself, pieces, start_gather, itself, itself, itself, forward, input_gradient,
+             weight_gradient)
+FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradients, fp8.place, fp8.forward,
+             fp8.input_gradient, fp8.weight_gradient)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul

@@ -205,6 +205,7 @@ def traced_arenas(*argv, device="cuda", preset="7b_1m"):
 @pytest.mark.parametrize("text", ["", "--tp=8 --cp=1", "--tp=1 --cp=8", "--block_size=65536",
                                   "--context_parallel=ulysses", "--block_size=2097152",
                                   "--tp=1 --cp=1 --block_size=8192", "--tp=1 --cp=1 --n_head=8",
+                                  "--matmul=fp8 --tp=1 --cp=8", "--matmul=fp8 --block_size=65536",
                                   "--tp=2 --cp=4 --context_parallel=ulysses --block_size=262144"])
 def test_the_fast_bound_is_one_and_is_near(text):
     exact, bound = (sum(arena) for arena in traced_arenas(*text.split()))
@@ -219,6 +220,7 @@ NARROW = "--n_embd=1024 --n_head=16 --n_inner=1024 --vocab_size=512"  # attentio
     ("llama3_8b_1m", "--tp=8 --cp=1"), ("llama3_8b_1m", "--tp=4 --cp=2 --block_size=4194304"),
     ("llama3_8b_1m", "--tp=1 --cp=8 --ops=torch --block_size=262144"), ("llama3_8b_1m", "--tp=1 --cp=8"),
     ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
+    ("llama3_8b_1m", "--matmul=fp8 --tp=1 --cp=8"),
     ("llama3_8b_1m", "--tp=8 --cp=1 --n_inner=28672 --block_size=65536"), ("qwen3_8b_1m", "--tp=8 --cp=1"),
     ("qwen3_8b_1m", f"{NARROW} --n_kv_head=2 --tp=2 --cp=1 --batch_size=4 --block_size=32768")])
 def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
@@ -229,6 +231,7 @@ def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset, text", [
     ("7b_1m", "--tp=1 --cp=1 --block_size=65536"), ("7b_1m", "--tp=2 --cp=1 --block_size=65536"),
+    ("7b_1m", "--matmul=fp8 --tp=1 --cp=1 --block_size=65536"),
     ("7b_1m", "--tp=4 --cp=2"), ("llama3_8b_1m", "--tp=1 --cp=1 --block_size=262144"),
     ("llama3_8b_1m", "--tp=4 --cp=1 --block_size=262144"),
     ("llama3_8b_1m", "--tp=8 --cp=1 --head_groups=32 --ops=torch --block_size=262144")])

@@ -10,6 +10,7 @@ from memo.backends import check_matmul
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.fp8 import E4M3, E5M2
+from memo.layer import tensors_of
 from memo.matmul import FP8
 from memo.optim import Optimizer
 from model import GPT
@@ -191,6 +192,19 @@ def test_gradients_against_an_fp8_twin(keys):
     plain = Twin(cfg).load(perturbed_weights(cfg, CPU))
     plain(*batch).backward()
     assert plain.worst_gradient(model)[0] > 1e-2  # it is FP8 indeed
+
+
+def test_inputs_that_only_products_read_are_kept_in_fp8():
+    N, C, F = 512, 64, 256
+    def kept(matmul, **keys):
+        cfg = Config(n_embd=C, n_head=4, n_inner=F, block_size=N, matmul=matmul, tp=2, **keys)
+        return {name: t.nbytes * 2 for name, t in tensors_of(cfg, 2).items()}  # of both ranks
+    for keys, halved in ((dict(), dict(ln1_out=C, ln2_out=C, gelu_out=F)),
+                         (dict(mlp="swiglu"), dict(ln1_out=C, ln2_out=C))):
+        half = {name: N * width for name, width in halved.items()}
+        scales = {f"{name}_scale": 4 * N * (2 if name == "gelu_out" else 1) for name in halved}
+        assert kept("fp8", **keys) == kept("bf16", **keys) | half | scales
+    assert kept("fp8", tensor_parallel="metp") == kept("bf16", tensor_parallel="metp")
 
 
 LAYOUTS = [("tp2", "ring", {}), ("cp2", "ring", dict(subsequences=2, block_size=2048)), ("tp2", "metp", {}),

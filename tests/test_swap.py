@@ -117,7 +117,8 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [
     dict(position="learned", bias=True, gelu="tanh"), dict(position="learned"), dict(bias=True),
-    LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True)], ids=str)
+    LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True),
+    dict(bias=True, matmul="fp8"), LLAMA | dict(n_head=4, matmul="fp8")], ids=str)
 def test_other_families_alike(keys):
     keep = trained(8, 256, torch.float32, 2, activation="keep", **keys)
     for mode in (dict(activation="recompute"), dict(activation="memo", alpha=0.5),

@@ -171,7 +171,23 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
         norm_chunks = RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS
     layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + norm_chunks * f * own,
                 gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product, sweep)
+    if cfg.matmul == "fp8":
+        layer = max(layer, fp8_bytes(cfg, e, gradients, machine.cpu) + gathered + product)
     return layer + dout
+
+
+def fp8_bytes(cfg: Config, itemsize: int, gradients: float, cpu: bool) -> float:
+    """A bound of the bytes of FP8 products, of a piece of rows of all tp ranks: the gradient of an activation
+    of the MLP beside operands, or those of a weight's gradient, one of which may be twice there, and this in
+    fp32, or a gradient of x in two parts, beside `gradients` of q, k and v. In FP8 an element takes a byte.
+    """
+    C, F, e, (_, chunk, _) = cfg.n_embd, cfg.inner_width / cfg.tp, itemsize, chunk_bytes(cfg, itemsize)
+    rows, Q = chunk // (C * e), cfg.n_head * cfg.head_width / cfg.tp
+    if cfg.tp > 1 and not cpu:  # two pieces under way have so many
+        rows //= 2
+    matrix, operands = C * max(F, Q), C + F * (2 if cfg.mlp == "swiglu" else 1)  # where none is kept
+    return max(rows * (F * e + C) + matrix, rows * operands + 4 * matrix,
+               gradients + rows * (2 * C * e + max(F, Q)) + matrix)
 
 
 def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
@@ -200,7 +216,11 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     ahead = 4 * kv * (cfg.token_ranks > 1)
     if makes_queries_early(cfg):  # and the gradient of that group's output, and keys of one group more
         ahead += 2 * q + 4 * kv
-    halves = max(2 * q + 2 * kv + ahead + attention, piece * (C + hidden) * e, norm)
+    mlp, attended = piece * (C + hidden) * e, 2 * q + 2 * kv + ahead + attention
+    if cfg.matmul == "fp8":  # the norm's output once more; operands, and a weight's gradient in fp32
+        attended += n * C
+        mlp += 2 * piece * (C + width) + 4 * C * width
+    halves = max(attended, mlp, norm)
     return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
 

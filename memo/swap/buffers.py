@@ -87,7 +87,7 @@ class Swap:
 
         def view(k: int, i: int, name: str) -> torch.Tensor:
             t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
-            return self.cut(name, at, t.shape, torch.float32 if t.fp32 else dtype)
+            return self.cut(name, at, t.shape, getattr(torch, t.dtype) if t.dtype else dtype)
         names = [name for name in tensors if name in self.buffers]
         self.units = {unit: SimpleNamespace(pieces=None, slices=(),
                                             **{name: view(k, like, name) for name in names})
