@@ -14,7 +14,7 @@ from math import ceil
 
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.estimate.hardware import Machine
+from memo.estimate.hardware import LEAST_FP8, Machine
 
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
 # up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it
@@ -55,7 +55,7 @@ def check_matmul(name: str, capability: tuple, itemsize: int) -> None:
     Source: memo/fp8.py. Errors: ConfigError."""
     if name != "fp8" or capability == (0, 0):
         return
-    if capability < (8, 9):
+    if capability < LEAST_FP8:
         raise ConfigError("matmul=fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, "
                           f"Blackwell), not {capability[0]}.{capability[1]}; try --matmul=bf16")
     if itemsize != 2:

@@ -96,6 +96,7 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
 
 import json
 
+from memo.backends import check_matmul
 from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import GIB, Machine
@@ -161,6 +162,7 @@ def main(argv: list[str]) -> None:
     """The command line. Errors: ConfigError, bad input."""
     cfg, machine, world, options = prepare(argv)
     check_size(cfg, machine, world)
+    check_matmul(cfg.matmul, machine.capability, itemsize_of(cfg, machine))
     arena = fast_arena if options.get("fast") else traced_arena
     lines, found = [], []
     if options.get("search"):

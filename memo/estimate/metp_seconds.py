@@ -9,7 +9,7 @@ other here.
 
 from math import sqrt
 
-from memo.estimate.roofline import LayerSeconds, norm_of
+from memo.estimate.roofline import ROUNDING, LayerSeconds, norm_of
 from memo.layer import ATTENTION, head_groups, travelling
 
 
@@ -42,9 +42,10 @@ class MetpSeconds(LayerSeconds):
 
     def parts_s(self, n: int, gives: float, takes: float) -> float:
         """Seconds of own rows times n matrices of (gives, takes), whose results are added up. Where these are
-        narrow, memory is slower than the products."""
-        flops_s = self.speeds.seconds("matmul", 2 * self.own * gives * takes, sqrt(gives * takes))
-        return n * max(flops_s, self.copy_s(takes + 2 * gives))
+        narrow, memory is slower than the products. FP8 rounds what is multiplied for each."""
+        flops_s = self.speeds.seconds(self.matmul, 2 * self.own * gives * takes, sqrt(gives * takes))
+        rounding_s = self.copy_s(ROUNDING * takes) if self.cfg.matmul == "fp8" else 0.0
+        return n * (max(flops_s, self.copy_s(takes + 2 * gives)) + rounding_s)
 
     def backward_s_of(self, n: int, gives: int, takes: int) -> float:
         """Seconds of the gradients of n such matrices, and of what they multiply."""

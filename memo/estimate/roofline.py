@@ -29,6 +29,10 @@ PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms nor
 # with ops=torch on a GPU
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20, "rms norm backward": 48,
                    "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13}
+# Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
+# largest element of each row, and again, and written at half the width; for the gradient of a weight that of
+# the result is shifted and turned, and the input turned.
+ROUNDING, TURNING_GRADIENT, TURNING_INPUT = 2.5, 5, 1
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
 
 
@@ -69,6 +73,8 @@ class LayerSeconds:
         scores = B * self.S**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes = units_of_passes(cfg, self.speeds)
+        fp8 = cfg.matmul == "fp8" and "matmul fp8" in self.speeds.table  # else as fast as in the run's dtype
+        self.matmul = "matmul fp8" if fp8 else "matmul"
         self.attention_kernels_s = sum(self.kernels_s())
         both = self.attention_forward_s() + self.attention_backward_s()
         self.attention_messages_s = both - self.attention_kernels_s  # with what merges the blocks
@@ -120,6 +126,17 @@ class LayerSeconds:
     def product_s(self, op: Operation) -> float:
         return self.matmul_s(op.gives, op.takes)
 
+    def rounding_s(self, op: Operation, way: str) -> float:
+        """Seconds of what FP8 products do beside a product: once for all that have one input. Own rows are
+        rounded before a gather, the gathered rows of a gradient behind it."""
+        if self.cfg.matmul != "fp8":
+            return 0.0
+        column = op.kind == "column"
+        if way == "forward":
+            return self.copy_s(ROUNDING * op.takes) / (len(self.together(op)) if column else 1)
+        x, dy = (op.takes * self.tp, op.gives) if column else (op.takes, op.gives * self.tp)
+        return self.copy_s((ROUNDING + TURNING_GRADIENT) * dy) + self.copy_s(TURNING_INPUT * x)
+
     def operation_s(self, op: Operation) -> float:
         """Of all rows."""
         if op.kind == "norm":
@@ -129,10 +146,10 @@ class LayerSeconds:
         if op.kind == "row":  # residual + x w^T: each of the tp ranks has a part of the sum
             copied = self.copy_s(3 * op.gives) if self.tp > 1 else 0.0
             gated = self.pass_s("swiglu forward", op.takes) if op.gated else 0.0
-            return self.product_s(op) + self.message_s([op]) + copied + gated
+            return self.product_s(op) + self.message_s([op]) + copied + gated + self.rounding_s(op, "forward")
         ops = self.together(op)
         rotary = self.pass_s("rotary", op.gives) if op.rotary else 0.0
-        return self.message_s(ops) / len(ops) + self.product_s(op) + rotary
+        return self.message_s(ops) / len(ops) + self.product_s(op) + rotary + self.rounding_s(op, "forward")
 
     def kernels_s(self) -> list[float]:
         """Seconds of attention's kernels (forward, backward) on this rank's share of the scores."""
@@ -150,7 +167,7 @@ class LayerSeconds:
     def matmul_s(self, gives: int, takes: int) -> float:
         """Seconds of all rows times a weight of (gives, takes) elements, shared by the tp ranks."""
         weights = gives * takes / self.tp
-        return self.speeds.seconds("matmul", 2 * self.rows * weights, sqrt(weights))
+        return self.speeds.seconds(self.matmul, 2 * self.rows * weights, sqrt(weights))
 
     def bytes_s(self, op: str, elements: float) -> float:
         """Seconds of an operation that reads and writes so many elements a row."""
@@ -207,7 +224,8 @@ class LayerSeconds:
 
     def backward(self) -> float:
         ops = self.layer.operations
-        products = fsum(self.product_s(op) for op in ops if op.kind in ("column", "row"))
+        linears = [op for op in ops if op.kind in ("column", "row")]
+        products = fsum(map(self.product_s, linears))
         norms = sum(op.kind == "norm" for op in ops)
         passes = norms * self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
         for op in ops:
@@ -216,6 +234,7 @@ class LayerSeconds:
             if op.gated:
                 passes += sum(self.pass_s(f"swiglu {way}", op.takes) for way in ("forward", "backward"))
         passes += fsum(self.pass_s("rotary", op.gives) for op in ops if op.rotary)
+        passes += fsum(self.rounding_s(op, "backward") for op in linears)
         if self.layer.head_norms:  # once more, then of their gradients
             passes += sum(map(self.head_norms_s, ("forward", "backward")))
         if self.at_once < self.cfg.n_head // self.tp:
