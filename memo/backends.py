@@ -50,10 +50,10 @@ def order(facts: Facts) -> tuple[str, ...]:
     return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
 
 
-def check_matmul(name: str, capability: tuple, itemsize: int) -> None:
-    """Whether a GPU of a compute capability, (0, 0) for a CPU, has matmul=name in a dtype of `itemsize`.
+def check_matmul(cfg: Config, capability: tuple, itemsize: int) -> None:
+    """Whether a GPU of a compute capability, (0, 0) for a CPU, has cfg.matmul in a dtype of `itemsize`.
     Source: memo/fp8.py. Errors: ConfigError."""
-    if name != "fp8" or capability == (0, 0):
+    if cfg.matmul != "fp8" or capability == (0, 0):
         return
     if capability < LEAST_FP8:
         raise ConfigError("matmul=fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, "
@@ -61,6 +61,10 @@ def check_matmul(name: str, capability: tuple, itemsize: int) -> None:
     if itemsize != 2:
         raise ConfigError("matmul=fp8 goes with dtype=bfloat16 only on a GPU, not float32 (its FP8 products "
                           "give no other); try --dtype=bfloat16")
+    if capability == LEAST_FP8 and cfg.tp > 1 and not cfg.metp:
+        raise ConfigError(f"matmul=fp8 with tp={cfg.tp} needs a GPU of compute capability 9.0 or above, not "
+                          "8.9 (its FP8 products take no matrix whose rows lie apart, as those of one rank's "
+                          "columns do); try --tensor_parallel=metp or --matmul=bf16")
 
 
 def missing(name: str, facts: Facts) -> str:

@@ -245,13 +245,12 @@ class Config:
             raise ConfigError(f"n_head/tp={H // tp} % cp={cp} != 0 (context_parallel=ulysses shares out a tp "
                               f"rank's heads again); try cp={math.gcd(H // tp, cp)} or context_parallel=ring")
         if S % self.block_multiple:
-            rule = "2*cp*tp" if self.zigzag else "cp*tp"
-            why = "zigzag gives each rank two chunks" if self.zigzag else "the tokens are shared out"
+            rule, why = self.block_rule
             most = max(1, S // self.block_multiple) * self.block_multiple
             raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try "
                               f"block_size={most}")
         if self.n_subsequences > (most := S // self.block_multiple):
-            rule = "2*cp*tp" if self.zigzag else "cp*tp"
+            rule, _ = self.block_rule
             raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (each gets at least "
                               f"({rule})={self.block_multiple} of block_size={S} tokens); try "
                               f"subsequences={most}")
@@ -264,17 +263,16 @@ class Config:
                               f"tp={math.gcd(self.padded_vocab_size, tp)}")
 
     def check_fp8(self) -> None:
-        """A GPU's FP8 products take widths and numbers of rows that are multiples of 16."""
+        """A GPU's FP8 products take widths that are multiples of 16; of rows see block_rule."""
         D, tp = self.head_width, self.tp
         by, parts = ("head_groups", head_groups(self)) if self.metp else ("tp", tp)
         widths = {"n_embd": self.n_embd, "n_embd/tp": self.n_embd / (tp if self.metp else 1),
                   "n_inner/tp": self.inner_width / tp, f"n_head*head_dim/{by}": self.n_head * D / parts,
-                  f"n_kv_head*head_dim/{by}": self.kv_heads * D / min(parts, self.kv_heads),
-                  "block_size/(cp*tp)": self.block_size / (self.cp * tp)}
+                  f"n_kv_head*head_dim/{by}": self.kv_heads * D / min(parts, self.kv_heads)}
         for name, width in widths.items():
             if width % FP8_MULTIPLE:
                 raise ConfigError(f"{name}={width:g} % {FP8_MULTIPLE} != 0 (matmul=fp8: a GPU's FP8 products "
-                                  "take such widths and numbers of rows only); try --matmul=bf16")
+                                  "take such widths only); try --matmul=bf16")
 
     def check_stages(self) -> None:
         """Each stage has a layer, and goes over its layers subsequence by subsequence."""
@@ -409,9 +407,23 @@ class Config:
         return (self.cp > 1 and self.context_parallel == "ring") or (self.metp and self.tp > 1)
 
     @property
-    def block_multiple(self) -> int:
-        """What block_size must be a multiple of."""
+    def layout_multiple(self) -> int:
+        """Tokens that the ranks can share out: as many for each, and for each of its chunks."""
         return (2 if self.zigzag else 1) * self.cp * self.tp
+
+    @property
+    def block_rule(self) -> tuple[str, str]:
+        """What block_size, and each subsequence, must be a multiple of, in words, and why."""
+        if self.matmul == "fp8":
+            return f"{FP8_MULTIPLE}*cp*tp", f"matmul=fp8: a rank's rows come in multiples of {FP8_MULTIPLE}"
+        if self.zigzag:
+            return "2*cp*tp", "zigzag gives each rank two chunks"
+        return "cp*tp", "the tokens are shared out"
+
+    @property
+    def block_multiple(self) -> int:
+        """The same as a number."""
+        return FP8_MULTIPLE * self.cp * self.tp if self.matmul == "fp8" else self.layout_multiple
 
     @property
     def padded_vocab_size(self) -> int:

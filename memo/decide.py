@@ -339,7 +339,7 @@ def numbers_of(cfg: Config) -> list[int]:
     and aligned in the layout; for several stages those with a bubble between the bounds, or the most."""
     if cfg.subsequences != "auto":
         return [cfg.subsequences]
-    most = cfg.block_size // max(LEAST_TOKENS, ALIGNED * cfg.block_multiple)
+    most = cfg.block_size // max(LEAST_TOKENS, ALIGNED * cfg.layout_multiple)
     numbers = [2**k for k in range(max(1, min(most, MOST_SUBSEQUENCES)).bit_length())]
     if cfg.pp in (1, "auto"):
         return numbers

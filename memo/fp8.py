@@ -20,10 +20,11 @@ bytes of each weight, with which a product of n rows computes 2 n FLOPs: little 
 
 torch._scaled_mm takes on a GPU: FP8 of both formats, not e5m2 twice; scales of rows on both sides, or one on
 either side; a row-major first operand and a column-major second one, their widths multiples of 16; with
-scales of rows a result in bf16, and e4m3 as the second operand; compute capability 8.9 and above. Source:
-pytorch's aten/src/ATen/native/cuda/ScaledBlas.cpp (_scaled_mm_out_cuda) and RowwiseScaledMM.cu
-(check_inputs). `use_fast_accum`, sums of fewer bits, serves in the forward alone, as in torchao
-(float8/config.py: gemm_config_output).
+scales of rows a result in bf16, and e4m3 as the second operand; compute capability 8.9 and above. That of
+8.9 takes rows that lie one behind the other, whatever the strides say: backends.check_matmul() refuses tp
+there. Source: pytorch's aten/src/ATen/native/cuda/ScaledBlas.cpp (_scaled_mm_out_cuda) and RowwiseScaledMM.cu
+(check_inputs, f8f8bf16_rowwise_impl_sm89). `use_fast_accum`, sums of fewer bits, serves in the forward alone,
+as in torchao (float8/config.py: gemm_config_output).
 """
 
 import math

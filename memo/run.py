@@ -149,7 +149,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
-    check_matmul(cfg.matmul, gpu_facts(device)["capability"], dtype.itemsize)
+    check_matmul(cfg, gpu_facts(device)["capability"], dtype.itemsize)
     cfg = stage_of(cfg, launch.rank, launch.world)
     found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,

@@ -41,8 +41,9 @@ def shares_with(cfg: Config, parts: Parts) -> Shares:
     cuts = [cfg.batch_size * n // ranks for n in subsequence_lengths(cfg)]
     layers = [len(replace(cfg, stage=k).layers) for k in range(cfg.pp)]
     multiple = cfg.batch_size * cfg.block_multiple // ranks  # of rows: as many of each sequence, and zigzag
-    if all(n % (ALIGNED * multiple) == 0 and n >= 2 * cfg.pp * ALIGNED * multiple for n in cuts):
-        multiple *= ALIGNED
+    aligned = ALIGNED * cfg.batch_size * cfg.layout_multiple // ranks
+    if all(n % aligned == 0 and n >= 2 * cfg.pp * aligned for n in cuts):
+        multiple = aligned
     return shares_of(layers, cuts, multiple, partial(flops_of_rows, cfg), parts)
 
 

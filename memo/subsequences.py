@@ -1,6 +1,6 @@
 """Where a sequence is cut into subsequences. Without torch.
 
-Lengths are multiples of 128 times what the layout needs (cfg.block_multiple), so that matrix products are
+Lengths are multiples of 128 times what the layout needs (cfg.layout_multiple), so that matrix products are
 aligned. Where the sequence is no such multiple, or has fewer of them than subsequences, lengths are multiples
 of what the layout needs alone.
 """
@@ -31,7 +31,7 @@ def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
 @lru_cache(64)  # an estimate asks again and again
 def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
     """The same, of the first stage; those of all stages are alike."""
-    S, aligned = S or cfg.block_size, ALIGNED * cfg.block_multiple
+    S, aligned = S or cfg.block_size, ALIGNED * cfg.layout_multiple
     N = max(1, min(cfg.n_subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple

@@ -13,6 +13,7 @@ from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
 from memo.matmul import FP8
 from memo.optim import Optimizer
+from memo.subsequences import subsequence_lengths
 from model import GPT
 from testing.twin import Twin
 from tests.helpers import CPU, LLAMA, error, perturbed_weights, random_batch
@@ -117,23 +118,37 @@ def test_a_tensor_of_more_than_2_31_elements():
 
 
 def test_what_has_no_fp8_says_so():
-    for capability, itemsize in (((0, 0), 4), ((8, 9), 2), ((10, 0), 2)):
-        check_matmul("fp8", capability, itemsize)
-    check_matmul("bf16", (8, 0), 4)
-    for capability, itemsize, message in (((8, 0), 2, "8.9 or above.*, not 8.0; try --matmul=bf16"),
-                                          ((9, 0), 4, "dtype=bfloat16 only.*; try --dtype=bfloat16")):
+    alone, tp2 = (Config(matmul="fp8", tp=tp) for tp in (1, 2))
+    for cfg, capability, itemsize in ((tp2, (0, 0), 4), (alone, (8, 9), 2), (tp2, (10, 0), 2),
+                                      (replace(tp2, tensor_parallel="metp"), (8, 9), 2),
+                                      (replace(tp2, matmul="bf16"), (8, 0), 4)):
+        check_matmul(cfg, capability, itemsize)
+    for cfg, capability, itemsize, message in (
+            (alone, (8, 0), 2, "8.9 or above.*, not 8.0; try --matmul=bf16"),
+            (alone, (9, 0), 4, "dtype=bfloat16 only.*; try --dtype=bfloat16"),
+            (tp2, (8, 9), 2, "tp=2 needs .* 9.0 or above, not 8.9 .*; try --tensor_parallel=metp or")):
         with pytest.raises(ConfigError, match=message):
-            check_matmul("fp8", capability, itemsize)
+            check_matmul(cfg, capability, itemsize)
 
 
 @pytest.mark.parametrize("keys,message", [
     (dict(n_embd=40), "n_embd=40"), (dict(n_inner=96, tp=4), "n_inner/tp=24"),
     (dict(n_kv_head=1, head_dim=24), "n_kv_head[*]head_dim/tp=24"),
-    (dict(n_head=8, tp=2, tensor_parallel="metp", head_groups=8), "n_head[*]head_dim/head_groups=8"),
-    (dict(block_size=1032), "block_size/[(]cp[*]tp[)]=1032")], ids=str)
+    (dict(n_head=8, tp=2, tensor_parallel="metp", head_groups=8), "n_head[*]head_dim/head_groups=8")],
+    ids=str)
 def test_widths_that_fp8_products_cannot_take(keys, message):
     with pytest.raises(ConfigError, match=f"^{message} % 16 != 0 .*; try --matmul=bf16$"):
         Config(**dict(n_embd=64, n_head=4, matmul="fp8") | keys)
+
+
+def test_every_unit_has_rows_that_fp8_products_can_take():
+    with pytest.raises(ConfigError, match=r"block_size=1032 % \(16\*cp\*tp\)=16 .* try block_size=1024"):
+        Config(matmul="fp8", block_size=1032)
+    for keys in (dict(block_size=1040, subsequences=2), dict(block_size=98304, cp=8, tp=4, subsequences=15)):
+        cfg = Config(matmul="fp8", **keys)  # their lengths are no multiples of 128 for each rank
+        ranks = cfg.cp * cfg.tp
+        assert not any(n // ranks % 16 for n in subsequence_lengths(cfg))
+        assert any(n // ranks % 16 for n in subsequence_lengths(replace(cfg, matmul="bf16")))
 
 
 # --- a layer ---

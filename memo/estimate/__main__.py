@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
     """The command line. Errors: ConfigError, bad input."""
     cfg, machine, world, options = prepare(argv)
     check_size(cfg, machine, world)
-    check_matmul(cfg.matmul, machine.capability, itemsize_of(cfg, machine))
+    check_matmul(cfg, machine.capability, itemsize_of(cfg, machine))
     arena = fast_arena if options.get("fast") else traced_arena
     lines, found = [], []
     if options.get("search"):

@@ -8,6 +8,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
+from memo.backends import check_matmul
 from memo.command import progress
 from memo.config import Config
 from memo.decide import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
@@ -124,7 +125,9 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = M
             for (use, kind), where in product(uses, ("auto", "cpu")):
                 keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
                             optimizer_device=where, alpha="auto") | mode | stage_keys(cfg, pp)
-                if one := config_with(cfg, **keys):
+                with suppress(ConfigError):
+                    one = replace(cfg, **keys)
+                    check_matmul(one, machine.capability, itemsize_of(one, machine))
                     yield one
 
 
