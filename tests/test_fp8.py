@@ -9,6 +9,8 @@ from memo import fp8
 from memo.backends import check_matmul
 from memo.config import Config
 from memo.errors import ConfigError
+from memo.estimate.hardware import machine
+from memo.estimate.search import layouts
 from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
 from memo.matmul import FP8
@@ -129,6 +131,8 @@ def test_what_has_no_fp8_says_so():
             (tp2, (8, 9), 2, "tp=2 needs .* 9.0 or above, not 8.9 .*; try --tensor_parallel=metp or")):
         with pytest.raises(ConfigError, match=message):
             check_matmul(cfg, capability, itemsize)
+    assert {(cfg.tp > 1, cfg.metp) for cfg in layouts(alone, machine("l40s"), 4)} == {
+        (False, False), (False, True), (True, True)}
 
 
 @pytest.mark.parametrize("keys,message", [
