@@ -62,7 +62,7 @@ class HostWeights:
         begin, end = buckets[0][0], buckets[-1][1]
         needs, there = model.dtype.itemsize * (end - begin), host_bytes("auto")
         if needs > there:
-            raise OutOfHostMemory(f"the layers' parameters need {needs / 2**30:.4g} GiB of host memory, "
+            raise OutOfHostMemory(f"the parameters that come need {needs / 2**30:.4g} GiB of host memory, "
                                   f"{there / 2**30:.4g} GiB are free; try a larger --tp")
         self.slab = HostSlab(needs, model.device, model.cfg.pin_memory)
         flat = self.slab.bytes.view(model.dtype)
