@@ -26,6 +26,13 @@ KINDS = {E4M3: (448, 2**7), E5M2: (57344, 2**14)}
 SMALLEST = 2.0**-126  # of fp32's normal numbers
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_scales_are_powers_of_two_that_use_the_range(kind):
     most, least = KINDS[kind]
@@ -51,8 +58,10 @@ def exact(q, scale):
     return (q.double() * scale[..., None].double()).flatten(0, 1)
 
 
-# "allows": the relative error of a product whose operands round by 2^-4 at most, or 2^-3
-@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-3), (torch.bfloat16, 2e-3)], ids=["fp32", "bf16"])
+# "limit": results in bf16 round by 2^-9. "allows": the relative error of a product whose operands round by
+# 2^-4 at most, or 2^-3
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-3), (torch.bfloat16, 2**-8)],
+                         ids=["fp32", "bf16"])
 @pytest.mark.parametrize("spread", [0, 20])
 def test_products_against_fp64(dtype, limit, spread):
     n, K, M = 48, 64, 80
