@@ -130,7 +130,7 @@ class AlphaProblem:
     @property
     def layer_keys_bytes(self) -> int:
         """Of keys and values that a layer sends."""
-        return self.placement.key_row_bytes(self.tensors) * self.placement.n_rows
+        return self.placement.sent_keys_row_bytes(self.tensors) * self.placement.n_rows
 
     def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
         """Bytes of the rows of a unit at each subsequence, where a layer has `always` in all rows, and

@@ -317,14 +317,14 @@ class Placement:
         """Bytes of a row's keys and values in the pieces that attention over a prefix reads."""
         return self.dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
 
-    def key_row_bytes(self, tensors: dict[str, Tensor]) -> int:
+    def sent_keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes that a unit sends to the host for each row of its keys and values, where these leave."""
         copied = self.several and self.keys == "copied"
         return self.keys_row_bytes(tensors) if copied else 0
 
     def keys_swapped(self, tensors: dict[str, Tensor]) -> dict[int, int]:
         """{unit: bytes of its keys and values, which go to the host}."""
-        if not (row := self.key_row_bytes(tensors)):
+        if not (row := self.sent_keys_row_bytes(tensors)):
             return {}
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
@@ -429,7 +429,7 @@ class Placement:
     def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of keys_swapped() of all units."""
         leaving = self.in_order.keys_leaving
-        return self.key_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
+        return self.sent_keys_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
 
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
         """{tensor: bytes of swapped() of all units}."""
