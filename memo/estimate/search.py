@@ -72,16 +72,16 @@ def likeness(got: Estimate) -> tuple:
 
 
 def with_seconds_of_best(fit: Sequence[Estimate], machine: Machine, best: int) -> list[Estimate]:
-    """Of Estimates without seconds those that may be among the `best`, with seconds: schedules, which take
-    long, run for those first that may be fastest, and for no others than these."""
+    """Of Estimates without seconds those that may be among the `best`, with seconds, where they fit with
+    these, too: schedules, which take long, run for those first that may be fastest, and for no others."""
     most, rates = [most_tgs(got, machine) for got in fit], dict[tuple, float]()
     found: dict[int, Estimate] = {}
     for k in sorted(range(len(fit)), key=lambda k: -most[k]):
         if len(rates) >= best and most[k] < sorted(rates.values())[-best]:
             break
-        found[k] = got = again(fit[k], machine, fast_arena)
+        got = again(fit[k], machine, fast_arena)
         if got.fits:
-            rates[likeness(got)] = got.tgs or 0.0
+            found[k], rates[likeness(got)] = got, got.tgs or 0.0
     return [found[k] for k in sorted(found)]
 
 
@@ -140,13 +140,13 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
     every, judged = [*layouts(cfg, machine, world)], 0
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "
                           "looked at closely"):
-        found: list[Estimate] = []
+        fit, taken = list[Estimate](), list[Estimate]()
         for one in every:
-            found += filter(None, [estimate_or_none(one, untimed(machine), world, fast_arena)])
+            got = estimate_or_none(one, untimed(machine), world, fast_arena)
+            if got and got.fits:
+                fit.append(got)
             judged += 1
-        taken = []
-        timed = with_seconds_of_best([got for got in found if got.fits], machine, best)
-        for got in sorted((got for got in timed if got.fits), key=speed, reverse=True):
+        for got in sorted(with_seconds_of_best(fit, machine, best), key=speed, reverse=True):
             if likeness(got) in seen:
                 continue
             seen.add(likeness(got))
