@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from memo.config import Config
-from memo.errors import reason
+from memo.errors import reason, warn
 from memo.files import open_file, parse_json
 from memo.formulas import percent
 
@@ -146,11 +146,10 @@ class WandbLogger:
                 mode = mode or ("online" if wandb.login(prompt=False) else "offline")
                 self.run = wandb.init(**keys, mode=mode)
             except Exception as e:
-                print(f"warning: wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})",
-                      file=sys.stderr)
+                warn(f"wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})")
                 self.run = wandb.init(**keys, mode="offline")
         except Exception as e:
-            print(f"warning: wandb is off: {type(e).__name__}: {reason(e)}", file=sys.stderr)
+            warn(f"wandb is off: {type(e).__name__}: {reason(e)}")
 
     def log(self, stats: StepStats) -> None:
         known = {k: v for k, v in stats.as_dict().items() if v is not None}
@@ -164,5 +163,5 @@ class WandbLogger:
             try:
                 call()
             except Exception as e:
-                print(f"warning: wandb stopped logging: {type(e).__name__}: {reason(e)}", file=sys.stderr)
+                warn(f"wandb stopped logging: {type(e).__name__}: {reason(e)}")
                 self.run = None
