@@ -216,10 +216,11 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
             (2, f"--tensor_parallel=metp {LLAMA} --tp=2 --n_layer=4 --n_embd=256 --n_head=4 "
                 "--block_size=8192 --activation=recompute")]
 FRESH = 4  # runs that a calibration serves: two cores that others share are 25% slower a quarter hour later
-# with 1, 4 and 8 subsequences, and as memo chooses, over four layouts
-SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=3 --n_embd=256 --n_head=4 --block_size=4096 "
+# with 1, 4 and 8 subsequences, and as memo chooses
+SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=2 --n_embd=256 --n_head=4 --block_size=8192 "
                             f"--alpha=0.5{layout}")
                     for ranks, layout in ((1, ""), (2, " --tp=2"), (2, " --cp=2"),
+                                          (2, " --cp=2 --context_parallel=ulysses"),
                                           (2, " --tp=2 --tensor_parallel=metp"))
                     for n, how in ((1, FIXED), (4, FIXED), (8, FIXED), ("auto", CHOSEN))]
 GPU_RUNS = [(1, f"--n_layer={L} --n_embd=4096 --n_head=32 --vocab_size=50257 --block_size={S}{more}")
