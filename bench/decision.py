@@ -31,8 +31,9 @@ import torch
 from bench.machine import machine as machine_at_hand
 from bench.swap_overlap import GRID
 from memo import memory, profiler
+from memo.choose import choose_subsequences
 from memo.config import Config
-from memo.decide import GAPS, Room, choose_subsequences, decide, problem_of, ways_of
+from memo.decide import GAPS, Room, decide, problem_of, ways_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate, judged
@@ -264,7 +265,7 @@ def main():
     torch.set_num_threads(1)
     results = []
     for S in LENGTHS:
-        with (patch("memo.decide.LEAST_TOKENS", LEAST),  # a CPU's kernels are fast at fewer, too
+        with (patch("memo.choose.LEAST_TOKENS", LEAST),  # a CPU's kernels are fast at fewer, too
               patch("memo.profiler.time", SimpleNamespace(perf_counter=time.thread_time))):
             device = measured_device(S)
             measured = {(N, cut): measured_rates(config_of(S, N, cut))

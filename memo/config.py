@@ -463,7 +463,7 @@ class Config:
 
     @property
     def undecided(self) -> bool:
-        """Whether stages, subsequences or the states' place are left to decide.choose(), for a training step.
+        """Whether stages, subsequences or the states' place are left to choose.choose(), for a training step.
         All else takes what is undecided as it is: there is one subsequence, or equal ones go layer by layer;
         states are on the device."""
         return "auto" in (self.pp, self.subsequences, self.states) or (
@@ -478,7 +478,7 @@ class Config:
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
               "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
               "rope_theta", "rope_scaling")
-# that decide.choose() replaces by numbers and places, and on what of a run's layout these depend
+# that choose.choose() replaces by numbers and places, and on what of a run's layout these depend
 SUBSEQUENCE_KEYS = ("subsequences", "subsequence_cut", "unit_order")
 CHOSEN_KEYS = (*SUBSEQUENCE_KEYS, "pp", "states")
 LAYOUT_KEYS = ("block_size", "batch_size", "tp", "tensor_parallel", "cp", "context_parallel", "pp")

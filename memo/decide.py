@@ -3,19 +3,15 @@ estimate what it models. No torch. Source: MEMO 4.1.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from math import inf, isqrt
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any
 
 from memo.config import Config
-from memo.errors import ConfigError
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, compute_seconds, rates_of, swap_s
 from memo.layer import groups_of, n_rows, tensors_of
-from memo.layout import degrees
-from memo.subsequences import ALIGNED, subsequence_lengths
+from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, placed, rests, swaps_layers
@@ -24,13 +20,6 @@ GAPS = 32  # one part in so many of the device's memory is lost to gaps between 
 STALL = 1e-6  # of a step's seconds: waiting that does not count
 HALVINGS = 6  # of the rate that alpha is found with, where copies do not hide
 SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its buffers is kept free
-LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
-MOST_SUBSEQUENCES = 256  # that are chosen; more save hardly any memory, and their simulation takes seconds
-LEAST_BUBBLE, MOST_BUBBLE = 1 / 64, 1 / 16  # of a pipeline's computing; less is not worth more subsequences
-# Times the seconds of the fastest: measured rates vary by as much, and the number of subsequences changes the
-# last bits of the losses, so that no toss of a coin shall pick it.
-EQUALLY_FAST = 1.03
-SHRINKS = 0.95  # at most so much of what lacks is left where four times the subsequences help
 
 
 @dataclass(frozen=True)
@@ -213,214 +202,3 @@ def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_by
     """Of a GPU's free bytes, those for buffers of activations; negative where there is too little. Arguments
     as for margin_bytes."""
     return free_bytes - margin_bytes(total_bytes, transient_bytes, head_bytes) - transient_bytes - head_bytes
-
-
-# --- how many stages ---
-
-class Judged(NamedTuple):
-    """Of a config with numbers: seconds of a step, 0 where no speeds are known; where it does not fit, the
-    bytes that lack, and of what, in words; whether activations are copied, or stages wait for each other, so
-    that more subsequences may be faster."""
-
-    seconds: float
-    lacking: float = 0
-    where: str = ""
-    copies: bool = True
-
-
-def degrees_of(n: int) -> list[int]:
-    """The divisors of n."""
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
-def stage_numbers(cfg: Config, world: int) -> list[int]:
-    """The numbers of stages to choose from: powers of two."""
-    return [pp for pp in degrees_of(world) if pp.bit_count() == 1 and pp <= cfg.n_layer]
-
-
-def stage_keys(cfg: Config, pp: int) -> dict[str, Any]:
-    """Keys with which a config has so many stages. Several are fed with subsequences, of equal FLOPs if that
-    is free: all take the same time then."""
-    if pp == 1:
-        return dict(pp=1)
-    keys: dict[str, Any] = dict(pp=pp, unit_order="subsequence")
-    if cfg.subsequences == 1:
-        keys["subsequences"] = "auto"
-    if cfg.subsequences == 1 or cfg.subsequence_cut == "auto":
-        keys["subsequence_cut"] = "flops"
-    return keys
-
-
-def with_stages(cfg: Config, world: int) -> list[Config]:
-    """The config, or with each number of stages that pp=auto may become; tp, cp and what else is given stay.
-    Errors: ConfigError: a layout that does not fill the world, or none that does."""
-    if cfg.pp != "auto":
-        degrees(cfg, world)
-        return [cfg]
-    found = []
-    for pp in stage_numbers(cfg, world):
-        keys = {name: value for name, value in stage_keys(cfg, pp).items() if getattr(cfg, name) == "auto"}
-        with suppress(ConfigError):
-            one = replace(cfg, **keys)
-            degrees(one, world)
-            replace(one, subsequences=numbers_of(one)[-1])  # too few for msp?
-            found.append(one)
-    if not found:
-        each, more = divmod(world, cfg.cp * cfg.tp)
-        if cfg.msp and each <= 1:
-            replace(cfg, pp=1)  # says that msp needs more
-        most = max(pp for pp in stage_numbers(cfg, world) if each % pp == 0)
-        remedy = (f"{max(1, each) * cfg.cp * cfg.tp} ranks" if more else
-                  f"--gradient_accumulation_steps={each // most}, or another tp or cp")
-        rule = (f"pp*dp*cp({cfg.cp})*tp({cfg.tp}) must "
-                f"be WORLD_SIZE({world}), pp a power of two up to n_layer={cfg.n_layer}, and dp must "
-                f"divide gradient_accumulation_steps={cfg.gradient_accumulation_steps}"
-                + "; with msp=True pp > 1, and at least pp subsequences" * cfg.msp)
-        remedy += ", or more --subsequences" * cfg.msp
-        raise ConfigError(f"pp=auto has no room for any number of stages: {rule}; try {remedy}")
-    return found
-
-
-def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
-    """(the config with numbers in place of auto, why these, in words), as `judge` sees it: of each number of
-    stages what choose_place() takes; of these the fastest that fits, the fewest stages among those
-    EQUALLY_FAST. Where none fits, the one that lacks least. Errors: as with_stages()."""
-    judge = cache(judge)
-    if cfg.pp != "auto":
-        return choose_place(cfg, judge, world)
-    every = with_stages(cfg, world)
-    found = [choose_place(one, judge, world) for one in every]
-    fits = [one for one, _ in found if not judge(one).lacking]
-    if not fits:
-        best, why = min(found, key=lambda one: judge(one[0]).lacking)
-        said = "no number of stages fits" if len(every) > 1 else "no other is possible; it does not fit"
-        return best, f"pp={best.pp} chosen, {said} {judge(best).where}"
-    most = EQUALLY_FAST * min(judge(one).seconds for one in fits)
-    best, why = next((one, why) for one, why in found if one in fits and judge(one).seconds <= most)
-    others = [one for one in fits if one != best]
-    said = "no other fits" if len(every) > 1 else "no other is possible"
-    if others:
-        other = min(others, key=lambda one: judge(one).seconds)
-        said = f"pp={other.pp} fits too"
-        if seconds := judge(best).seconds:
-            said = f"with pp={other.pp} a step takes {judge(other).seconds / seconds:.2f} times as long"
-    n = best.n_subsequences
-    return best, f"pp={best.pp} chosen, {said}" + f"; {n} subsequence{'s' * (n > 1)} {why}" * bool(why)
-
-
-# --- where states are ---
-
-def choose_place(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
-    """The same of a config with a number of stages, of each place of the states with the subsequences that
-    choose_subsequences() takes there: the device where that fits, else the fastest of the others. Where none
-    fits, the one that lacks least."""
-    if cfg.states != "auto":
-        return choose_subsequences(cfg, judge)
-    found = [choose_subsequences(replace(cfg, states="device"), judge)]
-    [(first, why)], on_device = found, judge(found[0][0])
-    if not on_device.lacking:
-        return first, why
-    for where in ("sharded", "host"):
-        with suppress(ConfigError):  # of several stages, or of an order of units, that needs all layers
-            if where != "sharded" or world > cfg.pp * cfg.tp:
-                found.append(choose_subsequences(replace(cfg, states=where), judge))
-    best, why = min(found, key=lambda one: (judge(one[0]).lacking, judge(one[0]).seconds))
-    if best.states == "device":
-        return best, why
-    said = f"states={best.states} chosen, states=device does not fit {on_device.where}"
-    return best, f"{why}; {said}" if why else said
-
-
-# --- how many subsequences ---
-
-def numbers_of(cfg: Config) -> list[int]:
-    """The numbers of subsequences to choose from: powers of two, each subsequence with LEAST_TOKENS or more,
-    and aligned in the layout; for several stages those with a bubble between the bounds, or the most."""
-    if cfg.subsequences != "auto":
-        return [cfg.subsequences]
-    most = cfg.block_size // max(LEAST_TOKENS, ALIGNED * cfg.layout_multiple)
-    numbers = [2**k for k in range(max(1, min(most, MOST_SUBSEQUENCES)).bit_length())]
-    if cfg.pp in (1, "auto"):
-        return numbers
-    return [n for n in numbers if LEAST_BUBBLE <= (cfg.pp - 1) / n <= MOST_BUBBLE] or numbers[-1:]
-
-
-def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]:
-    """(the config with numbers in place of auto, why these, in words): the fastest that fits as `judge` sees
-    it, among those EQUALLY_FAST the fewest subsequences, layer by layer, of equal length. Where none fits,
-    the one that lacks least.
-
-    Numbers grow until one fits that copies nothing, for only copies hide better with more; until a step has
-    become slower twice in a row, or until more do not help. The order "subsequence", which needs more memory,
-    is tried with the number that was found; with all where layer by layer none fits.
-    """
-    # a stage hands a subsequence on when all its layers are done with it
-    both = ("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.layers_come else ("layer", "subsequence")
-    if not cfg.undecided:
-        return cfg, ""
-    cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
-        (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
-    found: dict[Config, Judged] = {}
-    if numbers_of(cfg) == [1]:
-        return replace(cfg, subsequences=1, subsequence_cut=cuts[0], unit_order=orders[0]), ""
-
-    def look(order: str, numbers: Sequence[int]) -> None:
-        seen: list[Judged] = []
-        for n in numbers:
-            here: list[Judged] = []
-            for cut in cuts if n > 1 else cuts[:1]:
-                one = replace(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
-                found[one] = judge(one)
-                here.append(found[one])
-                if is_enough(found[one]):
-                    return
-            seen.append(min(here, key=lambda got: (got.lacking, got.seconds)))
-            if len(seen) < 3:
-                continue
-            a, b, c = seen[-3:]
-            slower = not c.lacking and a.seconds <= b.seconds <= c.seconds
-            # one alone keeps no layer's keys and values: two may lack more than it, where more lack less
-            if slower or (c.lacking > SHRINKS * a.lacking and numbers[len(seen) - 3] > 1):
-                return
-
-    def best() -> Config:
-        fits = [one for one, got in found.items() if not got.lacking]
-        if not fits:
-            return min(found, key=lambda one: found[one].lacking)
-        most = EQUALLY_FAST * min(found[one].seconds for one in fits)
-        return min((one for one in fits if found[one].seconds <= most), key=lambda one: (
-            one.subsequences, one.unit_order != "layer", one.subsequence_cut != "equal"))
-    look(orders[0], numbers_of(cfg))
-    for order in orders[1:]:
-        if found[best()].lacking:
-            look(order, [n for n in numbers_of(cfg) if n > 1])  # a single one has no order
-        elif best().subsequences > 1 and not is_enough(found[best()]):
-            look(order, [best().subsequences])
-    return best(), why_chosen(best(), found)
-
-
-def fewest(cfg: Config, world: int) -> Config:
-    """The config with the fewest stages and subsequences that choose() would look at, for want of a judge."""
-    return choose(cfg, lambda one: Judged(0.0), world)[0]
-
-
-def is_enough(got: Judged) -> bool:
-    """Whether it fits, and nothing says that others are faster."""
-    return not got.lacking and not (got.seconds and got.copies)
-
-
-def why_chosen(best: Config, found: dict[Config, Judged]) -> str:
-    """Why choose_subsequences() took `best` of those that it has found."""
-    if found[best].lacking:
-        return f"chosen, none fits {found[best].where}"
-    fewer = [one for one in found if one.subsequences < best.subsequences]
-    if not fewer:
-        faster = f"none is {EQUALLY_FAST - 1:.0%} faster"
-        return "chosen, " + ("it fits" if is_enough(found[best]) else faster)
-    n = max(one.subsequences for one in fewer)
-    least = min((found[one] for one in fewer if one.subsequences == n),
-                key=lambda got: (got.lacking, got.seconds))
-    if least.lacking:
-        return f"chosen, {n} does not fit {least.where}"
-    return f"chosen, {least.seconds / found[best].seconds - 1:.1%} faster than {n}"

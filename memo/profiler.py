@@ -32,8 +32,9 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 
 from memo.block import Block
+from memo.choose import numbers_of
 from memo.config import Config
-from memo.decide import Rates, numbers_of
+from memo.decide import Rates
 from memo.device import pick_device, settle, synchronize
 from memo.estimate.calibrate import Job, attentions, calibrate, matmuls, row_passes
 from memo.estimate.hardware import Machine, Speeds, calibration_path

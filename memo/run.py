@@ -14,10 +14,11 @@ from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.backends import check_matmul
 from memo.batch import Data, open_dataset
+from memo.choose import fewest, numbers_of, with_stages
 from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
 from memo.console import Attempts
 from memo.convert import check_folder
-from memo.decide import Decision, fewest, numbers_of, with_stages
+from memo.decide import Decision
 from memo.device import device_name, gpu_facts, pick_device, set_deterministic
 from memo.errors import ConfigError, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena

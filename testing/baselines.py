@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from memo.choose import degrees_of
 from memo.config import Config
-from memo.decide import degrees_of
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from memo.estimate.pipeline_seconds import hop_s
 from memo.estimate.roofline import LayerSeconds

@@ -52,7 +52,7 @@ def no_picture(run, name, work):
 
 def small_measures(m):
     """Runs choose from several subsequences at small lengths, and measure the machine on small tensors."""
-    m.setattr("memo.decide.LEAST_TOKENS", 128)
+    m.setattr("memo.choose.LEAST_TOKENS", 128)
     m.setitem(profiler.MOST_TOKENS, "cpu", 256)
     m.setitem(profiler.PASSED_BYTES, "cpu", (2**14, 2**16))
     m.setitem(profiler.PRODUCT_ROWS, "cpu", 64)

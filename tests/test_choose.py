@@ -10,19 +10,9 @@ import pytest
 import torch
 
 import train
+from memo.choose import Judged, choose, choose_subsequences, numbers_of, with_stages
 from memo.config import Config, as_keys
-from memo.decide import (
-    Judged,
-    Rates,
-    Room,
-    choose,
-    choose_subsequences,
-    decide,
-    numbers_of,
-    place_whole,
-    problem_of,
-    with_stages,
-)
+from memo.decide import Rates, Room, decide, place_whole, problem_of
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.__main__ import main
@@ -247,7 +237,7 @@ def test_a_host_that_is_too_small_is_named():
 
 @pytest.mark.slow
 def test_the_longest_context_needs_several(monkeypatch):
-    monkeypatch.setattr("memo.decide.MOST_SUBSEQUENCES", 16)  # for speed
+    monkeypatch.setattr("memo.choose.MOST_SUBSEQUENCES", 16)  # for speed
     cfg = big(2**20, n_layer=4, unit_order="layer", subsequence_cut="equal")
     small = replace(H100, memory_bytes=int(16e9))
     most = longest(cfg, small, 8, fast_arena)
@@ -295,7 +285,7 @@ def test_the_command_line(capsys):
 
 def test_nothing_is_measured_where_a_run_copies_nothing(dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("memo.profiler.measured_machine", None)
-    monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)
+    monkeypatch.setattr("memo.choose.LEAST_TOKENS", 128)
     train.main(argv(dataset, tmp_path, block_size=512, max_iters=1, warmup_iters=0))
     assert "\nsequence    1 subsequence: chosen, it fits\n" in capsys.readouterr().out
     stored = json.loads((tmp_path / "config.json").read_text())
@@ -308,7 +298,7 @@ def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, 
         def chosen(*_):
             raise error
         monkeypatch.setattr("memo.run.chosen", chosen)
-    monkeypatch.setattr("memo.decide.LEAST_TOKENS", 128)
+    monkeypatch.setattr("memo.choose.LEAST_TOKENS", 128)
     keys = dict(block_size=512, max_iters=1, warmup_iters=0) | stages
     fails(KeyError("speeds"))
     assert train.main(argv(dataset, tmp_path / "a", **keys)) == 0

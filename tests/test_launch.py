@@ -210,8 +210,8 @@ def here_choosing(host, argv):
     """here(), where each rank would choose another number of subsequences, if it were asked."""
     with pytest.MonkeyPatch.context() as m:
         small_measures(m)
-        m.setattr("memo.decide.LEAST_TOKENS", 16)
-        m.setattr("memo.decide.ALIGNED", 1)
+        m.setattr("memo.choose.LEAST_TOKENS", 16)
+        m.setattr("memo.choose.ALIGNED", 1)
         numbers = dict(subsequences=4 >> host.rank, subsequence_cut="equal", unit_order="layer")
         m.setattr("memo.run.chosen", lambda cfg, machine, world: replace(estimate(
             replace(cfg, **numbers), machine, world, fast_arena), chosen="tossed"))

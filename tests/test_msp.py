@@ -13,8 +13,9 @@ import torch
 
 import train
 from memo.bubbles import StageFacts, micro_batch_s
+from memo.choose import with_stages
 from memo.config import Config
-from memo.decide import Rates, Room, with_stages
+from memo.decide import Rates, Room
 from memo.errors import ConfigError
 from memo.estimate import budget, hardware, report, search
 from memo.estimate.arena import fast_arena

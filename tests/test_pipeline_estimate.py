@@ -11,8 +11,9 @@ import torch
 import train
 from memo import command as commands
 from memo import memory
+from memo.choose import numbers_of, with_stages
 from memo.config import Config
-from memo.decide import Decision, numbers_of, with_stages
+from memo.decide import Decision
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, hardware, pipeline_seconds, regions, report, search
 from memo.estimate.arena import fast_arena, head_bytes, traced_arena

@@ -9,17 +9,9 @@ from math import inf
 from typing import NamedTuple
 
 from memo.bubbles import StageFacts, with_bubbles
+from memo.choose import Judged, choose
 from memo.config import Config
-from memo.decide import (
-    Judged,
-    Placed,
-    Rates,
-    Room,
-    choose,
-    margin_bytes,
-    problems_of,
-    spare_bytes,
-)
+from memo.decide import Placed, Rates, Room, margin_bytes, problems_of, spare_bytes
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import GIB, Machine

@@ -4,8 +4,8 @@ the copy that a checkpoint is written from."""
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memo.choose import with_stages
 from memo.config import Config
-from memo.decide import with_stages
 from memo.estimate.hardware import Machine
 from memo.formulas import parameters
 from memo.stages import stage_parameters

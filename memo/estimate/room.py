@@ -4,8 +4,9 @@ small for anyway is told from the least that its mode takes, without an Estimate
 from dataclasses import replace
 from functools import cache
 
+from memo.choose import Judged, choose
 from memo.config import Config
-from memo.decide import Judged, Room, choose, problem_of, ways_of, with_buffers
+from memo.decide import Room, problem_of, ways_of, with_buffers
 from memo.estimate.arena import fast_arena, itemsize_of
 from memo.estimate.budget import Estimate, beside_activations, estimate, judged
 from memo.estimate.hardware import Machine

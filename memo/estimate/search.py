@@ -9,9 +9,9 @@ from math import inf
 from typing import Any
 
 from memo.backends import check_matmul
+from memo.choose import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
 from memo.command import progress
 from memo.config import Config
-from memo.decide import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import Estimate, again, chosen, estimate, untimed
