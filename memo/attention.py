@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from memo.backends import PACKAGES, Facts, choose_kernel, cudnn_version, missing
+from memo.errors import Unusable
 from memo.layer import heads_at_once
 
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
@@ -207,11 +208,6 @@ UNUSED = dict.fromkeys(
     sequed_k max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary
     q_descale k_descale v_descale""".split())
 UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
-
-
-class Unusable(Exception):
-    """A package that is not there, or of another interface. The message goes on from its name: "it is not
-    installed"."""
 
 
 def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:

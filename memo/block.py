@@ -24,7 +24,7 @@ from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
 from memo.layer import KEYS_VALUES, layer_of
-from memo.matmul import MATMULS
+from memo.matmul import matmul_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, in_slices
@@ -61,7 +61,7 @@ class Block:
     def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
         self.w, self.dw, self.attention, self.prefix = w, dw, attention, prefix
-        self.ops, self.matmul, self.tp = ops, MATMULS[cfg.matmul], mesh.weights
+        self.ops, self.matmul, self.tp = ops, matmul_of(cfg.matmul, ops.name), mesh.weights
         layer, self.eps = layer_of(cfg), cfg.norm_eps
         self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
         # the product of a query and a key has a variance of D; the softmax wants 1

@@ -9,6 +9,10 @@ class ConfigError(ValueError):
     """Bad input: a value that the user can mend."""
 
 
+class Unusable(Exception):
+    """A package that is not there, or of another interface. One line."""
+
+
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be written, read, or used for this model."""
 

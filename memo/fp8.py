@@ -158,13 +158,19 @@ def input_gradient(g: Gradient, w: torch.Tensor, out: torch.Tensor, add: bool = 
     return products(dyq, g.scale, w.t(), out, out if add else None)
 
 
-def weight_gradient(dw: torch.Tensor, g: Gradient, x: Quantised) -> None:
-    """dw (O, I) += the sum of dy^T x over the rows of all ranks."""
+def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dyq (O, tp n), xq (I, tp n) and a scale: their product over the rows of all ranks is dy^T x."""
     f = g.scale * x.scale  # (tp, n)
     largest = f.max().clamp_min(torch.finfo(f.dtype).tiny)
     # the GPU's kernels want both with the rows, over which the sum runs, as neighbours
-    dyq = torch.empty(dw.shape[0], f.numel(), dtype=E5M2, device=f.device)
+    dyq = torch.empty(g.dy.shape[-1], f.numel(), dtype=E5M2, device=f.device)
     rounded(g.dy.movedim(-1, 0), x.scale / largest, E5M2, out=dyq.unflatten(1, f.shape))
-    xq = torch.empty(dw.shape[1], f.numel(), dtype=E4M3, device=f.device)
+    xq = torch.empty(x.q.shape[-1], f.numel(), dtype=E4M3, device=f.device)
     xq.unflatten(1, f.shape).copy_(x.q.movedim(-1, 0))
-    dw += torch._scaled_mm(dyq, xq.t(), largest, torch.ones_like(largest), out_dtype=torch.float32)
+    return dyq, xq, largest
+
+
+def weight_gradient(dw: torch.Tensor, g: Gradient, x: Quantised) -> None:
+    """dw (O, I) += the sum of dy^T x over the rows of all ranks."""
+    dyq, xq, scale = gradient_operands(g, x)
+    dw += torch._scaled_mm(dyq, xq.t(), scale, torch.ones_like(scale), out_dtype=torch.float32)

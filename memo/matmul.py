@@ -1,6 +1,6 @@
 """How the products of a layer's linears are computed, behind one door: a Matmul is the choice between
 products in the run's dtype and FP8 ones (memo/fp8.py). Everything else (tensor parallelism, METP, the layer)
-takes one, and knows no number format.
+takes one, and knows no number format. With ops=te gradients of weights are transformer-engine's products.
 
 All are of the rows of all tp ranks at once: x (tp, n, I), y and dy (tp, n, O), w (O, I).
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from memo import fp8
+from memo import fp8, te
 from memo.parallel.mesh import Axis, Works
 
 Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place forward input_gradient "
@@ -95,3 +95,23 @@ RUN = Matmul("bf16", itself, pieces, start_gather, itself, itself, itself, forwa
 FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradients, fp8.place, fp8.forward,
              fp8.input_gradient, fp8.weight_gradient)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
+
+
+# --- with transformer-engine's product, which adds where it writes ---
+
+def te_weight_gradient(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    for dy_, x_ in zip(dy, x, strict=True):
+        te.add_product(dw, dy_, x_) if te.takes(dy_, x_) else accumulate_product(dw, dy_.t(), x_)
+
+
+def te_fp8_weight_gradient(dw: torch.Tensor, g: fp8.Gradient, x: fp8.Quantised) -> None:
+    te.add_fp8_product(dw, *fp8.gradient_operands(g, x))
+
+
+TE_MATMULS = {"bf16": RUN._replace(weight_gradient=te_weight_gradient),
+              "fp8": FP8._replace(weight_gradient=te_fp8_weight_gradient)}
+
+
+def matmul_of(name: str, ops: str) -> Matmul:
+    """The Matmul of cfg.matmul, beside the Ops of this name."""
+    return (TE_MATMULS if ops == "te" else MATMULS)[name]

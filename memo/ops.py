@@ -2,13 +2,16 @@
 x_forward / x_backward; and the merge of two parts of attention.
 
 Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has
-none that does, or that goes over memory once: an Ops is the choice between torch's own kernels (any device)
-and fused ones in Triton (memo/kernels.py; CUDA). Bytes read and written, in units of one bf16 tensor of x's
-shape:
+none that does, or that goes over memory once: an Ops is the choice between torch's own kernels (any device),
+fused ones in Triton (memo/kernels.py; CUDA), and transformer-engine's (CUDA). Bytes read and written, in
+units of one bf16 tensor of x's shape:
 
     torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
              (through fp32), merge 9, SwiGLU forward 5, backward 13
     triton   norm forward 2, backward 4, rotary 2, merge 5, SwiGLU forward 3, backward 5
+    te       norms by transformer-engine (memo/te.py), forward 2, backward 6; the others as triton
+
+`auto` never takes te, which goes over memory more often than triton.
 
 A norm is LayerNorm where a mean is kept, y = (x - mean) rstd w + b, and RMSNorm where there is none, y = x
 rstd w. Every row is computed alone, so that a range of rows gets the same bits as all of them.
@@ -16,11 +19,12 @@ rstd w. Every row is computed alone, so that a range of rows gets the same bits 
 
 import importlib.util
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
 
+from memo import te
 from memo.errors import ConfigError
 from memo.parallel.tp import chunks
 
@@ -214,45 +218,69 @@ TRITON = Ops("triton", fused_norm_forward, fused_norm_backward, fused_rotary, fu
              fused_swiglu_forward, fused_swiglu_backward)
 
 
-def lacking(device: torch.device) -> str:
-    """Why the fused kernels cannot serve on a device, as far as can be said without touching it; else
+TE = TRITON._replace(name="te", norm_forward=te.norm_forward, norm_backward=te.norm_backward)
+
+
+# --- the choice ---
+
+OPS = {ops.name: ops for ops in (TRITON, TORCH, TE)}
+AUTO = ("triton", "torch")  # the fastest first
+
+
+def lacking(name: str, device: torch.device) -> str:
+    """Why the kernels called `name` cannot serve on a device, as far as can be said without touching it; else
     empty."""
-    if device.type == "meta":  # where a GPU's requests are traced
+    if name == "torch" or device.type == "meta":  # where a GPU's requests are traced
         return ""
     if device.type != "cuda":
         return "they need a CUDA device"
-    return "" if importlib.util.find_spec("triton") else "triton is not installed"
+    if not importlib.util.find_spec("triton"):
+        return "triton is not installed"
+    return te.lacking() if name == "te" else ""
 
 
-def failing(device: torch.device) -> str:
-    """Why the fused kernels cannot be launched on a CUDA device, in bf16; empty where they were."""
+def failing(name: str, device: torch.device) -> str:
+    """Why the kernels called `name` cannot be launched on a CUDA device, in bf16; empty where they were."""
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
-    x, w, (mean, rstd, lse, dw) = zeros(1, 16), zeros(16), zeros(4, 16, dtype=torch.float32)
+    ops, x, w, (mean, rstd, lse, dw) = OPS[name], zeros(1, 16), zeros(16), zeros(4, 16, dtype=torch.float32)
     heads = zeros(1, 1, 1, 16)
     try:
         with torch.cuda.device(device):  # the one that Triton launches on
             for kept in (mean[:1], None):  # LayerNorm, RMSNorm
-                fused_norm_forward(x, w, None, x, kept, rstd[:1], 1e-5)
-                fused_norm_backward(x, x, x, kept, rstd[:1], w, None, dw, None, x)
-            fused_swiglu_forward(x, x, x)
-            fused_swiglu_backward(zeros(1, 16), zeros(1, 16), zeros(1, 16))
-            fused_rotary(x[:, None], zeros(1, 1, 8, dtype=torch.complex64), back=True)
-            fused_merge(heads.float(), lse[None, None, :1], heads, lse[None, None, 1:2])
+                ops.norm_forward(x, w, None, x, kept, rstd[:1], 1e-5)
+                ops.norm_backward(x, x, x, kept, rstd[:1], w, None, dw, None, x)
+            ops.swiglu_forward(x, x, x)
+            ops.swiglu_backward(zeros(1, 16), zeros(1, 16), zeros(1, 16))
+            ops.rotary(x[:, None], zeros(1, 1, 8, dtype=torch.complex64), back=True)
+            ops.merge(heads.float(), lse[None, None, :1], heads, lse[None, None, 1:2])
+            if name == "te":
+                te.add_product(zeros(16, 16, dtype=torch.float32), x, x)
         return ""
-    except Exception as e:  # no C compiler, a driver that is too old: whatever triton says
-        return f"triton fails ({type(e).__name__}: {(str(e).splitlines() or [''])[-1]})"
+    except Exception as e:  # no C compiler, a driver that is too old: whatever they say
+        return f"{name} fails ({type(e).__name__}: {(str(e).splitlines() or [''])[-1]})"
+
+
+def choose_ops(name: str, whys: Mapping[str, str]) -> tuple[str, str]:
+    """(the kernels called `name`, or for "auto" the first of AUTO that can serve; why those before were not
+    taken). `whys`: {kernels: why they cannot serve, empty where they can}. Errors: ConfigError where named
+    ones cannot serve."""
+    if name != "auto":
+        if whys[name]:
+            raise ConfigError(f"ops={name} is not available: {whys[name]}; try ops=auto")
+        return name, ""
+    chosen = next(one for one in AUTO if not whys[one])  # torch's serve always
+    return chosen, "; ".join(whys[one] for one in AUTO[:AUTO.index(chosen)])
 
 
 def resolve_ops(name: str, device: torch.device, launch: bool = True) -> tuple[Ops, str]:
-    """(the Ops called `name`, or for "auto" the fastest one there is; why no faster one). With `launch` a
-    kernel is tried. Errors: a named one that is absent."""
-    why = "" if name == "torch" else lacking(device)
-    if name != "torch" and not why and launch and device.type == "cuda":
-        why = failing(device)
-    if name == "triton" and why:
-        raise ConfigError(f"ops=triton is not available: {why}; try ops=auto")
-    return (TORCH, why) if name == "torch" or why else (TRITON, "")
+    """(the Ops called `name`, or for "auto" the fastest ones; what is to be said of the choice). With
+    `launch` each kernel is tried. Errors: those of choose_ops."""
+    whys = {one: lacking(one, device) for one in (AUTO if name == "auto" else (name,))}
+    for one in [one for one, why in whys.items() if launch and device.type == "cuda" and not why]:
+        whys[one] = failing(one, device) if one != "torch" else ""
+    name, why = choose_ops(name, whys)
+    return OPS[name], te.installed().label if name == "te" and device.type == "cuda" else why
 
 
 # --- GELU: y = x P(Z <= x), or its tanh approximation ---

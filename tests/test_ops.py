@@ -1,23 +1,47 @@
-"""Norms, SwiGLU, rotary positions: torch's kernels and the fused ones (Triton's interpreter) against fp64."""
+"""Norms, SwiGLU, rotary positions: torch's kernels, the fused ones (Triton's interpreter) and
+transformer-engine's (a stand-in with its versions' parameters) against fp64."""
 
 import pytest
 import torch
 
-from memo import ops
+from memo import fp8, ops, te
+from memo.config import Config
 from memo.errors import ConfigError
-from memo.ops import TORCH, TRITON, resolve_ops, rotations
+from memo.matmul import TE_MATMULS
+from memo.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
+from memo.optim import Optimizer
+from model import GPT
+from tests import fake_te
+from tests.helpers import LLAMA, perturbed_weights, random_batch
 
 CPU, EPS = torch.device("cpu"), 1e-5
 BF16 = 2**-7  # of 8 bits; Triton's interpreter cuts off what torch rounds
 
 
+def install_te(monkeypatch, version):
+    fake_te.install(monkeypatch, version)
+    monkeypatch.setattr(te, "installed", te.installed.__wrapped__)  # known anew each time
+
+
+def kernels(name, monkeypatch):
+    if name == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where triton is imported, nothing else does here
+        pytest.importorskip("triton")
+        return TRITON
+    if name == "te":
+        install_te(monkeypatch, "2.20.2")
+        return TORCH._replace(name="te", norm_forward=TE.norm_forward, norm_backward=TE.norm_backward)
+    return TORCH
+
+
 @pytest.fixture(params=["torch", "triton"])
 def kind(request, monkeypatch):
-    if request.param == "torch":
-        return TORCH
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where triton is imported, which nothing else does here
-    pytest.importorskip("triton")
-    return TRITON
+    return kernels(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["torch", "triton", "te"])
+def norms(request, monkeypatch):
+    return kernels(request.param, monkeypatch)
 
 
 def error(got, want):
@@ -27,12 +51,12 @@ def error(got, want):
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("N,C", [(7, 64), (21, 96), (3, 5)])
-def test_norm_forward_and_backward(kind, N, C, bias, dtype, limit, monkeypatch):
+def test_norm_forward_and_backward(norms, N, C, bias, dtype, limit, monkeypatch):
     monkeypatch.setattr(ops, "PROGRAMS", 4)
     x, dy, residual = (torch.randn(N, C).to(dtype) for _ in range(3))
     w, b = (1 + torch.randn(C) / 4).to(dtype), torch.randn(C).to(dtype) if bias else None
     out, mean, rstd = torch.empty_like(x), torch.empty(N), torch.empty(N)
-    kind.norm_forward(x, w, b, out, mean, rstd, EPS)
+    norms.norm_forward(x, w, b, out, mean, rstd, EPS)
     x_, w_, b_ = (t if t is None else t.double().requires_grad_() for t in (x, w, b))
     want = torch.nn.functional.layer_norm(x_, (C,), w_, b_, EPS)
     want.backward(dy.double())
@@ -43,7 +67,7 @@ def test_norm_forward_and_backward(kind, N, C, bias, dtype, limit, monkeypatch):
         for into in (torch.empty_like(x), dy.clone()):
             dw, db = torch.ones(C), torch.ones(C) if bias else None
             like = into if into.equal(dy) else dy  # over dy itself
-            kind.norm_backward(add, like, x, mean, rstd, w, b, dw, db, into)
+            norms.norm_backward(add, like, x, mean, rstd, w, b, dw, db, into)
             assert error(into, x_.grad + (0 if add is None else add.double())) < limit
             assert error(dw - 1, w_.grad) < 1e-4  # fp32, whatever the dtype
             assert not bias or error(db - 1, b_.grad) < 1e-4
@@ -51,12 +75,12 @@ def test_norm_forward_and_backward(kind, N, C, bias, dtype, limit, monkeypatch):
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("N,C,eps", [(7, 64, 1e-5), (21, 96, 1e-6), (3, 5, 0.5)])
-def test_rms_norm_forward_and_backward(kind, N, C, eps, dtype, limit, monkeypatch):
+def test_rms_norm_forward_and_backward(norms, N, C, eps, dtype, limit, monkeypatch):
     monkeypatch.setattr(ops, "PROGRAMS", 4)
     monkeypatch.setattr(ops, "CACHED_ELEMENTS", 4 * C)  # several chunks
     x, dy, residual = (torch.randn(N, C).to(dtype) for _ in range(3))
     w, out, rstd = (1 + torch.randn(C) / 4).to(dtype), torch.empty_like(x), torch.empty(N)
-    kind.norm_forward(x, w, None, out, None, rstd, eps)
+    norms.norm_forward(x, w, None, out, None, rstd, eps)
     x_, w_ = x.double().requires_grad_(), w.double().requires_grad_()
     want = x_ * (x_.square().mean(1, keepdim=True) + eps).rsqrt() * w_
     want.backward(dy.double())
@@ -65,7 +89,7 @@ def test_rms_norm_forward_and_backward(kind, N, C, eps, dtype, limit, monkeypatc
     for add in (None, residual):
         for into in (torch.empty_like(x), dy.clone()):
             dw, like = torch.ones(C), into if into.equal(dy) else dy  # over dy itself
-            kind.norm_backward(add, like, x, None, rstd, w, None, dw, None, into)
+            norms.norm_backward(add, like, x, None, rstd, w, None, dw, None, into)
             assert error(into, x_.grad + (0 if add is None else add.double())) < limit
             assert error(dw - 1, w_.grad) < 1e-4  # fp32, whatever the dtype
 
@@ -119,32 +143,101 @@ def test_merged_parts_are_attention_to_all_keys(kind, dtype):
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_a_range_of_rows_gets_the_bits_of_all(kind, norm):
+def test_a_range_of_rows_gets_the_bits_of_all(norms, norm):
     x, w = torch.randn(40, 96).bfloat16(), torch.randn(96).bfloat16()
     whole, part, rstd = torch.empty_like(x), torch.empty(9, 96).bfloat16(), torch.empty(40)
     mean, few = (torch.empty(40), torch.empty(9)) if norm == "layernorm" else (None, None)
-    kind.norm_forward(x, w, None, whole, mean, rstd, EPS)
-    kind.norm_forward(x[7:16], w, None, part, few, rstd[:9], EPS)
+    norms.norm_forward(x, w, None, whole, mean, rstd, EPS)
+    norms.norm_forward(x[7:16], w, None, part, few, rstd[:9], EPS)
     assert torch.equal(part, whole[7:16])
     gates = [whole.clone(), x.clone()], [whole[7:16].clone(), x[7:16].clone()]
     for gate, up in gates:
-        kind.swiglu_backward(torch.ones_like(gate), gate, up)
+        norms.swiglu_backward(torch.ones_like(gate), gate, up)
     assert all(torch.equal(some, every[7:16]) for every, some in zip(*gates, strict=True))
 
 
-def test_what_fused_kernels_request_is_traced_without_triton():
+@pytest.mark.parametrize("fused", [TRITON, TE], ids=lambda ops: ops.name)
+def test_what_fused_kernels_request_is_traced_without_them(fused):
     x, w, dw = (torch.empty(*shape, device="meta") for shape in ((8, 64), (64,), (64,)))
     mean = rstd = torch.empty(8, device="meta")
     for kept in (mean, None):
-        TRITON.norm_forward(x, w, None, x, kept, rstd, EPS)
-        assert TRITON.norm_backward(x, x, x, kept, rstd, w, None, dw, None, x) is x
-    assert TRITON.swiglu_forward(x, x, x) is x and TRITON.swiglu_backward(x, x, x) == (x, x)
-    assert resolve_ops("auto", torch.device("meta")) == (TRITON, "")
+        fused.norm_forward(x, w, None, x, kept, rstd, EPS)
+        assert fused.norm_backward(x, x, x, kept, rstd, w, None, dw, None, x) is x
+    assert fused.swiglu_forward(x, x, x) is x and fused.swiglu_backward(x, x, x) == (x, x)
+    name = "auto" if fused is TRITON else "te"
+    assert resolve_ops(name, torch.device("meta")) == (fused, "")
 
+
+# --- transformer-engine's products ---
+
+@pytest.mark.parametrize("version", ["2.0.0", "2.20.2"])
+@pytest.mark.parametrize("matmul", ["bf16", "fp8"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_gradients_of_weights_are_added_where_they_lie(matmul, strided, version, monkeypatch):
+    """By te's product, or where rows of bf16 lie apart, which te does not see, by torch's."""
+    install_te(monkeypatch, version)
+    dy, x = (torch.randn(48, 2, width).bfloat16().transpose(0, 1) for width in (32, 64))
+    dy, x = (dy, x) if strided else (dy.contiguous(), x.contiguous())
+    product, dw = TE_MATMULS[matmul], torch.ones(32, 64)
+    g, taken = product.gradients(dy), product.rows(x)
+    product.weight_gradient(dw, g, taken)
+    if matmul == "fp8":
+        dyq, xq, scale = fp8.gradient_operands(g, taken)
+        want = scale * dyq.double() @ xq.double().t()
+    else:
+        want = dy.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+    assert error(dw - 1, want) < (1e-2 if strided and matmul == "bf16" else 1e-5)  # torch's CPU sums in bf16
+
+
+@pytest.mark.parametrize("keys, products", [
+    (dict(matmul="bf16"), 6), (LLAMA | dict(matmul="fp8", n_embd=64, n_inner=128, head_dim=16), 7)],
+    ids=["GPT", "Llama in FP8"])
+def test_a_layers_gradients_with_te_are_those_with_torch(keys, products, monkeypatch):
+    cfg = Config(n_layer=1, n_head=4, vocab_size=128, block_size=64, attention="math", position="rope",
+                 **dict(n_embd=64) | keys)
+    grads, called = {}, []
+    monkeypatch.setattr(te, "gemm", lambda *args, real=te.gemm: (called.append(1), real(*args)))
+    for name in ("torch", "te"):
+        found = kernels(name, monkeypatch)
+        monkeypatch.setattr("model.resolve_ops", lambda *_, found=found: (found, ""))
+        model = GPT(cfg, CPU, torch.bfloat16)
+        Optimizer(model, cfg).load(perturbed_weights(cfg, CPU))
+        model.forward(*random_batch(cfg, 1, 64, CPU), scale=1.0)
+        model.backward()
+        grads[name] = model.grads
+    assert len(called) == products
+    assert error(grads["te"], grads["torch"].double()) < 2e-2
+
+
+# --- the choice ---
 
 def test_absent_kernels_are_an_error_only_by_name():
     assert resolve_ops("auto", CPU) == (TORCH, "they need a CUDA device")
     assert resolve_ops("torch", CPU) == (TORCH, "")
-    with pytest.raises(ConfigError,
-                       match="ops=triton is not available: they need a CUDA device; try ops=auto"):
-        resolve_ops("triton", CPU)
+    for name in ("triton", "te"):
+        with pytest.raises(ConfigError, match=f"^ops={name} is not available: they need a CUDA device; "
+                                              "try ops=auto$"):
+            resolve_ops(name, CPU)
+    assert choose_ops("auto", dict(triton="", torch="")) == ("triton", "")
+    assert choose_ops("auto", dict(triton="triton is not installed", torch="")) == (
+        "torch", "triton is not installed")
+    assert choose_ops("te", dict(te="")) == ("te", "")
+
+
+@pytest.mark.parametrize("version, why", [
+    (None, "transformer-engine is not installed (docs/install.md)"),
+    ("1.13.0", "transformer-engine 1.13.0 has another layernorm_fwd, which takes no input; install a version "
+               "that requirements-gpu.txt names"),
+    ("3.0.0", "transformer-engine 3.0.0 has another rmsnorm_bwd, which wants arg6; install a version that "
+              "requirements-gpu.txt names"),
+    ("2.0.0", ""), ("2.20.2", "")])
+def test_what_cannot_be_called_of_transformer_engine_is_said_in_a_line(version, why, monkeypatch):
+    install_te(monkeypatch, version)
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: name)  # Triton's
+    assert te.lacking() == ops.lacking("te", torch.device("cuda")) == why
+    if why:
+        with pytest.raises(ConfigError) as e:
+            resolve_ops("te", torch.device("cuda"), launch=False)
+        assert str(e.value) == f"ops=te is not available: {why}; try ops=auto"
+    else:
+        assert resolve_ops("te", torch.device("cuda"), launch=False) == (TE, f"transformer-engine {version}")

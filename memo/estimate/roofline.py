@@ -29,6 +29,7 @@ PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms nor
 # with ops=torch on a GPU
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20, "rms norm backward": 48,
                    "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13}
+PASSES_OF = {"torch": PASSES_OF_TORCH, "te": PASSES | {"norm backward": 6, "rms norm backward": 6}}  # cfg.ops
 # Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
 # largest element of each row, and again, and written at half the width; for the gradient of a weight that of
 # the result is shifted and turned, and the input turned.
@@ -38,7 +39,7 @@ ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the 
 
 def units_of_passes(cfg: Config, speeds: Speeds) -> dict[str, int]:
     """{operation: tensors that it reads and writes} with the kernels of cfg.ops."""
-    return PASSES_OF_TORCH if cfg.ops == "torch" and "rotary" not in speeds.table else PASSES
+    return PASSES if "rotary" in speeds.table else PASSES_OF.get(cfg.ops, PASSES)
 
 
 def norm_of(cfg: Config) -> str:

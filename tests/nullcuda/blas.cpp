@@ -145,6 +145,8 @@ struct Layout {
 static_assert(sizeof(Layout) <= sizeof(cublasLtMatrixLayoutOpaque_t));
 
 size_t cublasLtGetVersion() { return CUBLAS_VERSION; }
+cublasStatus_t cublasLtCreate(cublasLtHandle_t *h) { return cublasCreate_v2((cublasHandle_t *)h); }
+cublasStatus_t cublasLtDestroy(cublasLtHandle_t h) { return cublasDestroy_v2((cublasHandle_t)h); }
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t, cudaDataType_t) {
     *d = (cublasLtMatmulDesc_t)calloc(1, sizeof(cublasLtMatmulDescOpaque_t));
     return CUBLAS_STATUS_SUCCESS;
