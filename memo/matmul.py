@@ -101,11 +101,14 @@ MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
 
 def te_weight_gradient(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     for dy_, x_ in zip(dy, x, strict=True):
-        te.add_product(dw, dy_, x_) if te.takes(dy_, x_) else accumulate_product(dw, dy_.t(), x_)
+        te.add_product(dw, dy_, x_) if te.takes(dw, dy_, x_) else accumulate_product(dw, dy_.t(), x_)
 
 
 def te_fp8_weight_gradient(dw: torch.Tensor, g: fp8.Gradient, x: fp8.Quantised) -> None:
-    te.add_fp8_product(dw, *fp8.gradient_operands(g, x))
+    if te.takes(dw):
+        te.add_fp8_product(dw, *fp8.gradient_operands(g, x))
+    else:
+        fp8.weight_gradient(dw, g, x)
 
 
 TE_MATMULS = {"bf16": RUN._replace(weight_gradient=te_weight_gradient),

@@ -129,7 +129,7 @@ META = SimpleNamespace(
     layernorm_fwd=lambda *args: meta_norm_forward(*args, statistics=2),
     rmsnorm_fwd=lambda *args: meta_norm_forward(*args, statistics=1),
     layernorm_bwd=meta_norm_backward, rmsnorm_bwd=meta_norm_backward, generic_gemm=lambda *args: None,
-    dtype=dict.fromkeys((torch.float32, torch.bfloat16)), float8=lambda q, scale: q)
+    dtype=dict.fromkeys((torch.float32, torch.bfloat16)), float8=lambda *q_scale: q_scale)
 
 
 def package(x: torch.Tensor) -> SimpleNamespace:
@@ -142,6 +142,8 @@ def package(x: torch.Tensor) -> SimpleNamespace:
 def norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
                  mean: torch.Tensor | None, rstd: torch.Tensor, eps: float) -> None:
     assert x.is_contiguous() and out.is_contiguous()  # te goes by shapes alone
+    if not len(x):  # te refuses tensors without elements
+        return
     te = package(x)
     how = eps, out, None, te.dtype[x.dtype], 0, False
     if mean is None:
@@ -171,9 +173,9 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
 
 # --- products, added in fp32 ---
 
-def takes(*tensors: torch.Tensor) -> bool:
+def takes(dw: torch.Tensor, *operands: torch.Tensor) -> bool:
     """Whether te's product is one of these in bf16: it goes by shapes alone, and rounds fp32 to TF32."""
-    return all(t.is_contiguous() and t.dtype == torch.bfloat16 for t in tensors)
+    return dw.is_contiguous() and all(t.is_contiguous() and t.dtype == torch.bfloat16 for t in operands)
 
 
 # (O, I), (n, O), (n, I): dw += dy^T x
