@@ -1,4 +1,4 @@
-# `make train`, `make demo`, `make quick`, `make test`: each builds .venv first. `make test-cuda`: tests/nullcuda/README.md
+# `make train`, `make demo`, `make quick`, `make test`: each builds .venv first. `make test-cuda`, `make test-te`: tests/nullcuda/README.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --no-compile -e .
 # Two tests at a time, each on one core: most of them wait for processes of their own, or for files
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: train demo quick test same-losses lint test-cuda test-cuda-bench
+.PHONY: train demo quick test same-losses lint test-cuda test-te test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,stdlib)
 
@@ -31,6 +31,9 @@ same-losses: $(VENV)/.installed data/stdlib/meta.json
 
 test-cuda:
 	tests/nullcuda/run.sh $(PYTHON) '$(TORCH)' tests
+
+test-te:
+	tests/nullcuda/run.sh $(PYTHON) '$(TORCH)' te
 
 test-cuda-bench:
 	tests/nullcuda/run.sh $(PYTHON) '$(TORCH)' bench

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -217,6 +218,31 @@ def kernels_that_tell(speeds):
 
 
 @contextmanager
+def te_that_tells(speeds):
+    """transformer-engine's norms. Its products the library sees by itself."""
+    from memo import te
+
+    def telling(name, real):
+        def call(*args):
+            results = real(*args)
+            reads, writes = (tensors([t for t in ts if t is not results[0]]) for ts in (args, results))
+            writes += tensors(results[:1])
+            amount = sum(map(nbytes, (*reads, *writes)))
+            NULL.did(name, amount / speeds.rate("memory", amount), [*((*span(t), 0) for t in reads),
+                                                                    *((*span(t), 1) for t in writes)])
+            return results
+        return call
+
+    @cache
+    def installed(real=te.installed):
+        found = vars(real())
+        norms = {name: telling(name, call) for name, call in found.items() if "norm" in name}
+        return SimpleNamespace(**found | norms)
+    with patch.object(te, "installed", installed):
+        yield
+
+
+@contextmanager
 def watching(speeds):
     """memo as null CUDA shall see it."""
     from memo.swap.streams import CudaStream
@@ -233,7 +259,7 @@ def watching(speeds):
             NULL.label("")
     with (patch.object(CudaStream, "__init__", init), patch.object(CudaStream, "launch", launch),
           patch.object(time, "perf_counter", NULL.now), threads_that_meet(), kernels_that_tell(speeds),
-          Watch(speeds)):
+          te_that_tells(speeds), Watch(speeds)):
         yield
 
 
