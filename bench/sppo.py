@@ -47,7 +47,7 @@ def every_score(cfg):
 def cut(cfg, multiple):
     """The lengths of equal FLOPs as the paper counts them, multiples of `multiple`."""
     with patch("memo.subsequences.layer_forward_terms", every_score):
-        counts = equal_flops(cfg, S // multiple, multiple, cfg.subsequences)
+        counts = equal_flops(*layer_forward_terms(cfg), S // multiple, multiple, cfg.subsequences)
     return tuple(n * multiple for n in counts)
 
 

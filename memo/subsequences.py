@@ -36,7 +36,7 @@ def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
     if cfg.subsequence_cut == "flops":
-        counts = equal_flops(cfg, count, multiple, N)
+        counts = equal_flops(*layer_forward_terms(cfg), count, multiple, N)
     else:  # the earlier ones have one more
         counts = [count // N + (i < count % N) for i in range(N)]
     return tuple(n * multiple for n in counts)
@@ -69,11 +69,10 @@ def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
                 layers_come=cfg.layers_come, edges_come=cfg.edges_come, dealt=keys_dealt(cfg))
 
 
-def equal_flops(cfg: "Config", count: int, multiple: int, N: int) -> list[int]:
+@lru_cache(512)  # configs that differ in other keys alone have the same
+def equal_flops(linear: int, square: int, count: int, multiple: int, N: int) -> list[int]:
     """`count` multiples dealt to N subsequences: each ends as near as that goes to an equal part of the FLOPs
-    of a layer's forward, and has at least one."""
-    linear, square = layer_forward_terms(cfg)
-
+    of a layer's forward, layer_forward_terms(), and has at least one."""
     def flops(k: int) -> int:  # asked for thousands of times
         return N * (linear + square * multiple * k) * multiple * k
     ends = [0]

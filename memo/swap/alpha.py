@@ -121,8 +121,8 @@ class AlphaProblem:
         """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
         known, p = self.placement.sizes_known, self.placement  # whatever the rate and the host's room are
         if "beside" not in known:
-            twice = sum(n for unit, (_, n) in p.stream_rows.items()
-                        if p.number.get(unit, self.n_swapped) < self.n_swapped)  # inputs that the stream has
+            streamed = p.streamed_of_first(self.n_swapped)
+            twice = sum(n * self.cuts[i] for i, n in streamed.items())  # inputs that the stream has
             known["beside"] = (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
                                - p.row_bytes(self.tensors[INPUT]) * twice)
         return known["beside"]

@@ -51,6 +51,22 @@ def units_of_first(layers: int, subsequences: int, order: str, guests: Shares, n
     return Counter(in_order(layers, subsequences, order, guests).likes[:n])
 
 
+@lru_cache(64)
+def streamed_of_first(layers: int, subsequences: int, order: str, guests: Shares, n: int) -> Counter[int]:
+    """The same of those whose input leaves, where the stream is copied."""
+    its, leave = in_order(layers, subsequences, order, guests), {*stream_leaves(layers, subsequences, order)}
+    return Counter(i for i, unit in zip(its.likes[:n], its.units, strict=False) if unit in leave)
+
+
+@lru_cache(128)
+def buffers_in_turns(layers: int, subsequences: int, order: str, guests: Shares, lengths: tuple[int, ...],
+                     n: int) -> list[tuple[int, int]]:
+    """[(first row, rows)] of n buffers, one after the other, that units of `lengths` take in turns."""
+    rows = [*map(lengths.__getitem__, in_order(layers, subsequences, order, guests).likes)]
+    longest = [max(rows[b::n]) for b in range(n)]
+    return list(zip(accumulate(longest, initial=0), longest, strict=False))
+
+
 @lru_cache(16)
 def stream_places(layers: int, order: str, cuts: tuple[int, ...],
                   forward_only: bool) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
@@ -150,6 +166,12 @@ class Placement:
     def units_of_first(self, n: int) -> Counter[int]:
         """{place of a subsequence, or guest, in `lengths`: its units among the first n}."""
         return units_of_first(self.n_layer, self.subsequences, self.order, self.guests, n)
+
+    def streamed_of_first(self, n: int) -> Counter[int]:
+        """The same of those whose input the stream has."""
+        if not self.stream_rows:
+            return Counter()
+        return streamed_of_first(self.n_layer, self.subsequences, self.order, self.guests, n)
 
     @property
     def units(self) -> list[tuple[int, int]]:
@@ -262,10 +284,10 @@ class Placement:
         n = self.n_inputs if name == INPUT else self.n_buffers
         if not self.several and (name == INPUT or n != 2):  # one after the other
             return [(b * self.n_rows, self.n_rows) for b in range(n)]
-        rows = [*map(self.lengths.__getitem__, self.likes)]
-        lengths = [max(rows[b::n]) for b in range(n)]
+        found = buffers_in_turns(self.n_layer, self.subsequences, self.order, self.guests, self.lengths, n)
         if n != 2:
-            return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+            return found
+        lengths = [rows for _, rows in found]
         # neighbours take turns: neither may reach into what the other keeps
         kept = [self.kept_rows(i, name) for i in range(len(self.lengths))]
         spans = [self.lengths[a] + kept[b] for i, j in self.in_order.neighbours for a, b in ((i, j), (j, i))]
@@ -433,11 +455,9 @@ class Placement:
 
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
         """{tensor: bytes of swapped() of all units}."""
-        swapped, found = range(max(0, self.n_swapped)), dict[str, int]()
-        whole, units = self.units_of_first(len(swapped)), self.units
-        some = whole - Counter(self.likes[k] for k in self.gives_up)
-        if self.stream_rows:
-            whole = Counter(self.likes[k] for k in swapped if units[k] not in self.stream_rows)
+        swapped, found = max(0, self.n_swapped), dict[str, int]()
+        some = self.units_of_first(swapped) - Counter(self.likes[k] for k in self.gives_up)
+        whole = self.units_of_first(swapped) - self.streamed_of_first(swapped)
         for name, t in tensors.items():
             if not self.apart(name) and not (self.x_stays and name == INPUT):
                 found[name] = self.row_bytes(t) * sum(
