@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +144,31 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+@cache
+def kind_of(func: Any) -> tuple[str, list[str], int]:
+    """What an operation does with tensors: ("writes", "views" or "makes", the arguments that it writes, how
+    many results it has, which are the first of these where it makes none)."""
+    results = [r.alias_info for r in func._schema.returns]
+    written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    # lift_fresh: of a constant, for which a fake tensor has memory
+    makes = not all(results) or torch.Tag.inplace_view in func.tags or func.name() == "aten::lift_fresh"
+    return "makes" if makes else "writes" if written else "views", written, len(results)
+
+
+def described(value: Any) -> Any:
+    """Equal for arguments of an operation that give results of the same shapes."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(described, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+
+
+def maker_of(value: Any) -> Callable[[], Any]:
+    """What makes a tensor of the same shape as a result; of what is no tensor, what gives it again."""
+    if not isinstance(value, torch.Tensor):
+        return lambda: value
+    return partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 class FakeArena(TorchDispatchMode):
     """Records the requests of segments that run on fake tensors: those of each operation's results, and
     `requests`, see traced_requests()."""
@@ -151,6 +177,7 @@ class FakeArena(TorchDispatchMode):
         super().__init__()
         self.requests, self.ids = requests, 0
         self.log: list[Entry] = []
+        self.makers: dict[tuple, list[Callable[[], Any]]] = {}
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
 
     def run(self, label: str, work: Callable, *args: Any) -> Any:
@@ -160,14 +187,13 @@ class FakeArena(TorchDispatchMode):
         self.log.append(("end", label, 0))
         return result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch's compiler, which never sees this, would be told to leave it alone each time
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        old = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
-        result = func(*args, **kwargs)
-        for t in tensors_in((result,)):
-            if t.untyped_storage()._cdata not in old:
-                self.note(t.untyped_storage())
+        result = self.result(func, args, kwargs or {})
         own = []
         for nbytes in self.requests(func.name(), args) if self.requests else ():
             self.ids += 1
@@ -175,13 +201,40 @@ class FakeArena(TorchDispatchMode):
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
 
-    def note(self, storage: torch.UntypedStorage) -> None:
-        if storage.nbytes() and storage not in self.known:
-            self.ids += 1
-            event = (str(self.ids), storage.nbytes())
-            self.known[storage] = event
-            self.log.append(("malloc", *event))
-            weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
+    def result(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """func(*args, **kwargs), whose new memory is noted. On tensors without values most operations take
+        long for nothing: those that write are left out, and others where their results are known by shape."""
+        kind, names, n = kind_of(func)
+        if kind == "writes":
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            written = [given[name] for name in names]
+            if all(t.device.type == "meta" for t in tensors_in(written)):  # others may need a scalar
+                return written[0] if n == 1 else tuple(written[:n]) or None
+        if kind == "views":
+            return func(*args, **kwargs)
+        key = func, described(args), described([*kwargs.items()])
+        if key in self.makers:
+            results = tuple(make() for make in self.makers[key])
+            self.note(map(torch.Tensor.untyped_storage, tensors_in(results)))
+            return results if len(results) > 1 else results[0]
+        old = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
+        result = func(*args, **kwargs)
+        new = [t.untyped_storage() for t in tensors_in((result,)) if t.untyped_storage()._cdata not in old]
+        self.note(new)
+        makers = [*map(maker_of, result if isinstance(result, tuple) else [result])]
+        alike = [t.untyped_storage().nbytes() for t in tensors_in(make() for make in makers)]
+        if alike == [storage.nbytes() for storage in new] and not isinstance(result, list):
+            self.makers[key] = makers  # each result has memory of its own, and no more than its shape needs
+        return result
+
+    def note(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            if storage.nbytes() and storage not in self.known:
+                self.ids += 1
+                event = (str(self.ids), storage.nbytes())
+                self.known[storage] = event
+                self.log.append(("malloc", *event))
+                weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
 
     def recorded(self) -> Trace:
         """The Trace so far."""
