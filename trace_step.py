@@ -1,9 +1,11 @@
 """Prints the memory requests of a training step of one rank in the format of memo.planner, without memory or
 GPU: python trace_step.py [config/x.py] [--key=value ...] [--multiprocessors=132] [--stage=0]
+With - it answers lines of stdin: to the keys of a step in JSON the requests, as a text in JSON.
 
 Layers that make the same requests are run once; of the chunks of the head, which are alike, two.
 """
 
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -46,7 +48,7 @@ def read_argv(argv: list[str]) -> tuple[Config, int]:
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     end_with_reader()
-    answer_early(read_argv)
+    answer_early(lambda argv: argv == ["-"] or read_argv(argv))
 
 import torch
 
@@ -82,6 +84,12 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
 
 
 def main(argv: list[str]) -> None:
+    if argv == ["-"]:
+        for line in sys.stdin:
+            keys = json.loads(line)
+            numbers = keys["device"], keys.pop("threads"), keys.pop("multiprocessors")
+            print(json.dumps(trace_step(Config(**keys), *numbers).text), flush=True)
+        return
     cfg, multiprocessors = read_argv(argv)
     device = "cpu" if cfg.device == "cpu" else "cuda"
     print(trace_step(cfg, device, torch.get_num_threads(), multiprocessors).text, end="")

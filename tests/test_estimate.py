@@ -23,7 +23,7 @@ from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import budget, calibrate, expected, hardware, regions, report, room, search
+from memo.estimate import arena, budget, calibrate, expected, hardware, regions, report, room, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.host import granting
 from memo.estimate.roofline import LayerSeconds
@@ -574,6 +574,33 @@ def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
         every = trace_step(cfg, "cuda")
     assert len(few.events) < len(every.events)
     assert planned_arena_bytes(few, cfg.solver, "cuda") == planned_arena_bytes(every, cfg.solver, "cuda")
+
+
+@pytest.mark.parametrize("argv", [["--subsequences=3", "--tensor_parallel=metp", "--tp=2"],
+                                  ["--matmul=fp8", "--tp=2"], ["--device=cpu"]], ids=" ".join)
+def test_a_trace_is_the_same_where_every_operation_runs(argv):
+    cfg = load(["config/gpt2_124m.py", "--block_size=1536", "--vocab_size=1024", *argv])
+    device = "cpu" if cfg.device == "cpu" else "cuda"
+    quick = trace_step(cfg, device)
+    with (patch.object(rehearsal, "kind_of", lambda func: ("makes", [], 0)),
+          patch.object(rehearsal, "described", lambda value: object())):
+        assert trace_step(cfg, device) == quick
+
+
+@pytest.mark.slow
+def test_another_process_traces_one_step_after_the_other():
+    def here(keys):
+        asked.append((keys, trace_step(replace(cfg, attention=keys["attention"]), keys["device"])))
+        return asked[-1][1]
+    asked, process = [], arena.tracer()
+    for S in (1024, 2048):
+        cfg = load(["config/gpt2_124m.py", f"--block_size={S}", "--vocab_size=1000"])
+        with patch.object(arena, "cache_folder", lambda: None):
+            traced_arena(cfg, A800, here)
+    assert all(arena.trace_elsewhere(keys) == trace for keys, trace in asked) and arena.tracer() is process
+    with pytest.raises(ConfigError, match=r"trace of a step failed .*n_layer=0 must be at least 1.*--fast"):
+        arena.trace_elsewhere(asked[0][0] | dict(n_layer=0))
+    assert process.poll() is not None
 
 
 def test_where_only_metp_fits_the_search_and_the_remedies_find_it():

@@ -3,12 +3,13 @@ bound.
 """
 
 import hashlib
-import os
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
@@ -29,7 +30,7 @@ from memo.layer import (
     makes_queries_early,
     travelling,
 )
-from memo.planner.plan import ALIGNMENT, cached_plan
+from memo.planner.plan import ALIGNMENT, PLANNING_S, bilevel
 from memo.planner.trace import Trace, parse_trace
 from memo.subsequences import subsequence_lengths
 
@@ -81,7 +82,7 @@ TraceOf = Callable[[dict[str, Any]], Trace]
 def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
     """The ArenaBytes of a step's Trace, planned as the run plans it."""
     def peak(trace: Trace) -> int:
-        return cached_plan(trace, cache_folder(), solver, ALIGNMENT[device]).arena_bytes
+        return bilevel(trace, solver, ALIGNMENT[device], PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head")
               for event in events]
     return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
@@ -94,16 +95,24 @@ def shortest(cfg: Config, layers: int = 1) -> Config:
     return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding), shares=())
 
 
+@cache
+def tracer() -> subprocess.Popen:
+    """A process that traces, and stays: it needs torch, which takes seconds to import."""
+    return subprocess.Popen([sys.executable, ROOT / "trace_step.py", "-"], text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def trace_elsewhere(keys: dict[str, Any]) -> Trace:
-    """The Trace of the keys of traced_arena, by another process, which needs torch: some seconds. Errors:
-    ConfigError."""
-    argv = [f"--{k}={v}" for k, v in keys.items() if k != "threads"]
-    done = subprocess.run([sys.executable, ROOT / "trace_step.py", *argv], capture_output=True, text=True,
-                          env=os.environ | dict(OMP_NUM_THREADS=str(keys["threads"])))
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"the trace of a step failed ({why}); try --fast")
-    return parse_trace(done.stdout, "trace_step.py")
+    """The Trace of the keys of traced_arena, by another process. Errors: ConfigError."""
+    process = tracer()
+    assert process.stdout is not None  # it is a pipe
+    try:
+        print(json.dumps(keys), file=process.stdin, flush=True)
+        return parse_trace(json.loads(process.stdout.readline()), "trace_step.py")
+    except (OSError, ValueError):  # it has ended
+        tracer.cache_clear()
+        why = (process.communicate()[1].strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"the trace of a step failed ({why}); try --fast") from None
 
 
 def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
