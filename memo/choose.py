@@ -26,7 +26,7 @@ SHRINKS = 0.95  # at most so much of what lacks is left where four times the sub
 # --- how many stages ---
 
 class Judged(NamedTuple):
-    """Of a config with numbers: seconds of a step, 0 where no speeds are known; where it does not fit, the
+    """Of a config with numbers: seconds of a step, 0 where they are not known; where it does not fit, the
     bytes that lack, and of what, in words; whether activations are copied, or stages wait for each other, so
     that more subsequences may be faster."""
 
@@ -187,7 +187,7 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
             if len(seen) < 3:
                 continue
             a, b, c = seen[-3:]
-            slower = not c.lacking and a.seconds <= b.seconds <= c.seconds
+            slower = not (a.lacking or b.lacking or c.lacking) and a.seconds <= b.seconds <= c.seconds
             # one alone keeps no layer's keys and values: two may lack more than it, where more lack less
             if slower or (c.lacking > SHRINKS * a.lacking and numbers[len(seen) - 3] > 1):
                 return

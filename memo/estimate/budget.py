@@ -321,10 +321,13 @@ def chosen(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_aren
     """The Estimate of what choose() takes of a config, with the Estimates of a machine as the judge, and a
     bound of the temporary tensors; with deterministic=True by room alone, for speeds differ from run to
     run."""
-    machine = untimed(machine) if cfg.deterministic else machine
-    of = cache(lambda one: estimate(one, machine, world, bound))
-    one, why = choose(cfg, lambda one: judged(of(one)), world)
-    return replace(of(one), asked=cfg, chosen=why)
+    def on(machine: Machine) -> Callable[[Config], Estimate]:
+        return cache(lambda one: estimate(one, machine, world, bound))
+    alone = timed = on(untimed(machine))
+    if machine.speeds and not cfg.deterministic:
+        timed = on(machine)  # asked for what fits alone: to simulate a schedule takes long
+    one, why = choose(cfg, lambda one: judged(timed(one) if alone(one).fits else alone(one)), world)
+    return replace(timed(one), asked=cfg, chosen=why)
 
 
 def again(got: Estimate, machine: Machine, arena: ArenaOf) -> Estimate:
