@@ -18,6 +18,7 @@ from memo.swap.layer_states import coming
 if TYPE_CHECKING:
     import torch
 
+STAGE_KEYS = (*MODEL_KEYS, "pp", "stage")  # that the parameters of a stage depend on
 ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank's part of them
 
 Piece = namedtuple("Piece", "name shape offsets tensor")
@@ -60,14 +61,13 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
     """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally: that of the
     embeddings, those of the layers, that of the final norm. A stage may have nothing in the first and the
     last."""
-    model = {name: getattr(cfg, name) for name in (*MODEL_KEYS, "pp", "stage")}  # no other key counts
-    return known_layout(Config(**model), tp, data)
+    return known_layout(tuple(getattr(cfg, name) for name in STAGE_KEYS), tp, data)
 
 
 @lru_cache(64)  # a search asks again and again
-def known_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """The same, of keys that count."""
-    parameters = model_parameters(cfg)
+def known_layout(keys: tuple, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+    """The same, of the values of STAGE_KEYS."""
+    parameters = model_parameters(Config(**dict(zip(STAGE_KEYS, keys, strict=True))))
     layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)
     first, *_, last = ("." in name for name in parameters)  # a layer's
     return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
