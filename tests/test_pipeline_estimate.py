@@ -74,7 +74,8 @@ def held(host, args):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks,keys", [
-    (2, dict(STAGES, pp=2, alpha=0.5)), (2, dict(STAGES, pp="auto", alpha=0.5)),
+    pytest.param(2, dict(STAGES, pp=2, alpha=0.5), marks=pytest.mark.slow),
+    (2, dict(STAGES, pp="auto", alpha=0.5)),
     (3, dict(STAGES, **LLAMA, pp=3, subsequences=3, activation="swap", subsequence_cut="flops"))])
 def test_a_run_finds_what_was_estimated_of_each_stage(dataset, tmp_path, ranks, keys):
     shape = dict(n_layer=5, block_size=768, n_head=4, n_embd=64, batch_size=1)

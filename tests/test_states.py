@@ -53,7 +53,7 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation=
     for mode, family, N, micros in zip(MODES, (OF_2019, LARGE_ENDS) * 2, (1, 4, 4, 1), (1, 3, 3, 1),
                                        strict=True)]
     + [dict(subsequences=4, gradient_accumulation_steps=1, **LLAMA)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_where_states_are_changes_no_bit(keys, dtype, monkeypatch, one_thread):
     monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 2**12)  # many edges, at which copies are cut
     cfg = replace(SMALL, **keys)
