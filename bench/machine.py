@@ -40,8 +40,7 @@ def store_parts(doc, path, parts):
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    result = json.loads(path.read_text()) if path.exists() else {}
-    for name in args.parts or parts:
-        result[name] = dict(machine=machine(), found=parts[name](args.rounds))
+    found = {name: dict(machine=machine(), found=parts[name](args.rounds)) for name in args.parts or parts}
+    result = (json.loads(path.read_text()) if path.exists() else {}) | found
     path.write_text(json.dumps(result, indent=1) + "\n")
     return {name: part["found"] for name, part in result.items()}

@@ -15,8 +15,10 @@ For y = x w^T, where s_x and s_dy are scales of rows (n,), and s_w is one of the
 
 A row's scale is of that row alone, so that a range of rows gets the same bits as all of them; and the same
 whatever the other ranks hold, but for what is below the range of a scale. Weights are rounded where they are
-used: nothing of them is kept, and whoever writes or brings them need not know. That reads and writes five
-bytes of each weight, with which a product of n rows computes 2 n FLOPs: little at the lengths here.
+used, and nothing of them is kept: that reads and writes five bytes of each weight, with which a product of n
+rows computes 2 n FLOPs, little at the lengths here. Those that travel between ranks (METP) are rounded where
+they come from, once each time that they travel: half the bytes are on the way, and products of many pieces of
+rows take them as they are.
 
 torch._scaled_mm takes on a GPU: FP8 of both formats, not e5m2 twice; scales of rows on both sides, or one on
 either side; a row-major first operand and a column-major second one, their widths multiples of 16; with
@@ -28,7 +30,8 @@ as in torchao (float8/config.py: gemm_config_output).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +58,27 @@ class Quantised:
     def transpose(self, first: int, second: int) -> "Quantised":
         """Of two dims but the last."""
         return Quantised(self.q.transpose(first, second), self.scale.transpose(first, second))
+
+
+class Matrix:
+    """w = q * scale: q (O, I) in e4m3, scale () fp32."""
+
+    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    def dim(self) -> int:
+        return self.q.dim()
+
+    def t(self) -> "Matrix":
+        return self.turned
+
+    @cached_property
+    def turned(self) -> "Matrix":
+        """(I, O), made once for the products of many pieces of rows."""
+        return Matrix(self.q.t().contiguous(), self.scale)
 
 
 class Gradient:
@@ -125,34 +149,57 @@ def place(x: Quantised, dy: torch.Tensor) -> torch.Tensor:
     return dy.new_empty(x.q.shape)
 
 
-def weights(w: torch.Tensor) -> Quantised:
-    """(O, I), all with one scale, as that of each row (1, O)."""
+def weights(w: torch.Tensor | Matrix) -> Matrix:
+    """(O, I), all with one scale; what is a Matrix already is as it was."""
+    if isinstance(w, Matrix):
+        return w
     scale = scale_of(torch.linalg.vector_norm(w, math.inf), E4M3)
-    return Quantised(rounded(w, scale.reciprocal(), E4M3), scale.repeat(1, len(w)))
+    return Matrix(rounded(w, scale.reciprocal(), E4M3), scale)
 
 
-def products(a: torch.Tensor, scale: torch.Tensor, w: torch.Tensor, outs: torch.Tensor,
+# matrices that travel
+
+def matrices(axis: Axis, lots: Sequence[Sequence[torch.Tensor]]) -> list[list[Matrix]]:
+    """Each lot with one scale, the same on all ranks of `axis`: scales need not travel, and parts of several
+    ranks, or of several matrices, make one matrix."""
+    amax = [torch.stack([torch.linalg.vector_norm(w, math.inf) for w in lot]).amax() for lot in lots]
+    scales = scale_of(axis.gather(torch.stack(amax).float()).amax(0), E4M3)
+    return [[Matrix(rounded(w, scale.reciprocal(), E4M3), scale) for w in lot]
+            for lot, scale in zip(lots, scales, strict=True)]
+
+
+def carried(w: torch.Tensor | Matrix) -> torch.Tensor:
+    return w.q.view(torch.uint8) if isinstance(w, Matrix) else w  # a bias travels as it is
+
+
+def arrived(t: torch.Tensor, like: torch.Tensor | Matrix) -> torch.Tensor | Matrix:
+    return Matrix(t.view(E4M3), like.scale) if isinstance(like, Matrix) else t
+
+
+def products(a: torch.Tensor, scale: torch.Tensor, w: torch.Tensor | Matrix, outs: torch.Tensor,
              residual: torch.Tensor | None = None, fast: bool = False) -> torch.Tensor:
     """outs (tp, n, O) = scale (tp, n) a (tp, n, I) w (O, I)^T + residual, (O,) or as outs, or none; a in
     FP8."""
     by = weights(w)
+    columns = by.scale.repeat(1, len(by))
     for i, out in enumerate(outs):
         to = out if residual is None else torch.empty_like(out)  # the residual may lie where the result goes
         if not out.is_meta:  # requests no memory; torch 2.13 has no meta kernel
-            torch._scaled_mm(a[i], by.q.t(), scale[i][:, None].contiguous(), by.scale, out_dtype=to.dtype,
+            torch._scaled_mm(a[i], by.q.t(), scale[i][:, None].contiguous(), columns, out_dtype=to.dtype,
                              use_fast_accum=fast, out=to)
         if residual is not None:
             torch.add(residual if residual.dim() == 1 else residual[i], to, out=out)
     return outs
 
 
-def forward(x: Quantised, w: torch.Tensor, out: torch.Tensor,
+def forward(x: Quantised, w: torch.Tensor | Matrix, out: torch.Tensor,
             residual: torch.Tensor | None = None) -> torch.Tensor:
     """y = x w^T + residual."""
     return products(x.q, x.scale, w, out, residual, fast=True)
 
 
-def input_gradient(g: Gradient, w: torch.Tensor, out: torch.Tensor, add: bool = False) -> torch.Tensor:
+def input_gradient(g: Gradient, w: torch.Tensor | Matrix, out: torch.Tensor,
+                   add: bool = False) -> torch.Tensor:
     """dx = dy w, or dx += dy w."""
     dyq = rounded(g.dy, g.scale.reciprocal()[..., None], E5M2)
     return products(dyq, g.scale, w.t(), out, out if add else None)
@@ -170,7 +217,11 @@ def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Te
     return dyq, xq, largest
 
 
+def add_product(dw: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
+    """dw (O, I) += scale a (O, n) b (I, n)^T, both in FP8."""
+    dw += torch._scaled_mm(a, b.t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
+
+
 def weight_gradient(dw: torch.Tensor, g: Gradient, x: Quantised) -> None:
     """dw (O, I) += the sum of dy^T x over the rows of all ranks."""
-    dyq, xq, scale = gradient_operands(g, x)
-    dw += torch._scaled_mm(dyq, xq.t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
+    add_product(dw, *gradient_operands(g, x))

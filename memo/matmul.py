@@ -6,15 +6,15 @@ All are of the rows of all tp ranks at once: x (tp, n, I), y and dy (tp, n, O), 
 """
 
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from memo import fp8, te
 from memo.parallel.mesh import Axis, Works
 
-Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place forward input_gradient "
-                              "weight_gradient")
+Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place matrices carried arrived "
+                              "forward input_gradient weight_gradient")
 Matmul.__doc__ = """How a linear y = x w^T is computed:
 
     rows(x), gradients(dy)
@@ -27,6 +27,12 @@ Matmul.__doc__ = """How a linear y = x w^T is computed:
         Works of what the products take of an input (tp, n, I), from that of own rows (n, I)
     place(x, dy)
         memory for the gradient of x, which nobody reads any more: its own, or new, of dy's dtype
+    matrices(axis, lots)
+        lots of matrices (each a list), of which each rank of `axis` has a part, as they travel between these
+    carried(w)
+        the tensor of such a matrix, or of a bias, that messages carry: a row for each of its rows
+    arrived(t, like)
+        a matrix, or a bias, of what was carried from any rank, as products take it; `like`: the rank's own
     forward(x, w, out, residual)
         out = x w^T + residual: a bias (O,), a tensor like out (it may be out itself), or None
     input_gradient(dy, w, out, add)
@@ -90,10 +96,14 @@ def start_gather(axis: Axis, x: torch.Tensor) -> Works:
     return axis.start_gather(x)
 
 
-RUN = Matmul("bf16", itself, pieces, start_gather, itself, itself, itself, forward, input_gradient,
-             weight_gradient)
-FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradients, fp8.place, fp8.forward,
-             fp8.input_gradient, fp8.weight_gradient)
+def matrices(axis: Axis, lots: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
+    return lots
+
+
+RUN = Matmul("bf16", itself, pieces, start_gather, itself, itself, itself, matrices, itself, itself, forward,
+             input_gradient, weight_gradient)
+FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradients, fp8.place, fp8.matrices,
+             fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
 
 

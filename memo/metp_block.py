@@ -13,6 +13,7 @@ Source: METP (FITEE 2400602), algorithms 1 to 6.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,9 @@ from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_b
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
+# matrices that FP8 products give one scale: in the backward those of q, k and v are multiplied as one
+QKV, PROJECTION = ["q_w", "k_w", "v_w"], ["proj_w"]
+
 
 class MetpBlock(Block):
     """See Block. Every rank of `hops` holds a part of each matrix, and rows of its own."""
@@ -58,41 +62,48 @@ class MetpBlock(Block):
                             if name in layer.parameters]
         self.mlp_names = [name for name in ("fc1_w", "fc1_b", "fc2_w", "gate_w", "up_w", "down_w")
                           if name in layer.parameters]
+        self.lots = [QKV, PROJECTION, *([name] for name in self.mlp_names if name.endswith("_w"))]
 
     # --- forward ---
 
     def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        visits = self.visits()  # the first matrices of the MLP come while attention computes
-        self.attention_half(s, turn, out, EVERY_ROW)  # the norm's output lies in `out`, free until the MLP
-        return self.mlp_half(s, out, visits)
+        own = self.own_parts(*self.lots)
+        visits = self.visits(own)  # the first matrices of the MLP come while attention computes
+        # the norm's output lies in `out`, free until the MLP
+        self.attention_half(s, turn, own, out, EVERY_ROW)
+        return self.mlp_half(s, own, out, visits)
 
     def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         rows = self.no_rows | rows
         if len(s.attn_out[rows["attn_out"]]):
-            self.attention_half(s, turn, torch.empty_like(s.x), rows["mid"], again=True)
+            own = self.own_parts(QKV, PROJECTION)
+            self.attention_half(s, turn, own, torch.empty_like(s.x), rows["mid"], again=True)
         elif len(s.mid[rows["mid"]]):
-            projection = self.projected(s, rows["mid"])
+            projection = self.projected(s, self.own_parts(PROJECTION), rows["mid"])
             projection.start(self.tp.size)
             for _ in range(self.tp.size):
                 projection.add()
 
     def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
-        coming = self.broadcasts(*self.names_of("kv"), keys_at=lambda group: group.first)
+        own = self.own_parts(QKV)
+        coming = self.broadcasts(own, *self.names_of("kv"), keys_at=lambda group: group.first)
         normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
         for heads, matrices in coming:
             self.fill_piece(s, normed, heads, matrices, turn)
             del matrices  # before the next group's take memory
 
-    def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, memory: torch.Tensor,
-                       r: slice, again: bool = False) -> None:
-        """attn_out and lse from x, and rows r of mid. `memory` (n, C): for the norm's output. `again`:
-        the unit's own piece is there already, where it has one. Source: METP, algorithms 3 and 4."""
+    def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, own: dict[str, Any],
+                       memory: torch.Tensor, r: slice, again: bool = False) -> None:
+        """attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for the norm's
+        output. `again`: the unit's own piece is there already, where it has one. Source: METP, algorithms 3
+        and 4."""
         names = self.names_of("q") if again and s.pieces else self.projections
-        projection = self.projected(s, r)
+        projection = self.projected(s, own, r)
 
         def behind(heads: Heads) -> None:  # a piece of the projection's matrix for each part of attn_out
             projection.start(self.begins_part(heads) + (heads is self.groups[-1]))
-        coming = self.broadcasts(*names, keys_at=lambda group: group.first or not s.pieces, behind=behind)
+        coming = self.broadcasts(own, *names, keys_at=lambda group: group.first or not s.pieces,
+                                 behind=behind)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, memory)
         normed = self.matmul.rows(memory[None])
         ahead = self.groups_ahead(coming, s, normed, turn)
@@ -134,8 +145,7 @@ class MetpBlock(Block):
         """Those of q, k, v of a group of heads, (B, T, heads, D), from (1, n, C)."""
         rows = lse.shape[0] * lse.shape[2]
         new = [self.one_made(name, normed, matrices, turn,
-                             matrices[f"{name}_w"].new_empty(rows, len(matrices[f"{name}_w"])))
-               for name in names]
+                             self.w.q_w.new_empty(rows, len(matrices[f"{name}_w"]))) for name in names]
         return self.heads(*new, like=lse)
 
     def one_made(self, name: str, normed: Any, matrices: Matrices, turn: torch.Tensor | None,
@@ -161,28 +171,31 @@ class MetpBlock(Block):
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, normed, matrices, turn, out=place.flatten(2).flatten(0, 1))
 
-    def projected(self, s: SimpleNamespace, r: slice) -> Projection:
+    def projected(self, s: SimpleNamespace, own: dict[str, Any], r: slice) -> Projection:
         """Rows r of mid, of x and attn_out. Part by part of the ranks' heads, not group by group as in the
         paper: there would be more sums."""
-        return Projection(self.matmul, self.tp, self.w.proj_w, self.w.proj_b, s.x[r], s.attn_out[r], s.mid[r])
+        return Projection(self.matmul, self.tp, own["proj_w"], own["proj_b"], s.x[r], s.attn_out[r], s.mid[r])
 
-    def mlp_half(self, s: SimpleNamespace, out: torch.Tensor, visits: Visits) -> torch.Tensor:
+    def mlp_half(self, s: SimpleNamespace, own: dict[str, Any], out: torch.Tensor,
+                 visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
-        metp_mlp_forward(self.matmul, self.mlp_parts(self.w), visits, normed, self.activation(), s.mid, out)
+        metp_mlp_forward(self.matmul, self.mlp_parts(own), visits, normed, self.activation(), s.mid, out)
         return out if self.w.fc2_b is None else out.add_(self.w.fc2_b)
 
     # --- backward ---
 
     def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
-        visits = self.visits()
-        coming = self.broadcasts(*self.projections, "proj_w",
+        own = self.own_parts(*self.lots)
+        visits = self.visits(own)
+        coming = self.broadcasts(own, *self.projections, "proj_w",
                                  keys_at=lambda group: group.last or not s.pieces)
         dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
-        home = self.mlp_half_backward(visits, dy, s, dx)
+        home = self.mlp_half_backward(visits, own, dy, s, dx)
+        del own  # of the MLP
         return self.attention_half_backward(coming, home, dy, s, turn, dx)
 
-    def mlp_half_backward(self, visits: Visits, dy: torch.Tensor, s: SimpleNamespace,
+    def mlp_half_backward(self, visits: Visits, own: dict[str, Any], dy: torch.Tensor, s: SimpleNamespace,
                           dx: torch.Tensor) -> Works | None:
         """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see
         metp_mlp_backward."""
@@ -190,8 +203,8 @@ class MetpBlock(Block):
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, dw.fc2_b)
         normed = partial(self.normed, "ln2", s.mid, mean, rstd)
-        home = metp_mlp_backward(self.matmul, self.mlp_parts(w), visits, normed, self.activation(), dy,
-                                 self.mlp_parts(dw), dx)
+        home = metp_mlp_backward(self.matmul, self.mlp_parts(own), visits, normed, self.activation(), dy,
+                                 self.mlp_parts(vars(dw)), dx)
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
 
@@ -236,7 +249,7 @@ class MetpBlock(Block):
                     matmul.weight_gradient(places[f"{name}_w"], matmul.gradients(g[r][None]), normed[:, r])
                 home.start(heads, places, f"{name}_w", f"{name}_b")
             # q, k and v at once: each sum rounds dx in the run's dtype
-            dqkv, qkv_w = torch.cat(parts, 1), torch.cat([matrices[f"{name}_w"] for name in names])
+            dqkv, qkv_w = torch.cat(parts, 1), self.as_one([matrices[f"{name}_w"] for name in names])
             del gradients, parts, g
             for r in row_pieces(len(dy)):
                 matmul.input_gradient(matmul.gradients(dqkv[r][None]), qkv_w, dx[r][None],
@@ -246,7 +259,7 @@ class MetpBlock(Block):
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
         home.finish()  # the last group's
         if mlp_home is not None:
-            add_all(self.mlp_parts(dw), mlp_home.wait())
+            add_all(self.mlp_parts(vars(dw)), mlp_home.wait())
         return s.x
 
     def with_queries(self, dy: Any, s: SimpleNamespace, normed: Any, turn: torch.Tensor | None,
@@ -291,15 +304,25 @@ class MetpBlock(Block):
 
     # --- what both need ---
 
-    def visits(self) -> Visits:
-        return Visits(self.hops, *self.mlp_parts(self.w))
+    def own_parts(self, *lots: list[str]) -> dict[str, Any]:
+        """{name: the rank's part of a parameter}: of the matrices in `lots` as they travel."""
+        taken = self.matmul.matrices(self.tp, [[getattr(self.w, name) for name in lot] for lot in lots])
+        return vars(self.w) | dict(zip(chain(*lots), chain(*taken), strict=True))
 
-    def mlp_parts(self, of: SimpleNamespace) -> list[torch.Tensor]:
+    def visits(self, own: dict[str, Any]) -> Visits:
+        return Visits(self.hops, *map(self.matmul.carried, self.mlp_parts(own)))
+
+    def mlp_parts(self, of: dict[str, Any]) -> list[Any]:
         """The rank's part of the MLP, of parameters or gradients."""
-        return [getattr(of, name) for name in self.mlp_names]
+        return [of[name] for name in self.mlp_names]
 
-    def broadcasts(self, *names: str, **how: Callable) -> Broadcasts:
-        return Broadcasts(self.tp, self.w, names, self.groups, self.head_dim, **how)
+    def broadcasts(self, own: dict[str, Any], *names: str, **how: Callable) -> Broadcasts:
+        mine = {name: own[name] for name in names}
+        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.head_dim, **how)
+
+    def as_one(self, matrices: list[Any]) -> Any:
+        """Matrices of one lot, their rows one behind the other."""
+        return self.matmul.arrived(torch.cat([*map(self.matmul.carried, matrices)]), matrices[0])
 
     def begins_part(self, heads: Heads) -> bool:
         """Whether the heads before the group are those of whole ranks of `tp`."""

@@ -233,7 +233,7 @@ def measured_machine(cfg: Config, machine: Machine, device: torch.device, dtype:
     if known is None:
         for width in sorted({cfg.n_embd, cfg.inner_width}):
             size = int(sqrt(cfg.n_embd * width / cfg.tp))
-            note({"matmul": matmuls(size, PRODUCT_ROWS[kind], dtype, device)}, size)
+            note(matmuls(size, PRODUCT_ROWS[kind], dtype, device, cfg.matmul == "fp8"), size)
         for nbytes in PASSED_BYTES[kind]:
             note(row_passes(nbytes, dtype, device), None)
         table |= dict(memory=table["copy"], link=[(1, 1.0)], network=[(1, 1.0)])

@@ -9,12 +9,15 @@ from memo import fp8
 from memo.backends import check_matmul
 from memo.config import Config
 from memo.errors import ConfigError
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import estimate
 from memo.estimate.hardware import machine
-from memo.estimate.search import layouts
+from memo.estimate.search import remedies, search
 from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
 from memo.matmul import FP8
 from memo.optim import Optimizer
+from memo.parallel.mesh import ALONE
 from memo.subsequences import subsequence_lengths
 from model import GPT
 from testing.twin import Twin
@@ -72,7 +75,7 @@ def test_products_against_fp64(dtype, limit, spread):
     assert FP8.rows(xq) is xq
     y, dx, dw = torch.empty(n, 2, M, dtype=dtype), torch.empty(2, n, K, dtype=dtype), torch.zeros(M, K)
     fp32 = [t.flatten(0, -2).double() for t in (x, dy, w)]
-    wq = wq.q.double() * wq.scale[0, 0].double()
+    wq = wq.q.double() * wq.scale.double()
 
     def near(got, product, operands, allows):
         got = got.double()
@@ -93,12 +96,37 @@ def test_products_against_fp64(dtype, limit, spread):
     near(dw / 2, dy_.t() @ x_, fp32[1].t() @ fp32[0], 2**-3 + 2**-4)
 
 
-def test_a_weight_gradient_of_nothing_is_nothing():
+def test_products_of_nothing_are_nothing():
     zeros, tiny = torch.zeros(1, 16, 16), torch.full((1, 16, 16), 1e-38)
     for dy, x in ((zeros, zeros), (zeros, tiny), (tiny, tiny)):
         dw = torch.zeros(16, 16)
         FP8.weight_gradient(dw, FP8.gradients(dy), FP8.rows(x))
         assert not dw.any()
+    for x, w in ((zeros, zeros[0]), (zeros, tiny[0]), (torch.randn(1, 16, 16), zeros[0])):
+        assert not FP8.forward(FP8.rows(x), w, torch.empty(1, 16, 16)).any()
+        assert not FP8.input_gradient(FP8.gradients(x), w, torch.empty(1, 16, 16)).any()
+
+
+def test_numbers_below_the_normal_ones_keep_some_of_their_bits():
+    x, w = torch.full((1, 16, 16), 1.25 * 2.0**-130), torch.eye(16)
+    assert torch.equal(FP8.forward(FP8.rows(x), 2.0**20 * w, torch.empty(1, 16, 16)), 2.0**20 * x)
+    assert torch.equal(FP8.forward(FP8.rows(2.0**20 * torch.eye(16)[None]), x[0], torch.empty(1, 16, 16)),
+                       2.0**20 * x)
+    assert torch.equal(FP8.input_gradient(FP8.gradients(x), 2.0**20 * w, torch.empty(1, 16, 16)), 2.0**20 * x)
+
+
+def test_matrices_that_travel_are_rounded_as_all_others():
+    """All with one scale: here that of the first, which is larger."""
+    ws = [size * torch.randn(64, 32) for size in (8.0, 1.0)]
+    [taken] = FP8.matrices(ALONE.weights, [ws])
+    assert taken[0].scale is taken[1].scale
+    x, dy = FP8.rows(torch.randn(1, 48, 32)), FP8.gradients(torch.randn(1, 48, 64))
+    for w, matrix in zip(ws, taken, strict=True):
+        came = FP8.arrived(FP8.carried(matrix).clone(), matrix)
+        assert FP8.carried(matrix).nbytes == w.numel()
+        for product, a, width in ((FP8.forward, x, 64), (FP8.input_gradient, dy, 32)):
+            one, other = (product(a, b, torch.empty(1, 48, width)) for b in (w, came))
+            assert error(other, one) < 1e-3
 
 
 def test_what_is_not_finite_is_never_hidden():
@@ -125,6 +153,9 @@ def test_a_tensor_of_more_than_2_31_elements():
     assert xq.q.numel() > 2**31 and xq.scale.shape == (1, n)
     FP8.forward(xq, w, dy)
     FP8.input_gradient(FP8.gradients(dy), w, x)
+    [[matrix]] = FP8.matrices(ALONE.weights, [[x[0]]])
+    FP8.forward(FP8.rows(x[:, :64]), matrix, torch.empty(1, 64, n, dtype=x.dtype, device="meta"))
+    FP8.input_gradient(FP8.gradients(torch.empty(1, 64, n, dtype=x.dtype, device="meta")), matrix, x[:, :64])
     FP8.weight_gradient(torch.empty(64, K, device="meta"), FP8.gradients(dy), xq)
 
 
@@ -140,8 +171,18 @@ def test_what_has_no_fp8_says_so():
             (tp2, (8, 9), 2, "tp=2 needs .* 9.0 or above, not 8.9 .*; try --tensor_parallel=metp or")):
         with pytest.raises(ConfigError, match=message):
             check_matmul(cfg, capability, itemsize)
-    assert {(cfg.tp > 1, cfg.metp) for cfg in layouts(alone, machine("l40s"), 4)} == {
-        (False, False), (False, True), (True, True)}
+
+
+def test_what_is_refused_is_not_proposed():
+    cfg, ada = Config(matmul="fp8", vocab_size=512, n_layer=4, n_head=8, n_embd=1024), machine("l40s")
+    small, size = replace(ada, memory_bytes=3 * 2**30), 2**18
+    for found in (search(cfg, ada, 2, fast_arena),
+                  [other for _, other in remedies(estimate(replace(cfg, cp=2, block_size=size), small, 2,
+                                                           fast_arena), most=99)]):
+        assert {(got.cfg.metp, got.cfg.tp) for got in found} <= {(False, 1), (True, 1), (True, 2)}
+        assert any(got.cfg.tp == 2 for got in found)
+    with pytest.raises(ConfigError, match="tp=2 needs .* 9.0"):
+        estimate(replace(cfg, tp=2), ada, 2, fast_arena)
 
 
 @pytest.mark.parametrize("keys,message", [
@@ -244,6 +285,8 @@ def test_layouts_agree(text, kind, keys):
     cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, matmul="fp8",
                  **dict(block_size=1024, batch_size=1, activation="memo") | keys)
     loss, norm, expected = step_alone(replace(cfg, subsequences=1))
-    [(loss_, norm_, found, _)] = on_ranks(text, [replace(cfg, **layout_keys(text, kind))], False)
+    modes = [replace(cfg, **layout_keys(text, kind), activation=mode) for mode in ("memo", "recompute")]
+    (loss_, norm_, found, _), again = on_ranks(text, modes, False)
+    assert again[:2] == (loss_, norm_) and all(torch.equal(again[2][name], found[name]) for name in found)
     assert abs(loss_ - loss) < 1e-3 * loss and abs(norm_ - norm) < 1e-3 * norm
     assert max(error(found[name], expected[name]) for name in expected) < 1e-3

@@ -8,6 +8,7 @@ import torch
 
 from memo.config import Config
 from memo.layer import head_groups, tensors_of
+from memo.matmul import RUN
 from memo.parallel.mesh import ALONE, Axis, Mesh
 from memo.parallel.metp import groups_of_heads, own_and_others, pieces_of
 from memo.parallel.visits import Visits
@@ -104,7 +105,7 @@ def test_parts_come_while_those_before_them_are_used(ahead, order):
 
 def test_two_parts_of_the_mlp_come_while_the_own_one_is_used():
     axis = Line("hops", 4)
-    for [part] in own_and_others(["own"], Visits(axis, "own")):
+    for [part] in own_and_others(RUN, ["own"], Visits(axis, "own")):
         axis.log.append(part.removeprefix("part "))
     assert " ".join(axis.log) == "post post own wait 1 wait post 2 wait 3"
 

@@ -155,16 +155,20 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
 @pytest.mark.parametrize("groups", [1, 2], ids=["a group a rank", "two"])
 @pytest.mark.parametrize("tp,cp", [
     (1, 1), (2, 1), (2, 2), (1, 4), pytest.param(8, 1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family,shared", [("gelu", 1), ("swiglu", 1), ("swiglu", 4)])
-def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, tp, cp, groups):
+@pytest.mark.parametrize("family,shared,matmul", [
+    ("gelu", 1, "bf16"), ("swiglu", 1, "bf16"), ("swiglu", 4, "bf16"), ("swiglu", 4, "fp8")])
+def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, matmul, tp, cp, groups):
     """Every rank: of the MLP's matrices all but a tp-th part, in the backward with gradients; of attention's
     too; keys and values of a rank's own tokens."""
-    H, C, F = 16, 64, 256
+    H, C, D, F = 16, 128, 16, 256
     cfg = Config(n_layer=1, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp,
-                 cp=cp, n_kv_head=H // shared, tensor_parallel="metp", head_groups=groups * tp)
+                 cp=cp, n_kv_head=H // shared, head_dim=D, tensor_parallel="metp", head_groups=groups * tp,
+                 matmul=matmul)
+    e = 2 if matmul == "bf16" else 1  # bytes of a matrix's element; of scales one a lot
+    scales = (2 - e) * 4 * (tp - 1) * (2 + (3 if family == "swiglu" else 2))
     times = max(1, groups * tp // (H // shared))  # keys and values of heads that several groups share
-    KV = C // shared * times
-    mlp, attention = (3 if family == "swiglu" else 2) * F * C, 2 * C * C + 2 * KV * C
+    KV = H * D // shared * times
+    mlp, attention = (3 if family == "swiglu" else 2) * F * C, 2 * H * D * C + 2 * KV * C
     for rank in {0, tp - 1}:
         mesh = Mesh(weights=Axis("tp", tp, rank), hops=Axis("hops", tp, rank),
                     tokens=Axis("cp", tp * cp, rank))
@@ -174,11 +178,11 @@ def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, tp, cp, gro
         model.blocks[0].forward(model.swap.layers[0], model.turn[0], model.swap.x[1])
         away, block = (tp - 1) / tp, 2 * KV * S // (cp * tp) * (cp * tp - 1)
         sent = [axis.sent_bytes for axis in axes]
-        assert sent == [2 * mlp * away, 2 * attention * away, 2 * block]
+        assert sent == [e * mlp * away, e * attention * away + scales, 2 * block]
         model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn[0])
         sent = [axis.sent_bytes - n for axis, n in zip(axes, sent, strict=True)]
-        # bf16 matrices, keys and values; their gradients are fp32
-        assert sent == [(2 + 4) * mlp * away, (2 + 4) * attention * away, (2 + 4) * block]
+        # bf16 keys and values, and matrices where these are not in FP8; their gradients are fp32
+        assert sent == [(e + 4) * mlp * away, (e + 4) * attention * away + scales, (2 + 4) * block]
 
 
 def both_traces(host, cfg):

@@ -27,6 +27,7 @@ from memo.layer import (
     group_heads,
     head_groups,
     head_rows,
+    layer_of,
     makes_queries_early,
     travelling,
 )
@@ -227,11 +228,14 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     if makes_queries_early(cfg):  # and the gradient of that group's output, and keys of one group more
         ahead += 2 * q + 4 * kv
     mlp, attended = piece * (C + hidden) * e, 2 * q + 2 * kv + ahead + attention
+    fp8_matrices = 0
     if cfg.matmul == "fp8":  # the norm's output once more; operands, and a weight's gradient in fp32
+        # the rank's own, these turned, and others turned
+        fp8_matrices = (2 + (tp > 1)) * layer_of(cfg).matrix_elements // tp
         attended += n * C
         mlp += 2 * piece * (C + width) + 4 * C * width
     halves = max(attended, mlp, norm)
-    return message_bytes(cfg, e) + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
+    return message_bytes(cfg, e) + fp8_matrices + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
 
 def tokens_at_once(cfg: Config) -> int:
@@ -252,6 +256,7 @@ def message_bytes(cfg: Config, itemsize: int) -> int:
     backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) and of two
     groups' gradients beside the MLP's last ones."""
     part, group = travelling(cfg)
+    itemsize = 1 if cfg.matmul == "fp8" else itemsize
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
     groups = 4 + makes_queries_early(cfg)  # one more: of one group those of q, k, v at once, too

@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
 
+from memo.backends import check_matmul
 from memo.bubbles import StageFacts, with_bubbles
 from memo.choose import Judged, choose
 from memo.config import Config
@@ -261,6 +262,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     if cfg.undecided:
         return again(chosen(cfg, machine, world), machine, arena)
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
+    check_matmul(cfg, machine.capability, itemsize)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize

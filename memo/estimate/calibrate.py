@@ -14,9 +14,13 @@ from functools import partial
 
 import torch
 
+from memo import fp8
 from memo.attention import resolve_attention
+from memo.backends import check_matmul
 from memo.command import progress
+from memo.config import Config
 from memo.device import device_name, gpu_facts, synchronize
+from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
 from memo.estimate.step_seconds import ADAMW_BYTES
@@ -64,8 +68,9 @@ def opened_arena(device: torch.device) -> Iterator[Arena | NoArena]:
         arena.close()
 
 
-def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device) -> Job:
-    """(call, FLOPs) of a linear: forward, the gradient of x, the gradient of w."""
+def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
+            with_fp8: bool = False) -> dict[str, Job]:
+    """{operation: (call, FLOPs)} of a linear: forward, the gradient of x, the gradient of w."""
     x, y, dx = (torch.randn(1, rows, size, dtype=dtype, device=device) for _ in range(3))  # (tp, n, width)
     w, dw = torch.randn(size, size, dtype=dtype, device=device), torch.zeros(size, size, device=device)
 
@@ -73,7 +78,33 @@ def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device) -> J
         product(x, w.t(), out=y)
         product(y, w, out=dx)
         accumulate_product(dw, y[0].t(), x[0])
-    return products, 6 * rows * size * size
+    calls = {"matmul": products}
+    if with_fp8:
+        calls["matmul fp8"] = fp8_products(x, y, dx, w, dw)
+    return {op: (call, 6 * rows * size * size) for op, call in calls.items()}
+
+
+def fp8_products(x: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, w: torch.Tensor,
+                 dw: torch.Tensor) -> Callable:
+    """The same three products in FP8; what they multiply is rounded before."""
+    xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
+    dyq = fp8.rounded(g.dy, g.scale.reciprocal()[..., None], fp8.E5M2)
+    turned, scale = [t[0].t().contiguous() for t in (dyq, xq.q)], torch.ones((), device=x.device)
+
+    def products() -> None:
+        fp8.products(xq.q, xq.scale, matrix, y, fast=True)
+        fp8.products(dyq, g.scale, matrix.t(), dx)
+        fp8.add_product(dw, *turned, scale)
+    return products
+
+
+def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FP8 products run there beside others in a dtype."""
+    try:
+        check_matmul(Config(matmul="fp8"), gpu_facts(device)["capability"], dtype.itemsize)
+    except ConfigError:
+        return False
+    return True
 
 
 def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
@@ -162,8 +193,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                 arena.settle()
                 note(op, size or amount, amount, segment)
         for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
-            call, flops = matmuls(size, 2**16 if cuda else 4096, dtype, device)
-            measure({"matmul": (call, flops)}, size, size)
+            measure(matmuls(size, 2**16 if cuda else 4096, dtype, device, has_fp8(device, dtype)), size, size)
         for T in (2048, 8192, 32768, 65536) if cuda else (128, 512, 1024, 2048, 4096, 8192):
             for causal in (True, False):
                 measure(attentions(T, 128 if cuda else 64, dtype, device, "auto", causal), T, T)

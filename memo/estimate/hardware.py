@@ -243,7 +243,7 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})
     n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.architecture]
     if ARCHITECTURES[g.architecture] >= LEAST_FP8:  # as large a part of the peak as in bf16: not measured
-        e = e | {"matmul fp8": FP8_OVER_BF16 * e["matmul"]}
+        e = e | {FP8_PRODUCTS: FP8_OVER_BF16 * e["matmul"]}
     of_peak = {op: [(1, part * g.peak_flops_per_s)] for op, part in e.items() if op not in REST}
     links = {op: [(1, e[op])] for op in ("link", "network", "hidden")}  # parts of the node's figures, of 1
     speeds = Speeds(of_peak | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]}, LAUNCH_S)
@@ -265,6 +265,7 @@ OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward
 LIKE = {"rms norm": "norm", "swiglu": "gelu", "attention full": "attention"}
 ADDED = {f"{op} {way}": f"{like} {way}" for op, like in LIKE.items() for way in ("forward", "backward")}
 ADDED["merge"] = "copy"
+FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
 
 
 def calibration_path(ranks: int) -> Path:
@@ -312,7 +313,8 @@ def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
-    yield "speeds", isinstance(speeds, dict) and operations <= speeds.keys() <= operations | ADDED.keys()
+    yield "speeds", isinstance(speeds, dict) and operations <= speeds.keys() <= {
+        FP8_PRODUCTS, *operations, *ADDED}
     for op, points in speeds.items():
         pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
                                                             for p in points)

@@ -9,7 +9,7 @@ other here.
 
 from math import sqrt
 
-from memo.estimate.roofline import ROUNDING, LayerSeconds, norm_of
+from memo.estimate.roofline import ROUNDING, TURNING_INPUT, LayerSeconds, norm_of
 from memo.layer import ATTENTION, head_groups, travelling
 
 
@@ -20,9 +20,10 @@ class MetpSeconds(LayerSeconds):
         cfg, ops = self.cfg, self.layer.operations
         self.groups, self.own = head_groups(cfg), self.rows // self.tp
         part, group = travelling(cfg)
-        self.hop_bytes, self.group_bytes = part * self.itemsize, group * self.itemsize
+        self.carried = 1 if cfg.matmul == "fp8" else self.itemsize  # bytes of a matrix's element on its way
+        self.hop_bytes, self.group_bytes = part * self.carried, group * self.carried
         # of a group's, without the projection's
-        self.qkv_bytes = self.group_bytes - self.C * self.Q // self.groups * self.itemsize * (self.tp > 1)
+        self.qkv_bytes = self.group_bytes - self.C * self.Q // self.groups * self.carried * (self.tp > 1)
         D, columns = self.layer.head_dim, [op for op in ops if op.kind == "column"]
         # widths of a group of heads' q, k, v and of a part's hidden tensors. Groups that share a head of keys
         # make keys and values each for itself
@@ -46,6 +47,12 @@ class MetpSeconds(LayerSeconds):
         flops_s = self.speeds.seconds(self.matmul, 2 * self.own * gives * takes, sqrt(gives * takes))
         rounding_s = self.copy_s(ROUNDING * takes) if self.cfg.matmul == "fp8" else 0.0
         return n * (max(flops_s, self.copy_s(takes + 2 * gives)) + rounding_s)
+
+    def matrices_s(self, turning: float = 0.0) -> float:
+        """Seconds in which FP8 products round the rank's own matrices, and turn those of all ranks."""
+        if self.cfg.matmul != "fp8":
+            return 0.0
+        return self.matrix_s((ROUNDING / self.tp + turning) * self.layer.matrix_elements)
 
     def backward_s_of(self, n: int, gives: int, takes: int) -> float:
         """Seconds of the gradients of n such matrices, and of what they multiply."""
@@ -128,7 +135,7 @@ class MetpSeconds(LayerSeconds):
 
     def projection_piece_s(self) -> float:
         """Seconds of the gather of a piece of its matrix, of as many as ranks."""
-        return self.travel_s("gather", self.C * self.Q * self.itemsize * (self.tp - 1) / self.tp**2)
+        return self.travel_s("gather", self.C * self.Q * self.carried * (self.tp - 1) / self.tp**2)
 
     def projection_again_s(self, mid: float) -> float:
         """Seconds of a part of mid's rows from attn_out: all pieces are sent for at once."""
@@ -151,13 +158,13 @@ class MetpSeconds(LayerSeconds):
         if self.tp > 2:  # the second leaves when the own part begins
             exposed_hops += self.exposed_beside(hop, 2 * step)
             exposed_hops += (self.tp - 3) * self.exposed_beside(hop, step)
-        return attention + mlp + exposed_hops, exposed + exposed_hops
+        return self.matrices_s() + attention + mlp + exposed_hops, exposed + exposed_hops
 
     # --- backward ---
 
     def backward_and_messages(self) -> tuple[float, float]:
         """(seconds, exposed seconds of matrices and gradients among them)."""
-        fp32, norm_backward = 4 // self.itemsize, self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
+        fp32, norm_backward = 4 // self.carried, self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
         mlp, attention = self.mlp_backward_s(), self.attention_half_backward_s()
         hop, step = self.hop_bytes, mlp / self.tp
         # the first two beside the own part, the last gradients beside attention
@@ -172,8 +179,9 @@ class MetpSeconds(LayerSeconds):
         # behind the last group: the projection's left beside attention, the others' before their products
         last = norm_backward + sum(self.parts_s(1, self.C, width) for width in self.widths)
         exposed += self.exposed_beside(self.travel_s("scatter", fp32 * self.qkv_bytes), last)
-        sums = self.sums_s((self.hop_bytes * (self.tp - 1) + self.group_bytes * self.groups) / self.itemsize)
-        return mlp + attention + self.norm_s + 2 * norm_backward + sums + exposed, exposed
+        sums = self.sums_s((self.hop_bytes * (self.tp - 1) + self.group_bytes * self.groups) / self.carried)
+        products = mlp + attention + self.matrices_s(TURNING_INPUT)
+        return products + self.norm_s + 2 * norm_backward + sums + exposed, exposed
 
     def mlp_backward_s(self) -> float:
         """Seconds of the MLP's gradients: norm, hidden tensors and activation are made again."""

@@ -12,7 +12,7 @@ from math import fsum, gcd, sqrt
 
 from memo.backends import kernel_of
 from memo.config import Config
-from memo.estimate.hardware import Machine, Speeds
+from memo.estimate.hardware import FP8_PRODUCTS, Machine, Speeds
 from memo.layer import (
     ATTENTION,
     CHUNK_ROWS,
@@ -34,6 +34,7 @@ PASSES_OF = {"torch": PASSES_OF_TORCH, "te": PASSES | {"norm backward": 6, "rms 
 # largest element of each row, and again, and written at half the width; for the gradient of a weight that of
 # the result is shifted and turned, and the input turned.
 ROUNDING, TURNING_GRADIENT, TURNING_INPUT = 2.5, 5, 1
+SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
 
 
@@ -67,6 +68,8 @@ class LayerSeconds:
         self.ring = cfg.token_ranks
         self.Q, self.KV = (heads * self.layer.head_dim for heads in (self.layer.heads, self.layer.kv_heads))
         self.row_bytes, self.itemsize = B * T // cfg.tp * itemsize, itemsize
+        # elements of the run's dtype that take as long on the way as a row of a product's input
+        self.input_width = (C + SCALE_BYTES) / itemsize if cfg.matmul == "fp8" else C
         # keys and values that several groups of heads read travel once for each of these
         self.at_once = group_heads(cfg, max([*self.before, self.S]))
         self.groups_a_key = max(1, self.layer.heads // self.layer.kv_heads // self.at_once)
@@ -74,8 +77,8 @@ class LayerSeconds:
         scores = B * self.S**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes = units_of_passes(cfg, self.speeds)
-        fp8 = cfg.matmul == "fp8" and "matmul fp8" in self.speeds.table  # else as fast as in the run's dtype
-        self.matmul = "matmul fp8" if fp8 else "matmul"
+        fp8 = cfg.matmul == "fp8" and FP8_PRODUCTS in self.speeds.table  # else as fast as in the run's dtype
+        self.matmul = FP8_PRODUCTS if fp8 else "matmul"
         self.attention_kernels_s = sum(self.kernels_s())
         both = self.attention_forward_s() + self.attention_backward_s()
         self.attention_messages_s = both - self.attention_kernels_s  # with what merges the blocks
@@ -121,22 +124,24 @@ class LayerSeconds:
 
     def message_s(self, ops: list[Operation]) -> float:
         """Exposed seconds of the message of operations with one input."""
-        gathers = ops[0].kind == "column"
-        return self.exposed_s(fsum(map(self.product_s, ops)), "gather" if gathers else "scatter")
+        message = ("gather", self.input_width) if ops[0].kind == "column" else ("scatter", self.C)
+        return self.exposed_s(fsum(map(self.product_s, ops)), message)
 
     def product_s(self, op: Operation) -> float:
         return self.matmul_s(op.gives, op.takes)
 
     def rounding_s(self, op: Operation, way: str) -> float:
-        """Seconds of what FP8 products do beside a product: once for all that have one input. Own rows are
-        rounded before a gather, the gathered rows of a gradient behind it."""
+        """Seconds of what FP8 products do beside a product: with an input once for all that have it. Own rows
+        are rounded before a gather, the gathered rows of a gradient behind it."""
         if self.cfg.matmul != "fp8":
             return 0.0
         column = op.kind == "column"
+        matrices_s = self.pieces_of_rows() * self.matrix_s(ROUNDING * op.gives * op.takes / self.tp)
         if way == "forward":
-            return self.copy_s(ROUNDING * op.takes) / (len(self.together(op)) if column else 1)
+            rows_s = self.copy_s(ROUNDING * op.takes) / (len(self.together(op)) if column else 1)
+            return matrices_s + rows_s
         x, dy = (op.takes * self.tp, op.gives) if column else (op.takes, op.gives * self.tp)
-        return self.copy_s((ROUNDING + TURNING_GRADIENT) * dy) + self.copy_s(TURNING_INPUT * x)
+        return matrices_s + self.copy_s((ROUNDING + TURNING_GRADIENT) * dy) + self.copy_s(TURNING_INPUT * x)
 
     def operation_s(self, op: Operation) -> float:
         """Of all rows."""
@@ -182,6 +187,10 @@ class LayerSeconds:
     def copy_s(self, elements: float) -> float:
         return self.bytes_s("copy", elements)
 
+    def matrix_s(self, elements: float) -> float:
+        """Seconds to read and write so many elements of matrices."""
+        return self.speeds.seconds("copy", elements * self.itemsize, elements * self.itemsize)
+
     def head_norms_s(self, way: str) -> float:
         """Seconds to norm q and k head by head and to rotate them, or their gradients back."""
         width = self.Q + self.KV * self.groups_a_key
@@ -195,17 +204,20 @@ class LayerSeconds:
 
     def pieces_of_rows(self) -> int:
         """Pieces of a rank's own rows, as tp.in_turns cuts them on a GPU."""
-        return max(1, min(self.rows // self.tp // SPLIT_ROWS, max(2, -(-2 * self.rows // CHUNK_ROWS))))
+        at_once = 2 if self.tp > 1 else 1
+        return max(1, min(self.rows // self.tp // SPLIT_ROWS,
+                          max(at_once, -(-at_once * self.rows // CHUNK_ROWS))))
 
-    def exposed_s(self, compute_s: float, *messages: str) -> float:
-        """Exposed seconds of gathers and scattered sums of all rows beside `compute_s` seconds of computing.
-        Rows go piece by piece, two under way. At best the first message of the first piece is exposed, and
-        the seconds by which all messages take longer than the computing. The machine's "hidden" is the part
-        of that best case that it reaches; on a CPU, and where it is not known, nothing hides."""
+    def exposed_s(self, compute_s: float, *messages: tuple[str, float]) -> float:
+        """Exposed seconds of gathers and scattered sums of all rows, (op, elements a row), beside `compute_s`
+        seconds of computing. Rows go piece by piece, two under way. At best the first message of the first
+        piece is exposed, and the seconds by which all messages take longer than the computing. The machine's
+        "hidden" is the part of that best case that it reaches; on a CPU, and where it is not known, nothing
+        hides."""
         if self.tp == 1:
             return 0.0
-        nbytes = self.C * self.row_bytes * (self.tp - 1)  # inputs and outputs of a half are C wide
-        seconds = [self.machine.message_s(op, nbytes, self.tp) for op in messages]
+        seconds = [self.machine.message_s(op, width * self.row_bytes * (self.tp - 1), self.tp)
+                   for op, width in messages]
         hidden = self.speeds.rate("hidden") if "hidden" in self.speeds.table and self.pieces > 1 else 0.0
         best = seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
         return sum(seconds) - hidden * max(0.0, sum(seconds) - best)
@@ -216,9 +228,10 @@ class LayerSeconds:
         gather that input again and scatter the sum of its gradients."""
         seconds = 0.0
         for half in reversed(self.halves):
-            messages = []
+            messages: list[tuple[str, float]] = []
             for ops in reversed(half):
-                messages += ["gather", "scatter"] if ops[0].kind == "column" else ["gather"]
+                inputs = [("gather", self.input_width), ("scatter", self.C)]
+                messages += inputs if ops[0].kind == "column" else [("gather", self.C)]
             products = fsum(self.product_s(op) for ops in half for op in ops)
             seconds += self.exposed_s(2 * products, *messages)
         return seconds

@@ -8,7 +8,6 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from memo.backends import check_matmul
 from memo.choose import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
 from memo.command import progress
 from memo.config import Config
@@ -125,9 +124,7 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = M
             for (use, kind), where in product(uses, ("auto", "cpu")):
                 keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
                             optimizer_device=where, alpha="auto") | mode | stage_keys(cfg, pp)
-                with suppress(ConfigError):
-                    one = replace(cfg, **keys)
-                    check_matmul(one, machine.capability, itemsize_of(one, machine))
+                if one := config_with(cfg, **keys):
                     yield one
 
 

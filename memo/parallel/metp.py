@@ -8,8 +8,9 @@ rank does all of a layer for its own n rows, and the parts of the matrices that 
               backward the gradients of a group are summed on the rank that holds its matrices
 
 While one lot is used the next is on its way. Every matrix here is what a rank holds with tensor parallelism
-(tp.py), so flat buffers, optimizer and checkpoints know nothing of METP. Gradients of matrices are summed in
-fp32 in a fixed order. Source: METP (FITEE 2400602), algorithms 1 to 6.
+(tp.py), so flat buffers, optimizer and checkpoints know nothing of METP; it travels as products take it
+(memo/matmul.py). Gradients of matrices are summed in fp32 in a fixed order. Source: METP (FITEE 2400602),
+algorithms 1 to 6.
 """
 
 from collections import defaultdict, deque
@@ -49,7 +50,7 @@ def hidden_of(matmul: Matmul, x: Any, ins: Sequence[tuple], like: torch.Tensor) 
     return [matmul.forward(x, w, like.new_empty(1, len(like), len(w)), b)[0] for w, b in ins]
 
 
-def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor]:
+def linears(matrices: Sequence[Any]) -> tuple[list[tuple], Any]:
     """([(w, b or None) of the linears in front of the activation], the matrix behind it) of the matrices of
     an MLP: each bias follows its matrix."""
     *front, last = matrices
@@ -62,25 +63,26 @@ def linears(matrices: Sequence[torch.Tensor]) -> tuple[list[tuple], torch.Tensor
     return ins, last
 
 
-def own_and_others(own: Sequence[torch.Tensor], visits: Visits) -> Iterator[Sequence[torch.Tensor]]:
+def own_and_others(matmul: Matmul, own: Sequence[Any], visits: Visits) -> Iterator[Sequence[Any]]:
     """The matrices of each rank in turn, a rank's own first. While these are used no others are, so that two
     parts may be on their way."""
     visits.post(2)
-    return chain([own], visits)
+    return chain([own], map(lambda part: [*map(matmul.arrived, part, own)], visits))
 
 
-def metp_mlp_forward(matmul: Matmul, own: Sequence[torch.Tensor], visits: Visits, normed: Normed,
+def metp_mlp_forward(matmul: Matmul, own: Sequence[Any], visits: Visits, normed: Normed,
                      activation: Activation, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
-    `own`: the rank's part of the matrices. Source: METP, algorithm 1."""
-    for matrices in own_and_others(own, visits):
+    `own`: the rank's part of the matrices, of which `visits` has what is carried. Source: METP, algorithm
+    1."""
+    for matrices in own_and_others(matmul, own, visits):
         part_forward(matmul, matrices, normed, activation, residual, out)
         residual = out
         del matrices  # before the next hop takes memory
     return out
 
 
-def part_forward(matmul: Matmul, matrices: Sequence[torch.Tensor], normed: Normed, activation: Activation,
+def part_forward(matmul: Matmul, matrices: Sequence[Any], normed: Normed, activation: Activation,
                  residual: torch.Tensor, out: torch.Tensor) -> None:
     """out = residual + what one part of the MLP gives. Nothing is as wide as F; of width F/p is a piece of
     rows."""
@@ -92,16 +94,16 @@ def part_forward(matmul: Matmul, matrices: Sequence[torch.Tensor], normed: Norme
         del hidden, product  # before the next piece's
 
 
-def metp_mlp_backward(matmul: Matmul, own: Sequence[torch.Tensor], visits: Visits, normed: Normed,
+def metp_mlp_backward(matmul: Matmul, own: Sequence[Any], visits: Visits, normed: Normed,
                       activation: Activation, dy: torch.Tensor, dws: Sequence[torch.Tensor],
                       dx: torch.Tensor) -> Works | None:
     """Writes the gradient of x over dx (n, C), and adds to `dws` what the rank's rows give of those of its
     matrices. What the other ranks' rows give comes home in the Works, to be added, too. Source: METP,
     algorithm 2."""
     travelling: Works | None = None  # gradients of the part that comes next, at last those of the own one
-    for matrices in own_and_others(own, visits):
+    for matrices in own_and_others(matmul, own, visits):
         first = matrices is own
-        gradients = dws if first else [torch.zeros_like(m, dtype=torch.float32) for m in matrices]
+        gradients = dws if first else [*map(torch.zeros_like, dws)]
         part_backward(matmul, matrices, gradients, normed, activation, dy, dx, write=first)
         if travelling is not None:
             add_all(gradients, travelling.wait())  # of the ranks where the part was before
@@ -111,7 +113,7 @@ def metp_mlp_backward(matmul: Matmul, own: Sequence[torch.Tensor], visits: Visit
     return travelling
 
 
-def part_backward(matmul: Matmul, matrices: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor],
+def part_backward(matmul: Matmul, matrices: Sequence[Any], gradients: Sequence[torch.Tensor],
                   normed: Normed, activation: Activation, dy: torch.Tensor, dx: torch.Tensor,
                   write: bool) -> None:
     """Adds to the gradients of one part of the MLP, and to dx, or with `write` writes it. What is between the
@@ -192,15 +194,15 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
     return pieces
 
 
-class Matrices(Mapping[str, torch.Tensor]):
+class Matrices(Mapping[str, Any]):
     """{name: a group's columns of parameter `name`}. A matrix that is asked for is waited for first, with its
     bias."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, torch.Tensor] = {}
+        self.columns: dict[str, Any] = {}
         self.works = defaultdict[str, list[Works]](list)  # by the first letter of the names
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Any:
         for work in self.works.pop(name[0], ()):
             work.wait()
         return self.columns[name]
@@ -215,12 +217,13 @@ class Matrices(Mapping[str, torch.Tensor]):
 class Broadcasts:
     """Iterating gives (Heads, its Matrices) for each group, in the same order on all ranks; the next group's
     are on their way meanwhile. The first group's start now. Those of keys and values come with the groups of
-    keys_at(group) alone. behind(group) is called when a group's are posted."""
+    keys_at(group) alone. behind(group) is called when a group's are posted. `own`: {name of a parameter: the
+    rank's part of it}."""
 
-    def __init__(self, axis: Axis, w: SimpleNamespace, names: Sequence[str], groups: Sequence[Heads], D: int,
+    def __init__(self, matmul: Matmul, axis: Axis, own: dict[str, Any], groups: Sequence[Heads], D: int,
                  keys_at: Callable[[Heads], bool] = lambda group: True,
                  behind: Callable[[Heads], None] = lambda group: None) -> None:
-        self.axis, self.w, self.names, self.groups, self.D = axis, w, names, groups, D
+        self.matmul, self.axis, self.own, self.groups, self.D = matmul, axis, own, groups, D
         self.keys_at, self.behind = keys_at, behind
         self.coming = [self.start(groups[0])]
 
@@ -233,14 +236,15 @@ class Broadcasts:
 
     def start(self, group: Heads) -> Matrices:
         here = Matrices()
-        for name in self.names:
+        for name, part in self.own.items():
             if name[0] in "kv" and not self.keys_at(group):
                 continue
-            mine = getattr(self.w, name)
+            mine = self.matmul.carried(part)
             if self.axis.size == 1:
-                here.columns[name] = group.own_columns(mine, name, self.D)
+                here.columns[name] = self.matmul.arrived(group.own_columns(mine, name, self.D), part)
                 continue
-            columns = here.columns[name] = mine.new_empty(group.shape_of(mine, name, self.D))
+            columns = mine.new_empty(group.shape_of(mine, name, self.D))
+            here.columns[name] = self.matmul.arrived(columns, part)
             for rank, share, own in group.shares(columns, mine, name, self.D):
                 if rank == self.axis.rank:
                     share.copy_(own)
@@ -255,10 +259,10 @@ class Projection:
     column of `out` is the sum of the parts in order, whatever comes first: each sum rounds in the run's
     dtype."""
 
-    def __init__(self, matmul: Matmul, axis: Axis, mine: torch.Tensor, bias: torch.Tensor | None,
-                 x: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
-        self.matmul, self.p = matmul, (p := axis.size)
-        self.posts = map(axis.start_gather, mine.tensor_split(p))
+    def __init__(self, matmul: Matmul, axis: Axis, mine: Any, bias: torch.Tensor | None, x: torch.Tensor,
+                 a: torch.Tensor, out: torch.Tensor) -> None:
+        self.matmul, self.mine, self.p = matmul, mine, (p := axis.size)
+        self.posts = map(axis.start_gather, matmul.carried(mine).tensor_split(p))
         self.coming, self.here = deque[Works](), list[torch.Tensor]()
         self.bias, self.parts, self.out = bias, a[None].chunk(p, 2), out
         self.ready = list[Any]()  # the parts, as the products take them
@@ -277,9 +281,9 @@ class Projection:
             if i == new:
                 self.here.append(self.coming.popleft().wait())  # (p, C/p, Q/p)
             for j in range(new if i < new else 0, new + 1):
+                w = self.matmul.arrived(self.here[i][j], self.mine)
                 for r in row_pieces(len(out)):
-                    self.matmul.forward(self.ready[j][:, r], self.here[i][j], out[r][None],
-                                        (out if j else x)[r][None])
+                    self.matmul.forward(self.ready[j][:, r], w, out[r][None], (out if j else x)[r][None])
         if new + 1 == self.p and self.bias is not None:
             self.out += self.bias
 
