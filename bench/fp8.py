@@ -40,7 +40,7 @@ MODES = {"keep": dict(activation="keep"), "recompute": dict(activation="recomput
 LAYOUTS = {"one process": (1, {}), "tp2": (2, dict(tp=2)), "cp2": (2, dict(cp=2)),
            "metp tp2": (2, dict(tp=2, tensor_parallel="metp"))}
 MODELS = {"7B": "7b_1m", "Llama-3-8B": "llama3_8b_1m"}
-LENGTHS = 2**14, 2**17, 2**20
+LENGTHS, SEQUENCES = (2**14, 2**17, 2**20), 8  # tokens; so many sequences a step
 
 
 def losses(ranks=1, **keys):
@@ -101,11 +101,11 @@ def of_both(cfg, figures):
 
 def gain(_):
     machine = hardware.machine("h100-80gb")
-    found = dict(machine="8 x H100-80GB", fastest={}, presets={}, layer_bytes={})
+    found = dict(machine="8 x H100-80GB", sequences=SEQUENCES, fastest={}, presets={}, layer_bytes={})
     for name, preset in MODELS.items():
         cfg = load_config([f"config/{preset}.py"])
         found["layer_bytes"][name] = of_both(cfg, layer_bytes)
-        alone = replace(cfg, tp=1, cp=1)  # among all layouts
+        alone = replace(cfg, tp=1, cp=1, gradient_accumulation_steps=SEQUENCES)  # among all layouts
         found["fastest"][name] = {n: of_both(replace(alone, block_size=n), lambda one: figures(
             search(one, machine, 8, fast_arena, best=1)[0])) for n in LENGTHS}
     for path in sorted((ROOT / "config").glob("*_1m.py")):

@@ -159,13 +159,12 @@ def weights(w: torch.Tensor | Matrix) -> Matrix:
 
 # matrices that travel
 
-def matrices(axis: Axis, lots: Sequence[Sequence[torch.Tensor]]) -> list[list[Matrix]]:
-    """Each lot with one scale, the same on all ranks of `axis`: scales need not travel, and parts of several
-    ranks, or of several matrices, make one matrix."""
-    amax = [torch.stack([torch.linalg.vector_norm(w, math.inf) for w in lot]).amax() for lot in lots]
-    scales = scale_of(axis.gather(torch.stack(amax).float()).amax(0), E4M3)
-    return [[Matrix(rounded(w, scale.reciprocal(), E4M3), scale) for w in lot]
-            for lot, scale in zip(lots, scales, strict=True)]
+def matrices(axis: Axis, parts: Sequence[torch.Tensor]) -> list[Matrix]:
+    """All ranks' parts of a matrix get one scale: so it need not travel, and rows of several ranks make one
+    matrix."""
+    amax = torch.stack([torch.linalg.vector_norm(w, math.inf) for w in parts]).float()
+    scales = scale_of(axis.gather(amax).amax(0), E4M3)
+    return [Matrix(rounded(w, s.reciprocal(), E4M3), s) for w, s in zip(parts, scales, strict=True)]
 
 
 def carried(w: torch.Tensor | Matrix) -> torch.Tensor:
@@ -203,6 +202,15 @@ def input_gradient(g: Gradient, w: torch.Tensor | Matrix, out: torch.Tensor,
     """dx = dy w, or dx += dy w."""
     dyq = rounded(g.dy, g.scale.reciprocal()[..., None], E5M2)
     return products(dyq, g.scale, w.t(), out, out if add else None)
+
+
+def as_one(dys: Sequence[torch.Tensor], ws: Sequence[Matrix]) -> tuple[torch.Tensor, Matrix]:
+    """The scales of the matrices go into the gradients, as far as they differ."""
+    largest = torch.stack([w.scale for w in ws]).amax()
+    dy = dys[0].new_empty(len(dys[0]), sum(map(len, ws)))
+    for part, w, out in zip(dys, ws, dy.split([*map(len, ws)], 1), strict=True):
+        torch.mul(part, (w.scale / largest).to(part.dtype), out=out)
+    return dy, Matrix(torch.cat([carried(w) for w in ws]).view(E4M3), largest)
 
 
 def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

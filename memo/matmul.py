@@ -14,7 +14,7 @@ from memo import fp8, te
 from memo.parallel.mesh import Axis, Works
 
 Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place matrices carried arrived "
-                              "forward input_gradient weight_gradient")
+                              "forward input_gradient weight_gradient as_one")
 Matmul.__doc__ = """How a linear y = x w^T is computed:
 
     rows(x), gradients(dy)
@@ -27,8 +27,8 @@ Matmul.__doc__ = """How a linear y = x w^T is computed:
         Works of what the products take of an input (tp, n, I), from that of own rows (n, I)
     place(x, dy)
         memory for the gradient of x, which nobody reads any more: its own, or new, of dy's dtype
-    matrices(axis, lots)
-        lots of matrices (each a list), of which each rank of `axis` has a part, as they travel between these
+    matrices(axis, parts)
+        the rank's parts of matrices that all ranks of `axis` share out, as they travel between these
     carried(w)
         the tensor of such a matrix, or of a bias, that messages carry: a row for each of its rows
     arrived(t, like)
@@ -39,6 +39,8 @@ Matmul.__doc__ = """How a linear y = x w^T is computed:
         out = dy w, or with `add` out += dy w
     weight_gradient(dw, dy, x)
         dw += dy^T x, in fp32, over the rows of all ranks
+    as_one(dys, ws)
+        (dy, w), by which input_gradient() gives the sum over several dy (n, O), and w of matrices()
 """
 
 
@@ -96,14 +98,19 @@ def start_gather(axis: Axis, x: torch.Tensor) -> Works:
     return axis.start_gather(x)
 
 
-def matrices(axis: Axis, lots: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
-    return lots
+def matrices(axis: Axis, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return parts
+
+
+def as_one(dys: Sequence[torch.Tensor], ws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([*dys], 1), torch.cat([*ws])
 
 
 RUN = Matmul("bf16", itself, pieces, start_gather, itself, itself, itself, matrices, itself, itself, forward,
-             input_gradient, weight_gradient)
+             input_gradient, weight_gradient, as_one)
 FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradients, fp8.place, fp8.matrices,
-             fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient)
+             fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient,
+             fp8.as_one)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
 
 

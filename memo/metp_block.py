@@ -13,7 +13,6 @@ Source: METP (FITEE 2400602), algorithms 1 to 6.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,9 +42,6 @@ from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_b
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
-# matrices that FP8 products give one scale: in the backward those of q, k and v are multiplied as one
-QKV, PROJECTION = ["q_w", "k_w", "v_w"], ["proj_w"]
-
 
 class MetpBlock(Block):
     """See Block. Every rank of `hops` holds a part of each matrix, and rows of its own."""
@@ -62,12 +58,11 @@ class MetpBlock(Block):
                             if name in layer.parameters]
         self.mlp_names = [name for name in ("fc1_w", "fc1_b", "fc2_w", "gate_w", "up_w", "down_w")
                           if name in layer.parameters]
-        self.lots = [QKV, PROJECTION, *([name] for name in self.mlp_names if name.endswith("_w"))]
 
     # --- forward ---
 
     def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        own = self.own_parts(*self.lots)
+        own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)  # the first matrices of the MLP come while attention computes
         # the norm's output lies in `out`, free until the MLP
         self.attention_half(s, turn, own, out, EVERY_ROW)
@@ -76,17 +71,17 @@ class MetpBlock(Block):
     def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         rows = self.no_rows | rows
         if len(s.attn_out[rows["attn_out"]]):
-            own = self.own_parts(QKV, PROJECTION)
+            own = self.own_parts(*self.projections, "proj_w")
             self.attention_half(s, turn, own, torch.empty_like(s.x), rows["mid"], again=True)
         elif len(s.mid[rows["mid"]]):
-            projection = self.projected(s, self.own_parts(PROJECTION), rows["mid"])
+            projection = self.projected(s, self.own_parts("proj_w"), rows["mid"])
             projection.start(self.tp.size)
             for _ in range(self.tp.size):
                 projection.add()
 
     def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
-        own = self.own_parts(QKV)
-        coming = self.broadcasts(own, *self.names_of("kv"), keys_at=lambda group: group.first)
+        names = self.names_of("kv")
+        coming = self.broadcasts(self.own_parts(*names), *names, keys_at=lambda group: group.first)
         normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
         for heads, matrices in coming:
             self.fill_piece(s, normed, heads, matrices, turn)
@@ -186,7 +181,7 @@ class MetpBlock(Block):
     # --- backward ---
 
     def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
-        own = self.own_parts(*self.lots)
+        own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)
         coming = self.broadcasts(own, *self.projections, "proj_w",
                                  keys_at=lambda group: group.last or not s.pieces)
@@ -249,7 +244,7 @@ class MetpBlock(Block):
                     matmul.weight_gradient(places[f"{name}_w"], matmul.gradients(g[r][None]), normed[:, r])
                 home.start(heads, places, f"{name}_w", f"{name}_b")
             # q, k and v at once: each sum rounds dx in the run's dtype
-            dqkv, qkv_w = torch.cat(parts, 1), self.as_one([matrices[f"{name}_w"] for name in names])
+            dqkv, qkv_w = matmul.as_one(parts, [matrices[f"{name}_w"] for name in names])
             del gradients, parts, g
             for r in row_pieces(len(dy)):
                 matmul.input_gradient(matmul.gradients(dqkv[r][None]), qkv_w, dx[r][None],
@@ -304,10 +299,11 @@ class MetpBlock(Block):
 
     # --- what both need ---
 
-    def own_parts(self, *lots: list[str]) -> dict[str, Any]:
-        """{name: the rank's part of a parameter}: of the matrices in `lots` as they travel."""
-        taken = self.matmul.matrices(self.tp, [[getattr(self.w, name) for name in lot] for lot in lots])
-        return vars(self.w) | dict(zip(chain(*lots), chain(*taken), strict=True))
+    def own_parts(self, *names: str) -> dict[str, Any]:
+        """{name: the rank's part of a parameter}: of all, the matrices among `names` as they travel."""
+        matrices = [name for name in names if name.endswith("_w")]
+        taken = self.matmul.matrices(self.tp, [getattr(self.w, name) for name in matrices])
+        return vars(self.w) | dict(zip(matrices, taken, strict=True))
 
     def visits(self, own: dict[str, Any]) -> Visits:
         return Visits(self.hops, *map(self.matmul.carried, self.mlp_parts(own)))
@@ -319,10 +315,6 @@ class MetpBlock(Block):
     def broadcasts(self, own: dict[str, Any], *names: str, **how: Callable) -> Broadcasts:
         mine = {name: own[name] for name in names}
         return Broadcasts(self.matmul, self.tp, mine, self.groups, self.head_dim, **how)
-
-    def as_one(self, matrices: list[Any]) -> Any:
-        """Matrices of one lot, their rows one behind the other."""
-        return self.matmul.arrived(torch.cat([*map(self.matmul.carried, matrices)]), matrices[0])
 
     def begins_part(self, heads: Heads) -> bool:
         """Whether the heads before the group are those of whole ranks of `tp`."""

@@ -164,8 +164,8 @@ def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, matmul, tp,
     cfg = Config(n_layer=1, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp,
                  cp=cp, n_kv_head=H // shared, head_dim=D, tensor_parallel="metp", head_groups=groups * tp,
                  matmul=matmul)
-    e = 2 if matmul == "bf16" else 1  # bytes of a matrix's element; of scales one a lot
-    scales = (2 - e) * 4 * (tp - 1) * (2 + (3 if family == "swiglu" else 2))
+    e = 2 if matmul == "bf16" else 1  # bytes of a matrix's element; of each matrix in FP8 a scale, too
+    scales = (2 - e) * 4 * (tp - 1) * (4 + (3 if family == "swiglu" else 2))
     times = max(1, groups * tp // (H // shared))  # keys and values of heads that several groups share
     KV = H * D // shared * times
     mlp, attention = (3 if family == "swiglu" else 2) * F * C, 2 * H * D * C + 2 * KV * C
