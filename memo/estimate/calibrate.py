@@ -180,15 +180,19 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
     table: dict[str, list[tuple[float, float]]] = {}
     cuda, doing = device.type == "cuda", ""
 
-    def note(op: str, size: float, amount: float, call: Callable) -> None:
+    def say(op: str, amount: float) -> None:
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
+
+    def note(op: str, size: float, amount: float, call: Callable) -> None:
+        say(op, amount)
         table.setdefault(op, []).append((size, amount / fastest_seconds(call, device, host)))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int) -> None:
             # a segment's first run is recorded, the others have planned memory
             for op, (call, amount) in calls.items():
+                say(op, amount)  # the first run may build the library of the memory plan
                 segment = partial(arena.run, f"{op} {label}", call)
                 segment()
                 arena.settle()
