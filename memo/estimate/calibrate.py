@@ -89,13 +89,12 @@ def fp8_products(x: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, w: torch.Te
     """The same three products in FP8; what they multiply is rounded before."""
     xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
     dyq = fp8.rounded(g.dy, g.scale.reciprocal()[..., None], fp8.E5M2)
-    dy_t, x_t = dyq[0].t().contiguous(), xq.q[0].t().contiguous()
-    scale = torch.ones((), device=x.device)
+    operands = fp8.gradient_operands(g, xq)
 
     def products() -> None:
         fp8.products(xq.q, xq.scale, matrix, y, fast=True)
         fp8.products(dyq, g.scale, matrix.t(), dx)
-        fp8.add_product(dw, dy_t, x_t, scale)
+        fp8.add_product(dw, *operands)
     return products
 
 
