@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --no-compile -e .
 # Two tests at a time, each on one core: most of them wait for processes of their own, or for files
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: train demo quick test same-losses lint test-cuda test-te test-cuda-bench
+.PHONY: train demo quick test papers same-losses lint test-cuda test-te test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,stdlib)
 
@@ -25,6 +25,9 @@ quick: $(VENV)/.installed-dev
 
 test: $(VENV)/.installed-dev lint
 	$(PYTEST) tests
+
+papers: $(VENV)/.installed-dev data/stdlib/meta.json
+	$(BIN)/python -m bench.papers
 
 same-losses: $(VENV)/.installed data/stdlib/meta.json
 	$(BIN)/python -m bench.same_losses $(BASE)

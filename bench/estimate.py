@@ -1,6 +1,6 @@
-"""The dry run against what others and we measured.
+"""The dry run: longest contexts and fastest layouts, and estimates beside runs here. Beside the papers:
+bench/papers.
 
-    python -m bench.estimate paper        fits efficiencies to the paper's 7B rows, predicts Tables 3 to 5
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
     python -m bench.estimate models       the fastest layout and the longest context of the models of config/
     python -m bench.estimate here [--device=cuda]     runs here, after --calibrate: bytes and seconds
@@ -17,120 +17,20 @@ import tempfile
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-from scipy.optimize import least_squares
 
 from bench.machine import machine as machine_at_hand
 from memo.estimate import hardware
-from memo.estimate.arena import ROOT, ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import estimate
+from memo.estimate.arena import ROOT, fast_arena, traced_arena
 from memo.estimate.host import granting
 from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json
 from memo.load_config import load_config
-from memo.plots import plain
-from testing.paper import GPUS, HOST_BYTES, PAPER, of_that_width, paper_config, rows_of_table3
+from testing.paper import HOST_BYTES
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {"llama3_8b_1m": 8, "qwen3_8b_1m": 8, "llama2_7b_1m": 8, "llama2_70b_1m": 64, "gpt_175b": 64}  # GPUs
-FITTED = ("matmul", "attention forward", "attention backward")
-
-
-def fitted_rows():
-    """[(cfg, MFU in percent, weight)] of the 7B model."""
-    rows = [(paper_config("7B", S), mfu, 2.0) for S, mfu in rows_of_table3("7B")]
-    t4, t5 = PAPER["table4"], PAPER["table5"]
-    for name, mode in (("full_recompute+plan", "recompute"), ("full_swap+plan", "swap")):
-        cells = zip(t4["seq_tokens"], t4["mfu_percent"][name], strict=True)
-        rows += [(paper_config("7B", S, activation=mode), mfu, 1.0) for S, mfu in cells
-                 if mfu not in ("oom", "oohm")]
-    for S, cells in t5["mfu_percent"].items():
-        for alpha, mfu in zip(t5["alpha"], cells, strict=True):
-            rows.append((paper_config("7B", int(S), alpha=alpha), mfu, 0.7))
-    return rows
-
-
-def mfu_of(cfg, gpus, arena=fast_arena):
-    return 100 * estimate(cfg, hardware.machine("a800-80gb"), gpus, arena).mfu
-
-
-def fit():
-    """The three efficiencies that come nearest to the paper's 7B rows."""
-    rows, here = fitted_rows(), hardware.EFFICIENCY["ampere"]
-    before = dict(here)
-
-    def misses(x):
-        here.update(zip(FITTED, x, strict=True))
-        return [(mfu_of(cfg, 8, lambda cfg, machine: ArenaBytes(0, 0)) - mfu) * weight
-                for cfg, mfu, weight in rows]
-    try:
-        return dict(zip(FITTED, least_squares(misses, [0.7, 0.65, 0.6], diff_step=0.01).x.round(4).tolist(),
-                        strict=True))
-    finally:
-        here.update(before)
-
-
-def paper():
-    """Everything that the paper measured, predicted from its hardware."""
-    machine, out = hardware.machine("a800-80gb"), dict(fitted=fit(), used=hardware.EFFICIENCY["ampere"])
-    for model in ("7B", "13B", "30B"):
-        rows = []
-        for S, mfu in rows_of_table3(model):
-            got = estimate(paper_config(model, S), machine, GPUS[model], fast_arena)
-            same = max((one for one in of_that_width(model, S) if one.fits), key=lambda one: one.mfu)
-            best = search(same.cfg, machine, GPUS[model], fast_arena, best=1)[0]
-            rows.append(dict(S=S, paper=mfu, preset=100 * got.mfu, alpha=got.alpha, fits=got.fits,
-                             best_cp=100 * same.mfu, its_cp=same.cfg.cp, best_of_all=100 * best.mfu,
-                             best_layout=f"tp{best.cfg.tp} cp{best.cfg.cp} dp{best.dp} "
-                                         f"{best.cfg.activation}"))
-        out[f"table3 {model}"] = rows
-        for which in ("preset", "best_cp", "best_of_all"):
-            off = np.abs([row[which] - row["paper"] for row in rows])
-            out[f"table3 {model}, {which}: MFU points off"] = dict(mean=off.mean(), most=off.max())
-    t4, cells = PAPER["table4"], []
-    for i, S in enumerate(t4["seq_tokens"]):
-        memo, recompute, swap = (estimate(paper_config("7B", S, **keys), machine, 8, fast_arena)
-                                 for keys in ({}, dict(activation="recompute"), dict(activation="swap")))
-        cells.append(dict(S=S, recompute_over_memo=recompute.mfu / memo.mfu, memo=100 * memo.mfu,
-                          swap=100 * swap.mfu, swap_reason=swap.reason,
-                          paper={k: v[i] for k, v in t4["mfu_percent"].items()}))
-    out["table4"] = cells
-    t5 = {}
-    for S, mfus in PAPER["table5"]["mfu_percent"].items():
-        got = estimate(paper_config("7B", int(S)), machine, 8, fast_arena)
-        best = PAPER["table5"]["alpha"][int(np.argmax(mfus))]
-        predicted = [mfu_of(paper_config("7B", int(S), alpha=alpha), 8) for alpha in PAPER["table5"]["alpha"]]
-        t5[S] = dict(alpha=got.alpha, on_the_papers_grid=int(got.alpha * 8) / 8, papers_best=best,
-                     limits=got.plan.limits, predicted=predicted, paper=mfus)
-    out["table5"] = t5
-    draw(out)
-    return out
-
-
-def draw(out):
-    fig, axes = plt.subplots(1, 3, figsize=(14, 4.2), dpi=110, sharey=True, layout="constrained")
-    for ax, model in zip(axes, ("7B", "13B", "30B"), strict=True):
-        rows = out[f"table3 {model}"]
-        S = [row["S"] / 1024 for row in rows]
-        ax.plot(S, [row["paper"] for row in rows], "o-", color="#d9730d",
-                label="MEMO paper, Table 3, measured")
-        ax.plot(S, [row["preset"] for row in rows], "s-", color="#2563a8", ms=4,
-                label="estimated, the preset's layout")
-        ax.plot(S, [row["best_cp"] for row in rows], "--", color="#7fb2e5",
-                label="estimated, best cp, 16 sequences a step")
-        ax.plot(S, [row["best_of_all"] for row in rows], ":", color="#8a8f98",
-                label="estimated, best of all layouts")
-        ax.set(xscale="log", xlabel="context, K tokens",
-               title=f"{model}, {GPUS[model]} A800" + ", fitted" * (model == "7B"), ylim=(0, 60),
-               xticks=[64, 128, 256, 512, 1024], xticklabels=["64", "128", "256", "512", "1024"])
-        ax.minorticks_off()
-        plain(ax)
-    axes[0].set_ylabel("MFU, %")
-    axes[0].legend(frameon=False, loc="lower left", fontsize=9)
-    fig.savefig(RESULTS / "estimate_paper.png")
-    plt.close(fig)
 
 
 def figures_of(got):
@@ -324,7 +224,7 @@ def speed():
 
 
 def main():
-    parts = {"paper": paper, "contexts": contexts, "models": models, "speed": speed,
+    parts = {"contexts": contexts, "models": models, "speed": speed,
              "here": lambda: here(args.device, args.steps, GPU_RUNS if args.device == "cuda" else CPU_RUNS),
              "subsequences": lambda: here(args.device, args.steps, SUBSEQUENCE_RUNS)}
     parser = argparse.ArgumentParser(description=__doc__,

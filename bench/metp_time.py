@@ -14,13 +14,14 @@ sleeps the rest.
 import statistics
 import time
 from collections import Counter
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import store_parts
-from bench.metp import CPU, MODELS, RESULTS
+from bench.papers.metp_layer import CPU, MODELS
 from memo.config import Config
 from memo.optim import Optimizer
 from memo.parallel.mesh import Axis, Mesh
@@ -29,6 +30,8 @@ from memo.profiler import layer_rates
 from memo.swap.streams import open_streams
 from model import GPT, initial_weights
 from testing.ranks import pool
+
+RESULTS = Path(__file__).parent / "results"
 
 # --- products that last as long as they should ---
 

@@ -1,4 +1,5 @@
-"""What the MEMO paper measured, as memo_paper.json has it, and the configs of its rows."""
+"""What the papers measured, as memo_paper.json, metp_paper.json and sppo_paper.json have it, and the configs
+of MEMO's rows."""
 
 import json
 from dataclasses import replace
@@ -6,31 +7,45 @@ from pathlib import Path
 from typing import Any
 
 from memo.config import Config
+from memo.decide import degrees_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
-from memo.estimate.budget import Estimate, estimate
+from memo.estimate.budget import Estimate
+from memo.estimate.search import config_with, estimate_or_none
 from memo.load_config import load_config
 
-PAPER = json.loads((Path(__file__).parent / "memo_paper.json").read_text())
+PAPER, METP, SPPO = (json.loads((Path(__file__).parent / f"{name}_paper.json").read_text())
+                     for name in ("memo", "metp", "sppo"))
 GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
 HOST_BYTES = 1.035e12  # of the paper's 2 TB: torch's pinned cache rounds blocks up to powers of two
+LONG = 65536  # tokens from which a sequence takes more than one GPU: below, MEMO's rows are Megatron-LM's
+SEQUENCES = 16  # of a step of Table 3
 
 
 def paper_config(model: str, S: int, **keys: Any) -> Config:
     """The preset of a model at another context, on the host memory that the paper could use."""
-    cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}", "--subsequences=1"])
+    cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}", "--subsequences=1",
+                       "--states=device"])
     return replace(cfg, host_memory_gb=HOST_BYTES / 1e9, **keys)
 
 
-def rows_of_table3(model: str) -> list[tuple[int, float]]:
-    """[(context, MFU in percent)] of MEMO, from 64K on."""
-    return [(r["seq_tokens"], r["mfu"]) for r in PAPER["table3"]
-            if r["model"] == model and r["system"] == "memo" and r["seq_tokens"] >= 65536 and "mfu" in r]
+def rows_of_table3(model: str, system: str = "memo") -> dict[int, float | str]:
+    """{context: MFU in percent, "oom" or "oohm"}."""
+    return {r["seq_tokens"]: r.get("mfu", r.get("fail")) for r in PAPER["table3"]
+            if r["model"] == model and r["system"] == system}
 
 
-def of_that_width(model: str, S: int) -> list[Estimate]:
-    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp. Each row of the paper is
-    in the best layout that its authors found; they name it for 7B alone."""
-    machine, cps = hardware.machine("a800-80gb"), {"7B": (2,), "13B": (1, 2), "30B": (1, 2, 4)}[model]
-    configs = [paper_config(model, S, cp=cp, gradient_accumulation_steps=16) for cp in cps]
-    return [estimate(cfg, machine, GPUS[model], fast_arena) for cfg in configs]
+def long_rows_of_table3(model: str) -> list[tuple[int, float]]:
+    """[(context, MFU in percent)] of MEMO that ran, from 64K on."""
+    return [(S, mfu) for S, mfu in rows_of_table3(model).items() if S >= LONG and not isinstance(mfu, str)]
+
+
+def of_that_width(model: str, S: int, world: int = 0) -> list[Estimate]:
+    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp, on the paper's GPUs, or
+    on `world` of them. Each row of the paper is in the best layout that its authors found; they name it for
+    7B alone."""
+    cfg, world = paper_config(model, S, gradient_accumulation_steps=SEQUENCES), world or GPUS[model]
+    machine = hardware.machine("a800-80gb")
+    every = (estimate_or_none(config_with(cfg, cp=cp), machine, world, fast_arena)
+             for cp in degrees_of(world // cfg.tp))
+    return [got for got in every if got]

@@ -233,10 +233,10 @@ def paper_problem(table, S, host_bytes=HOST_BYTES):
     return problem(tensors, m["n_layer"], forward_s, OFFLOAD_BYTES_PER_S, host_bytes)
 
 
-@pytest.mark.parametrize("S", [196608, 262144])
+@pytest.mark.parametrize("S", [196608, 262144, 327680])
 def test_the_best_alpha_of_table_5(S):
     table = PAPER["table5"]
-    measured = table["mfu_percent"][str(S)]
+    measured = [mfu for mfu in table["mfu_percent"][str(S)] if mfu != "oohm"]
     best = table["alpha"][measured.index(max(measured))]
     assert rows(paper(paper_problem(table, S)).alpha, S, S // 8) / S == best
 

@@ -41,7 +41,7 @@ def commands():
 
 
 def test_every_file_is_on_the_map_once_and_nothing_else_is():
-    patterns = ("*.py", "memo/**/*.py", "memo/**/*.cpp", "config/*.*", "bench/*.py", "docs/*.md")
+    patterns = ("*.py", "memo/**/*.py", "memo/**/*.cpp", "config/*.*", "bench/**/*.py", "docs/*.md")
     files = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)
              if path.name != "__init__.py"}
     rows = re.findall(r"^\| `([^`]+\.\w+)` \| .+ \|$", text_of(ROOT / "docs/architecture.md"), re.M)
@@ -98,7 +98,8 @@ def parse(command):
     elif "-m" in words:
         name, argv = words[words.index("-m") + 1], words[words.index("-m") + 2:]
         if not name.startswith("memo."):
-            has_options(ROOT / (name.replace(".", "/") + ".py"), argv)
+            script = ROOT / name.replace(".", "/")
+            has_options(script / "__main__.py" if script.is_dir() else script.with_suffix(".py"), argv)
             return
         module = importlib.import_module(name)
         if hasattr(module, "__path__"):

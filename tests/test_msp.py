@@ -37,28 +37,25 @@ from memo.swap.shared_bytes import SharedBytes
 from memo.swap.steps import LANES, is_message
 from memo.swap.validator import validate_schedule
 from model import GPT
+from testing.paper import SPPO
 from testing.ranks import pool
 from testing.stages import equal_shares, helped_config, simulated_bubble
 from tests.helpers import CPU, argv, mesh_of, random_batch, refusal, validate_stages
 from tests.helpers import step as loss_of_step
 from tests.layouts import agree, build, gradients, layout_keys, on_ranks, step_alone
 
-# SPPO's table 3: 4 stages, 8 subsequences; a list for each stage
-LEFT_IDS, RIGHT_IDS = [[0, 1, 2], [0, 1], [0], []], [[], [7], [6, 7], [5, 6, 7]]
-STEADY_IDS = [[3, 4, 5, 6, 7], [2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4]]
-LEFT_STAGES, RIGHT_STAGES = [[0, 1, 2, 3], [1, 2, 3], [2, 3], []], [[], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
-
 
 def test_who_helps_whom_is_the_table_of_the_paper():
-    found = helped_units(4, 8)
-    for stage in range(4):
+    table = SPPO["table3_msp"]
+    found = helped_units(table["pp"], table["n"])
+    for stage in range(table["pp"]):
         mine = {x: helpers for (home, x), helpers in found.items() if home == stage}
-        for ids, stages, before in ((LEFT_IDS, LEFT_STAGES, True), (RIGHT_IDS, RIGHT_STAGES, False)):
+        for side, before in (("left", True), ("right", False)):
             those = {x: helpers for x, helpers in mine.items() if (x < 4) == before}
-            assert sorted(those) == ids[stage]
+            assert sorted(those) == table[f"{side}_ids"][stage]
             together = {stage, *(k for helpers in those.values() for k in helpers)} if those else ()
-            assert sorted(together) == stages[stage]
-        assert [x for x in range(8) if x not in mine] == STEADY_IDS[stage]
+            assert sorted(together) == table[f"{side}_stages"][stage]
+        assert [x for x in range(8) if x not in mine] == table["steady_ids"][stage]
 
 
 @pytest.mark.parametrize("p,N", [(2, 2), (3, 4), (4, 8), (5, 5), (8, 9)])

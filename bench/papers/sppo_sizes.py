@@ -1,25 +1,18 @@
-"""Facts of SPPO (arXiv 2503.10377) from the simulator: sizes and transfer times of its figure 5, and what a
-fixed offload ratio costs beside the adaptive one.
-
-    python -m bench.sppo
-
-A simulation: seconds are those of the dry run's model of an A100, copies run at its node's PCIe rate. Writes
-bench/results/sppo.json and sppo.png.
+"""Figure 5 of SPPO (arXiv 2503.10377) by simulation: sizes and transfer times of subsequences, and what a
+fixed offload ratio costs beside the adaptive one. Seconds are those of the dry run's model of an A100, copies
+run at its node's PCIe rate.
 
 The paper leaves open, and here is assumed: ranks and layers (8 ranks of one node share the sequence in a
 ring, and hold 10 of the 80 layers); what a subsequence's activations are (memo's skeletal tensors without
 keys and values, which stay on the device); the PCIe rate (the DGX A100's, all GPUs at once). Equal FLOPs
-count the masked half of the scores, as the paper's lengths do; the seconds are of kernels that skip it.
-"""
+count the masked half of the scores, as the paper's lengths do; the seconds are of kernels that skip it. """
 
-import json
 from itertools import accumulate
-from pathlib import Path
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 
-from bench.machine import machine
+from bench.papers.page import SIMULATED, Part
 from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.unit_seconds import UnitSeconds
@@ -28,12 +21,12 @@ from memo.layer import KEYS_VALUES, layer_of
 from memo.plots import BLUE, GREY, ORANGE, plain
 from memo.subsequences import ALIGNED, equal_flops
 from memo.swap.schedule import Fates, schedule, times_of
+from testing.paper import SPPO
 
-RESULTS = Path(__file__).parent / "results"
-S, LAYERS, RANKS, BF16 = 131072, 10, 8, 2
-SHAPE = dict(n_layer=LAYERS, n_embd=8192, n_head=64)  # a stage of the 65B model
+S, LAYERS, RANKS, BF16 = SPPO["figure5"]["tokens"], 10, 8, 2
+SHAPE = SPPO["models"]["65B"] | dict(n_layer=LAYERS)  # a stage
 # figure 5: GB and milliseconds of the largest and the smallest subsequence
-FIGURE5 = {8: dict(gb=(10.59, 2.87), ms=(821, 254)), 16: dict(gb=(6.04, 1.30), ms=(435, 90))}
+FIGURE5 = {N: SPPO["figure5"][f"n{N}"] for N in (8, 16)}
 A100 = hardware.machine("a100-80gb", ranks=RANKS)
 LINK = A100.node.pcie_bytes_per_s
 
@@ -98,84 +91,91 @@ class Stage:
 
     def row(self, name, ratios):
         stall_s, by_layer_s = self.stall_s(ratios), self.stall_s(ratios, LAYERS)
-        return dict(name=name, ratios=ratios, stall_s=stall_s, stall_by_layer_s=by_layer_s,
-                    stall=stall_s / sum(self.forward_s + self.backward_s), device_bytes=self.most(ratios),
-                    host_bytes=sum(r * a for r, a in zip(ratios, self.sizes, strict=True)))
-
-
-def beside(found, paper):
-    return [f / p - 1 for f, p in zip(found, paper, strict=True)]
+        return [self.N, name, round(ratios[0], 2), round(max(ratios), 2), round(stall_s, 3),
+                f"{100 * stall_s / sum(self.forward_s + self.backward_s):.1f}%", round(by_layer_s, 3),
+                round(self.most(ratios) / 1e9, 1)]
 
 
 def figure5(stage):
-    """Largest and smallest activations and their transfer beside the paper; also of lengths cut to the
-    token."""
-    paper, rows = FIGURE5[stage.N], {}
-    for name, lengths in (("lengths", stage.lengths), ("to_the_token", cut(stage.cfg, 1))):
-        most, least = (activation_bytes(stage.cfg, n) for n in (max(lengths), min(lengths)))
-        gb, ms = [most / 1e9, least / 1e9], [most / LINK * 1e3, least / LINK * 1e3]
-        rows[name] = dict(tokens=lengths, gb=gb, ms=ms, gb_off=beside(gb, paper["gb"]),
-                          ms_off=beside(ms, paper["ms"]))
-        off = (" ".join(f"{100 * e:+.1f}%" for e in rows[name][what]) for what in ("gb_off", "ms_off"))
-        print(f"N={stage.N:2} {name:12} {gb[0]:5.2f} {gb[1]:4.2f} GB, {ms[0]:3.0f} {ms[1]:3.0f} ms; beside "
-              f"the paper {', '.join(off)}")
-    return dict(N=stage.N, paper=paper, **rows)
+    """Lines of the largest and the smallest activations and their transfer beside the paper; also of lengths
+    cut to the token."""
+    paper, rows = FIGURE5[stage.N], []
+    for name, lengths in (("as memo cuts", stage.lengths), ("to the token", cut(stage.cfg, 1))):
+        ends = max(lengths), min(lengths)
+        for which, n, gb, ms in zip(("largest", "smallest"), ends, paper["gb"], paper["ms"], strict=True):
+            nbytes = activation_bytes(stage.cfg, n)
+            mine = nbytes / 1e9, nbytes / LINK * 1e3
+            rows.append([stage.N, f"{which}, {name}", gb, round(mine[0], 2), percent_off(mine[0], gb), ms,
+                         round(mine[1]), percent_off(mine[1], ms)])
+    return rows
+
+
+def percent_off(found, paper):
+    return f"{100 * (found / paper - 1):+.1f}%"
 
 
 def ratios_of(stage):
-    """Stalls and memory of the adaptive ratios and of fixed ones: of the same bytes, of the largest that does
-    not stall, and a grid of 1/16."""
+    """Lines of stalls and memory of the adaptive ratios and of fixed ones: of the same bytes, of the largest
+    that does not stall, and a grid of 1/16."""
     adaptive = stage.adaptive
 
     def fixed(alpha):
         return [alpha] * (stage.N - 1) + [0.0]
     same = sum(r * a for r, a in zip(adaptive, stage.sizes, strict=True)) / sum(stage.sizes[:-1])
-    rows = [stage.row("adaptive", adaptive), stage.row("fixed, the same bytes", fixed(same)),
+    return [stage.row("adaptive", adaptive), stage.row("fixed, the same bytes", fixed(same)),
             stage.row("fixed, no stall", fixed(min(adaptive[:-1]))),
             *(stage.row(f"fixed, {k}/16", fixed(k / 16)) for k in range(17))]
-    for r in (*rows[:3], rows[-1]):
-        print(f"N={stage.N:2} {r['name']:22} {r['ratios'][0]:.2f} to {max(r['ratios']):.2f}: stall "
-              f"{r['stall_s']:.3f} s ({100 * r['stall']:.1f}%), by layers {r['stall_by_layer_s']:.3f} s, "
-              f"device {r['device_bytes'] / 1e9:.1f} GB, host {r['host_bytes'] / 1e9:.1f} GB")
-    return dict(N=stage.N, forward_s=stage.forward_s, backward_s=stage.backward_s,
-                sizes_gb=[a / 1e9 for a in stage.sizes], rows=rows)
 
 
-def plot(figure, ratios, path):
-    fig, axes = plt.subplots(1, 3, figsize=(14, 4.3), dpi=130, layout="constrained")
-    labels = [f"N = {f['N']}\n{which}" for f in figure for which in ("largest", "smallest")]
-    bars = (-0.2, GREY, "paper, figure 5", "paper"), (0.2, BLUE, "simulated", "lengths")
-    for ax, what, name in ((axes[0], "gb", "activations of a subsequence, GB"),
-                           (axes[1], "ms", "their transfer, ms")):
-        for at, colour, label, of in bars:
-            ax.bar([k + at for k in range(len(labels))], [v for f in figure for v in f[of][what]], 0.38,
-                   color=colour, label=label)
+def make():
+    stages = [Stage(N) for N in FIGURE5]
+    sizes = [row for stage in stages for row in figure5(stage)]
+    ratios = [row for stage in stages for row in ratios_of(stage)]
+    grid = [row for row in ratios if "/16" not in row[1] or row[1] in ("fixed, 12/16", "fixed, 16/16")]
+    return dict(
+        tables=[(["N", "subsequence", "GB, paper", "here", "off", "ms, paper", "here", "off"], sizes),
+                (["N", "ratio", "from", "to", "stall, s", "of the pass", "by layers, s",
+                  "device, GB"], grid)],
+        ratios=ratios, notes=[
+            "A stage of 65B at 131,072 tokens: 10 of the 80 layers on 8 A100 that share the sequence in a "
+            "ring, which gives the paper's sizes; the facts at hand do not say how many layers and ranks "
+            "figure 5 is of. Lengths have equal FLOPs with the masked half counted, as the paper's have. "
+            "Copies run at 12.5 GB/s.",
+            "The second table: alpha_i A_i = min(A_i, what the link carries during the next subsequence), "
+            "beside one ratio for all. \"By layers\": copies start with each layer, as memo's do, instead "
+            "of with the whole stage."])
+
+
+def draw(facts, path):
+    fig, axes = plt.subplots(1, 3, figsize=(14, 4.3), dpi=110, layout="constrained")
+    rows = [row for row in facts["tables"][0][1] if row[1].endswith("memo cuts")]
+    labels = [f"N = {row[0]}\n{row[1].split(',')[0]}" for row in rows]
+    for ax, at, name in ((axes[0], 2, "activations of a subsequence, "
+                                      "GB"), (axes[1], 5, "their transfer, ms")):
+        for shift, column, colour, label in ((-0.2, at, ORANGE, "paper, figure "
+                                                                "5"), (0.2, at + 1, BLUE, "simulated")):
+            ax.bar([k + shift for k in range(len(rows))], [row[column] for row in rows], 0.38, color=colour,
+                   label=label)
         ax.set_xticks(range(len(labels)), labels)
         ax.set(ylabel=name)
         ax.legend(frameon=False)
-    for found, colour in zip(ratios, (BLUE, ORANGE), strict=True):
-        fixed = [r for r in found["rows"] if r["name"].endswith("/16")]
-        adaptive = found["rows"][0]
-        axes[2].plot([r["device_bytes"] / 1e9 for r in fixed], [100 * r["stall"] for r in fixed], ".-",
-                     color=colour, label=f"N = {found['N']}, one ratio for all, 0 to 1")
-        axes[2].plot(adaptive["device_bytes"] / 1e9, 100 * adaptive["stall"], "*", color=colour, ms=14,
-                     markeredgecolor="black", label=f"N = {found['N']}, adaptive")
+    for N, colour in zip(FIGURE5, (BLUE, GREY), strict=True):
+        mine = [row for row in facts["ratios"] if row[0] == N]
+        fixed = [row for row in mine if row[1].endswith("/16")]
+        axes[2].plot([row[7] for row in fixed], [float(row[5][:-1]) for row in fixed], ".-", color=colour,
+                     label=f"N = {N}, one ratio for all, 0 to 1")
+        axes[2].plot(mine[0][7], float(mine[0][5][:-1]), "*", color=colour, ms=14, markeredgecolor="black",
+                     label=f"N = {N}, adaptive")
     axes[2].set(xlabel="most activations on the device, GB", ylabel="stall, % of forward and backward",
                 xlim=(0, None))
     axes[2].legend(frameon=False)
     for ax in axes:
         plain(ax)
-    fig.suptitle("SPPO's 65B model at 131,072 tokens, 10 layers on 8 A100: a simulation")
     fig.savefig(path)
+    plt.close(fig)
 
 
-def main():
-    stages = [Stage(N) for N in FIGURE5]
-    figure, ratios = [figure5(s) for s in stages], [ratios_of(s) for s in stages]
-    found = dict(machine=machine(), link_bytes_per_s=LINK, figure5=figure, ratios=ratios)
-    (RESULTS / "sppo.json").write_text(json.dumps(found, indent=1) + "\n")
-    plot(figure, ratios, RESULTS / "sppo.png")
-
-
-if __name__ == "__main__":
-    main()
+PART = Part("Figure 5: sizes of subsequences, and their ratios", "SPPO's figure 5", SIMULATED, make, draw,
+            "Left and middle: figure 5 of the paper (orange) and the simulation. Right, simulated: stall "
+            "against device memory, with one ratio for all subsequences from 0 (right) to 1, and with the "
+            "adaptive ratios.")

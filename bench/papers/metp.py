@@ -1,0 +1,174 @@
+"""METP (FITEE 2400602) beside memo: MFU, how long a sequence may be, errors; its layer is in metp_layer.py,
+what is timed in bench/metp_time.py."""
+
+import matplotlib.pyplot as plt
+import torch
+
+from bench.papers import metp_layer
+from bench.papers.metp_layer import CLAIMS, CPU, RANKS
+from bench.papers.page import DRY, MEASURED, Part, points
+from memo.config import Config
+from memo.decide import GAPS
+from memo.estimate import hardware
+from memo.estimate.arena import fast_arena, traced_arena
+from memo.estimate.search import config_with, estimate_or_none, longest
+from memo.load_config import load_config
+from memo.optim import Optimizer
+from memo.parallel.cp import local_positions
+from memo.parallel.mesh import Axis, open_mesh
+from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
+from model import GPT, initial_weights
+from testing.ranks import pool
+
+NAME = "METP"
+ABOUT = """FITEE 2400602. Eight A100-SXM4-80GB of one node. The facts at hand hold the paper's formulas and
+what it claims of its figures, not their points. """
+
+A100 = hardware.machine("a100-80gb")
+PRESETS = {
+    "BERT-Large": "config/gpt2_124m.py --n_layer=24 --n_head=16 --n_embd=1024 --vocab_size=30522 "
+                  "--position=rope --batch_size=1 --gradient_accumulation_steps=1 --bias=false",
+    "LLaMA-7B, optimizer on the host": "config/llama2_7b_1m.py --optimizer_device=cpu",
+    "LLaMA-70B, 5 layers": "config/llama2_70b_1m.py --n_layer=5",
+    "GPT-175B, 1 layer": "config/gpt_175b.py --n_layer=1 --optimizer_device=auto"}
+
+
+def tokens_of_ten_units(got, gpu, ulysses):
+    """The longest sequence of a TP, or of Ulysses with sharded parameters, that keeps 10 units of b s h / 8 a
+    layer, as the paper's do (Tables 1 and 2), where all else but activations and temporary tensors is as in
+    `got`, memo's METP on 8."""
+    own = ("rounding_buffers", "transient", "head", "positions", "batch", "margin")
+    fixed = sum(line.device_bytes for line in got.lines if line.region not in own) + gpu.memory_bytes // GAPS
+    L, C = got.cfg.n_layer, got.cfg.n_embd
+    whole = 4 * C * C * 2 if ulysses else 0  # one layer's matrices at their full width
+    units = 10 * L / 8 + (0 if ulysses else 1 - 1 / 8)  # TP gathers the tokens of all ranks
+    return (gpu.memory_bytes - fixed - whole) / (2 * C * units + 24)  # 24: a token's ids and rotations
+
+
+def preset(argv):
+    return load_config([*argv.split(), "--tp=1", "--cp=1", "--subsequences=1", "--states=device"])
+
+
+LAYOUTS = {"METP": dict(tp=8, tensor_parallel="metp", head_groups=8), "TP": dict(tp=8),
+           "Ulysses": dict(cp=8, context_parallel="ulysses")}
+
+
+def figure5():
+    """MFU on eight, nothing recomputed, by length."""
+    rows = []
+    for name, argv in PRESETS.items():
+        for S in (2**i for i in range(12, 21)):
+            cfg, row = preset(argv), [name, f"{S // 1024}K"]
+            for keys in LAYOUTS.values():
+                one = config_with(cfg, block_size=S, activation="keep", gradient_accumulation_steps=1, **keys)
+                got = estimate_or_none(one, A100, 8, fast_arena)
+                row.append(None if got is None else points(got.mfu) if got.fits else "oom")
+            rows.append(row)
+    most = max(row[2] for row in rows if not isinstance(row[2], str | None))
+    return dict(tables=[(["model", "tokens", *LAYOUTS], rows)], most=most, notes=[
+        f"MFU, percent. METP reaches {most}% here; the paper says at most "
+        f"{100 * CLAIMS['mfu_at_most']:.0f}%. The efficiencies of A100 are those of a system whose "
+        "messages do not hide, so METP's matrices are all counted as exposed: at short lengths METP is "
+        "faster than this where they do hide."])
+
+
+def draw_figure5(facts, path):
+    fig, axes = plt.subplots(1, 4, figsize=(15, 4), dpi=110, sharey=True, layout="constrained")
+    for ax, name in zip(axes, PRESETS, strict=True):
+        mine = [row for row in facts["tables"][0][1] if row[0] == name]
+        for column, (kind, colour, style) in enumerate(zip(LAYOUTS, (BLUE, GREY, GREEN), ("o-", "s--", "^:"),
+                                                           strict=True), 2):
+            there = [(i, row[column]) for i, row in enumerate(mine) if isinstance(row[column], float)]
+            if there:
+                ax.plot(*zip(*there, strict=True), style, color=colour, label=f"memo's {kind}", ms=4)
+        ax.axhline(100 * CLAIMS["mfu_at_most"], color=ORANGE, lw=1, label="at most, by the paper")
+        ax.set_xticks(range(0, len(mine), 2), [row[1] for row in mine[::2]])
+        ax.set(xlabel="tokens", title=name, ylim=(0, 65))
+        plain(ax)
+    axes[0].set_ylabel("MFU, %")
+    axes[0].legend(frameon=False, fontsize=8)
+    fig.savefig(path)
+    plt.close(fig)
+
+
+def figure6():
+    """Longest sequences on 1, 2, 4 and 8, with a group of heads for each rank, over those of others on 8. The
+    arena of temporary tensors is a bound; beside others' formulas, which have none, METP's is a trace's."""
+    rows, beside = [], []
+    for name, argv in PRESETS.items():
+        cfg = preset(argv)
+
+        def tokens(world, arena=fast_arena, cfg=cfg, **keys):
+            one = config_with(cfg, block_size=2**14, activation="keep", alpha="auto", **keys)
+            got = longest(one, A100, world, arena)
+            return got, got.cfg.block_size if got else None
+        found = {p: tokens(p, tp=p, tensor_parallel="metp", head_groups=p) for p in (1, *RANKS)}
+        ours = [n for _, n in found.values()]
+        first = next(n for n in ours if n)
+        rows.append([name, *ours, *(round(n / first, 1) if n else None for n in ours)])
+        _, exact = tokens(8, traced_arena, **LAYOUTS["METP"])
+        others = [ours[-1] / tokens(8, **LAYOUTS[kind])[1] for kind in ("TP", "Ulysses")]
+        others += [exact / tokens_of_ten_units(found[8][0], A100, ulysses) for ulysses in (False, True)]
+        beside.append([name, *(round(ratio, 2) for ratio in others)])
+    low, high = CLAIMS["max_sequence_over_others_8gpus"]
+    return dict(tables=[(["model", *(f"{p} GPUs" for p in (1, *RANKS)), *["over the first"] * 4], rows),
+                        (["on 8 GPUs, over", "memo's TP", "memo's Ulysses", "a TP of 10 units",
+                          "a Ulysses of 10 units"], beside)],
+                notes=["Tokens, nothing recomputed. They grow faster than the number of GPUs, as the "
+                       f"paper says. It measured {low} to {high} over the others. Its TP and Ulysses keep "
+                       "10 units a layer (Tables 1 and 2): the last two columns, where METP's temporary "
+                       "tensors are a trace's. The single layer of GPT-175B has a backward, which the "
+                       "formula of 10 units does not count."])
+
+
+def draw_figure6(facts, path):
+    fig, ax = plt.subplots(figsize=(7.5, 4.4), dpi=110, layout="constrained")
+    for name, *values in facts["tables"][0][1]:
+        grown = [(p, n) for p, n in zip((1, *RANKS), values[4:], strict=True) if n]
+        ax.plot([p / grown[0][0] for p, _ in grown], [n for _, n in grown], "o-", label=f"{name}, dry run")
+    ax.plot((1, 8), (1, 8), ":", color=ORANGE, label="linear, as the paper has TP and Ulysses")
+    ax.set(xlabel="GPUs, over the fewest that fit", ylabel="longest sequence, over theirs")
+    ax.legend(frameon=False)
+    plain(ax)
+    fig.savefig(path)
+    plt.close(fig)
+
+
+# --- what a layer's numbers are ---
+
+def own_output(host, cfg):
+    """(positions of this rank's rows, the last layer's output there) of a forward."""
+    mesh = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp)
+    held = torch.cat(local_positions(cfg, cfg.block_size, mesh))
+    model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+    Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
+    model.reserve(1, len(held))
+    every = torch.randint(cfg.vocab_size, (1, cfg.block_size), generator=torch.Generator().manual_seed(0))
+    tokens = every[:, held]
+    model.forward(tokens, tokens)
+    found = held.unflatten(0, (-1, cfg.tp))[:, mesh.weights.rank], model.swap.x[-1].flatten(0, -2).clone()
+    mesh.close()
+    return found
+
+
+def figure7():
+    """How far METP's outputs on some ranks are off those of one process, element by element, in fp32."""
+    rows, shape = [], dict(n_layer=4, n_head=8, n_embd=256, block_size=4096, vocab_size=512, subsequences=1)
+    _, alone = own_output(Axis("host"), Config(**shape))
+    for p in RANKS:
+        cfg = Config(**shape, tp=p, tensor_parallel="metp")
+        off = torch.cat([(found - alone[held]).abs().flatten()
+                         for held, found in pool(p).run(own_output, cfg)])
+        rows.append([p, f"{off.mean():.1e}", f"{off.max():.1e}"])
+    return dict(tables=[(["ranks", "mean error of an element", "largest"], rows)], notes=[
+        f"4 layers, C = 256, 4,096 tokens, fp32, over gloo; outputs are about {alone.abs().mean():.2f}. "
+        f"The paper's mean error is {CLAIMS['average_error_per_element']:.0e}."])
+
+
+PARTS = {
+    **metp_layer.PARTS,
+    "figure5": Part("Figure 5: MFU", "METP's figure 5", DRY, figure5, draw_figure5,
+                    "MFU on eight A100, nothing recomputed: dry runs, which end where memory does."),
+    "figure6": Part("Figure 6: longest sequences", "METP's figure 6", DRY, figure6, draw_figure6,
+                    "Longest sequences against GPUs: dry runs. Dotted: linear growth."),
+    "figure7": Part("Figure 7: errors of elements", "METP's section 5", MEASURED, figure7)}

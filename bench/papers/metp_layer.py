@@ -1,0 +1,212 @@
+"""METP (FITEE 2400602), a layer at its full size without memory: what travels, what it keeps and takes."""
+
+import sys
+
+import matplotlib.pyplot as plt
+import torch
+
+from bench.papers.page import COUNTED, Part
+from memo.config import Config
+from memo.layer import head_groups, n_rows, tensors_of
+from memo.parallel.mesh import Axis, Mesh
+from memo.planner.rehearsal import FakeArena
+from memo.plots import ORANGE, plain
+from memo.swap.streams import open_streams
+from model import GPT
+from testing.paper import METP
+
+CPU = torch.device("cpu")
+MODELS = {name: (model["n_embd"], model["n_head"]) for name, model in METP["models"].items()}
+RANKS = (2, 4, 8)
+CLAIMS = METP["claims"]
+
+
+def one_layer(h, heads, S, p, kind="metp", dtype=torch.bfloat16):
+    """A GPT of one layer, of which rank 0 of p has shapes alone, ready for a pass over S tokens."""
+    cfg = Config(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, tp=p, tensor_parallel=kind)
+    tokens = Axis("cp", p if kind == "metp" else 1)
+    model = GPT(cfg, "meta", dtype, mesh=Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=tokens))
+    model.reserve(1, S, streams=open_streams(CPU))
+    return cfg, model
+
+
+# --- what travels ---
+
+def sent_elements(p):
+    """What a rank sends in a layer's forward and backward: (FFN, attention's matrices) in units of h^2, keys
+    and values and their gradients in units of bsh."""
+    h, heads, S = 1024, 16, 8192
+    _, model = one_layer(h, heads, S, p, dtype=torch.float32)
+    s, y = model.swap.layers[0], model.swap.x[1]
+    model.blocks[0].forward(s, model.turn[0], y)
+    model.blocks[0].backward(y, s, model.turn[0])
+    sent = {name: n // 4 for name, n in model.mesh.take_sent_bytes().items()}
+    return sent["hops"] / h**2, sent["tp"] / h**2, sent["cp"] / (S * h)
+
+
+# --- what a layer keeps and takes ---
+
+MESSAGES = {"shift", "start", "places", "start_gather", "start_scatter_sum", "row_linear_forward"}
+
+
+class Metered(FakeArena):
+    """A FakeArena that knows which requests hold messages: by the function that makes them. Of METP's keys
+    and values those of one group of heads are in use; the next group's, under way, are messages."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.messages, self.keys = set(), set()
+        self.in_use = 2 * 2 * n_rows(cfg) * cfg.kv_heads * cfg.head_width // head_groups(cfg)  # bytes, bf16
+
+    def note(self, storage):
+        before = self.ids
+        super().note(storage)
+        frame, depth = sys._getframe(1), 0
+        while self.ids > before and frame and depth < 12:
+            file, function = frame.f_code.co_filename, frame.f_code.co_name
+            if "memo/parallel" in file and function in MESSAGES:
+                self.messages.add(str(self.ids))
+                break
+            if function == "send_keys":
+                self.keys.add(str(self.ids))
+                break
+            frame, depth = frame.f_back, depth + 1
+
+    def peaks(self):
+        """(peak bytes without messages, peak bytes of messages) of what is recorded since the last call."""
+        live, peak, sizes = dict(messages=0, keys=0, others=0), [0, 0], {}
+        for verb, name, n in self.log:
+            kind = "messages" if name in self.messages else "keys" if name in self.keys else "others"
+            if verb == "malloc":
+                sizes[name] = n
+                live[kind] += n
+            elif verb == "free" and name in sizes:
+                live[kind] -= sizes[name]
+            here = min(live["keys"], self.in_use)
+            peak = [max(peak[0], live["others"] + here), max(peak[1], live["messages"] + live["keys"] - here)]
+        self.log.clear()
+        return tuple(peak)
+
+
+def layer_memory(h, heads, S, p, kind="metp"):
+    """Elements on a rank: {half: (kept after its forward, peak in it)} without states, and of messages."""
+    cfg, model = one_layer(h, heads, S, p, kind)
+    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
+    kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
+    arena.run("forward", block.forward, s, model.turn[0], y)
+    whole, messages = arena.peaks()
+    return dict(kept=sum(kept.values()), forward_peak=sum(kept.values()) + whole // 2, messages=messages // 2)
+
+
+def halves_memory(h, heads, S, p):
+    """{half: (kept, peak)} of METP's two halves, elements without states, and of messages."""
+    cfg, model = one_layer(h, heads, S, p)
+    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
+    kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
+    arena.run("attention", block.attention_half, s, model.turn[0], y, slice(None))
+    attention = arena.peaks()
+    arena.run("mlp", lambda: block.mlp_half(s, y, block.visits()))
+    mlp = arena.peaks()
+    of_attention = kept["x"] + kept["attn_out"] + kept["lse"]
+    return dict(attention=(of_attention, of_attention + attention[0] // 2),
+                mlp=(kept["mid"], kept["mid"] + mlp[0] // 2), messages=max(attention[1], mlp[1]) // 2)
+
+
+def paper_metp(h, S, p):
+    """{half: (after the forward, peak)} of the paper's Tables 1 and 2, elements without states."""
+    bsh = S * h
+    return dict(attention=(2 * bsh / p, 3 * bsh / p**2 + 2 * bsh / p),
+                mlp=(bsh / p, bsh / p + 4 * bsh / p**2))
+
+
+def paper_tp_layer(h, S, p):
+    """Peak elements of a layer with the paper's TP and SP: attention's activations, then the FFN's peak."""
+    bsh = S * h
+    return 5 * bsh / p + 4 * bsh / p + bsh
+
+
+S_TABLES = 2**19
+HALVES = {"table1": "mlp", "table2": "attention"}
+
+
+def half_table(half, states_h2):
+    """Tables 1 and 2: lines of every model for 2, 4 and 8 ranks."""
+    rows = []
+    for name, (h, heads) in MODELS.items():
+        for p in RANKS:
+            unit = S_TABLES * h / p
+            ours, paper = halves_memory(h, heads, S_TABLES, p), paper_metp(h, S_TABLES, p)
+            over = (ours[half][1] + states_h2 * h * h / p) / (paper[half][1] + states_h2 * h * h / p)
+            rows.append([name, p, *(round(n / unit, 2) for pair in zip(paper[half], ours[half], strict=True)
+                                    for n in pair), round(ours["messages"] / unit, 2), round(over, 2)])
+    head = ["model", "p", "after forward, paper", "here", "peak, paper", "here", "messages",
+            "peak over the paper's"]
+    return head, rows
+
+
+NOTE = (f"{S_TABLES:,} tokens, units of b s h / p without weights, gradients and moments, which are the "
+        "same; the last column counts them. Message buffers stand by themselves, as they are not in the "
+        "formulas; peaks are below these where a layer takes more than p groups of heads, or the MLP its "
+        "rows in pieces.")
+
+
+def table1():
+    sent = [[p, 24 * (p - 1) / p, round(sent_elements(p)[0], 3)] for p in RANKS]
+    return dict(tables=[half_table("mlp", 32), (["p", "sent, h^2: paper", "here"], sent)], notes=[NOTE])
+
+
+def table2():
+    sent = []
+    for p, log2 in zip(RANKS, (1, 2, 3), strict=True):
+        _, matrices, keys = sent_elements(p)
+        sent.append([p, 12 * log2, round(matrices, 3), round(6 * (p - 1) / p, 3), round(keys, 3)])
+    head = ["p", "matrices, h^2: paper", "here", "keys and values, bsh: paper", "here"]
+    return dict(tables=[half_table("attention", 16), (head, sent)],
+                notes=[NOTE, "The paper broadcasts matrices along a tree; here they go round a ring, each "
+                             "link once."])
+
+
+def figure4():
+    """Peaks of a layer's forward on 8 ranks with its states: METP's over those of tensor parallelism."""
+    rows = []
+    for name, (h, heads) in MODELS.items():
+        for S in (2**i for i in range(12, 21)):
+            p, states = 8, 48 * h * h / 8
+            metp, tp = (layer_memory(h, heads, S, p, kind)["forward_peak"] + states
+                        for kind in ("metp", "megatron"))
+            rows.append([name, f"{S // 1024}K", round(metp * 2 / 2**30, 3), round(tp * 2 / 2**30, 3),
+                         round(metp / tp, 3), round(metp / (paper_tp_layer(h, S, p) + states), 3)])
+    at = next(row for row in rows if row[:2] == ["GPT-175B", "512K"])
+    saved = [round(100 * (1 - ratio), 1) for ratio in (at[5], at[4])]
+    head = ["model", "tokens", "METP, GiB", "memo's TP, GiB", "over memo's TP", "over the paper's TP"]
+    return dict(tables=[(head, rows)], saved=saved,
+                notes=[f"A layer of GPT-175B at 512K tokens on 8: {saved[0]}% less than the paper's "
+                       f"formula for TP, {saved[1]}% less than memo's own. The paper measured "
+                       f"{100 * CLAIMS['memory_saved_175b_512k_8gpus']:.0f}% less."])
+
+
+def draw_figure4(facts, path):
+    fig, ax = plt.subplots(figsize=(8, 4.5), dpi=110, layout="constrained")
+    for i, name in enumerate(MODELS):
+        mine = [row for row in facts["tables"][0][1] if row[0] == name]
+        for column, style, what in ((5, "-", "the paper's TP"), (4, "--", "memo's TP")):
+            ax.plot(range(len(mine)), [row[column] for row in mine], style, color=f"C{i}",
+                    label=f"{name}, over {what}")
+    ax.plot(7, 1 - CLAIMS["memory_saved_175b_512k_8gpus"], "o", color=ORANGE, ms=9,
+            label="GPT-175B, measured by the paper")
+    ax.set_xticks(range(len(mine)), [row[1] for row in mine])
+    ax.set(xlabel="tokens of a sequence, 8 ranks", ylim=(0, None),
+           ylabel="METP's peak of a layer's forward, with states, over")
+    ax.legend(frameon=False, ncols=2, fontsize=8)
+    plain(ax)
+    fig.savefig(path)
+    plt.close(fig)
+
+
+PARTS = {
+    "table1": Part("Table 1: the FFN", "METP's Table 1", COUNTED, table1),
+    "table2": Part("Table 2: attention", "METP's Table 2", COUNTED, table2),
+    "figure4": Part("Figure 4: memory of a layer", "METP's figure 4", COUNTED, figure4, draw_figure4,
+                    "Peak of a layer's forward with its states, METP over tensor parallelism, eight "
+                    "ranks: over the paper's formula (lines) and memo's own (dashed). Traced, not run; "
+                    "orange: the paper.")}

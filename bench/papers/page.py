@@ -1,0 +1,112 @@
+"""The page docs/papers.md and its parts: what a part is, how its facts become Markdown."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from textwrap import fill
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "bench/results/papers", ROOT / "docs/papers.md"
+DRY, SIMULATED, MEASURED, COUNTED = "dry run", "simulated", "measured on the CPU", "counted"
+Facts = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """A table or a figure. `source`: what it is in the paper; `how`: DRY, ...; make() -> its facts, as JSON
+    holds them: `tables`, [(head, rows)], `notes`, and what `draw`(facts, path) wants, which writes the
+    picture that `caption` is of."""
+
+    title: str
+    source: str
+    how: str
+    make: Callable[[], Facts]
+    draw: Callable[[Facts, Path], None] | None = None
+    caption: str = ""
+
+
+# --- cells ---
+
+def points(fraction: float) -> float:
+    """In percent, as the papers print it."""
+    return round(100 * fraction, 2)
+
+
+def cell(got: Any) -> float | str:
+    """MFU of an Estimate in percent, or why it does not fit."""
+    return points(got.mfu) if got.fits else got.reason
+
+
+def off(pairs: list[tuple[Any, Any]]) -> Facts:
+    """Of pairs (paper's, ours) in points: how far ours are off where both ran, and where just one did."""
+    ran = [abs(ours - paper) for paper, ours in pairs
+           if not isinstance(paper, str) and not isinstance(ours, str)]
+    failed = [(isinstance(paper, str), isinstance(ours, str)) for paper, ours in pairs]
+    return dict(cells=len(ran), mean=round(mean(ran), 2) if ran else None,
+                worst=round(max(ran), 2) if ran else None,
+                both_fail=failed.count((True, True)), only_papers_fails=failed.count((True, False)),
+                only_ours_fails=failed.count((False, True)))
+
+
+OFF_HEAD = ["points off", "cells", "mean", "worst", "fail in both", "in the paper alone", "here alone"]
+
+
+def off_row(name: str, pairs: list[tuple[Any, Any]]) -> list:
+    return [name, *off(pairs).values()]
+
+
+# --- Markdown ---
+
+def shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    lines = [head, ["---"] * len(head), *([shown(value) for value in row] for row in rows)]
+    return "".join("|" + "".join(f" {text} |" if text else " |" for text in line) + "\n" for line in lines)
+
+
+def filled(text: str) -> str:
+    return fill(text, 110, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def section(name: str, part: Part, facts: Facts) -> str:
+    source = filled(f"*{part.source}; here: {part.how}, `python -m bench.papers {name}`.*")
+    picture = f"![{part.title}](../bench/results/papers/{name.replace('.', '_')}.png)\n"
+    return "\n".join([f"### {part.title}\n", source, *(table(head, rows) for head, rows in facts["tables"]),
+                      *map(filled, facts.get("notes", ())),
+                      *([picture, filled(f"*{part.caption}*")] if part.draw else [])])
+
+
+def page(papers: dict[str, Any], found: dict[str, Facts]) -> str:
+    """docs/papers.md, of {paper: module with NAME, ABOUT and PARTS} and {paper: {part: facts}}."""
+    text = INTRODUCTION
+    for paper, module in papers.items():
+        text += f"\n## {module.NAME}\n\n{filled(module.ABOUT)}"
+        for name, part in module.PARTS.items():
+            if facts := found.get(paper, {}).get(name):
+                text += "\n" + section(f"{paper}.{name}", part, facts)
+    return text
+
+
+INTRODUCTION = """# The papers beside memo
+
+<!-- written by bench/papers; change that, then `make papers` -->
+
+Tables and figures of the three papers that memo implements, as far as arithmetic, a trace, a simulation or a
+CPU can repeat them. `make papers` writes this page, its pictures and `bench/results/papers/` anew. **No GPU
+has run memo**, so each part says how its figures came about:
+
+- *dry run*: the arithmetic of [memo.estimate](estimate.md), on the hardware that the paper names. Three
+  efficiencies of the A100 and A800 are fitted, to MEMO's 7B rows alone;
+- *simulated*: rules played through, as of a schedule or of torch's allocator;
+- *counted*: bytes or elements that a traced layer asks for or sends;
+- *measured on the CPU*: computed here, small.
+
+The papers' own figures are measured on their GPUs. "oom" and "oohm": out of device or host memory. What only
+GPUs could show (speeds, curves of large models, stalls of the allocator) is not here.
+"""
