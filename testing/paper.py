@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memo.choose import degrees_of
 from memo.config import Config
-from memo.decide import degrees_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import Estimate

@@ -2,8 +2,8 @@
 machine."""
 
 from bench.papers.page import DRY, Part, points
+from memo.choose import degrees_of
 from memo.config import Config
-from memo.decide import degrees_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import GIB

@@ -9,7 +9,7 @@ from scipy.optimize import least_squares
 
 from bench.papers import convergence, fragments, rivals
 from bench.papers.page import DRY, OFF_HEAD, Part, cell, off, off_row, points
-from memo.decide import degrees_of
+from memo.choose import degrees_of
 from memo.estimate import hardware
 from memo.estimate.arena import ArenaBytes, fast_arena
 from memo.estimate.budget import estimate
