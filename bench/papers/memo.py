@@ -110,9 +110,9 @@ def table3():
             if kind == "its width"]
     short, long = ([pair for (_, kind, length), those in pairs.items() for pair in those
                     if kind == "its width" and length == which] for which in ("4K to 32K", "from 64K on"))
-    above = {model: max(ours - paper for (paper, ours), S in zip(
+    above = {model: round(max(ours - paper for (paper, ours), S in zip(
         [pair for length in ("4K to 32K", "from 64K on") for pair in pairs[model, "any layout", length]],
-        columns[model], strict=True) if S >= 4 * LONG and not isinstance(paper, str)) for model in MODELS}
+        columns[model], strict=True) if S >= 4 * LONG and not isinstance(paper, str)), 2) for model in MODELS}
     return dict(tables=[(head, rows), (OFF_HEAD, [*offs, off_row("all, 4K to 32K", short),
                                                      off_row("all, from 64K on", long)])],
                 notes=["MFU, percent: the paper's; in its width, with cp; in any layout. Not as in the "

@@ -16,7 +16,7 @@ from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.cp import local_positions
 from memo.parallel.mesh import Axis, open_mesh
-from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
+from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from model import GPT, initial_weights
 from testing.ranks import pool
 
@@ -123,9 +123,10 @@ def figure6():
 
 def draw_figure6(facts, path):
     fig, ax = plt.subplots(figsize=(7.5, 4.4), dpi=110, layout="constrained")
-    for name, *values in facts["tables"][0][1]:
+    for (name, *values), colour in zip(facts["tables"][0][1], (PALE, GREEN, GREY, BLUE), strict=True):
         grown = [(p, n) for p, n in zip((1, *RANKS), values[4:], strict=True) if n]
-        ax.plot([p / grown[0][0] for p, _ in grown], [n for _, n in grown], "o-", label=f"{name}, dry run")
+        ax.plot([p / grown[0][0] for p, _ in grown], [n for _, n in grown], "o-", color=colour,
+                label=f"{name}, dry run")
     ax.plot((1, 8), (1, 8), ":", color=ORANGE, label="linear, as the paper has TP and Ulysses")
     ax.set(xlabel="GPUs, over the fewest that fit", ylabel="longest sequence, over theirs")
     ax.legend(frameon=False)

@@ -10,7 +10,7 @@ from memo.config import Config
 from memo.layer import head_groups, n_rows, tensors_of
 from memo.parallel.mesh import Axis, Mesh
 from memo.planner.rehearsal import FakeArena
-from memo.plots import ORANGE, plain
+from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.swap.streams import open_streams
 from model import GPT
 from testing.paper import METP
@@ -187,10 +187,10 @@ def figure4():
 
 def draw_figure4(facts, path):
     fig, ax = plt.subplots(figsize=(8, 4.5), dpi=110, layout="constrained")
-    for i, name in enumerate(MODELS):
+    for name, colour in zip(MODELS, (PALE, GREEN, GREY, BLUE), strict=True):
         mine = [row for row in facts["tables"][0][1] if row[0] == name]
         for column, style, what in ((5, "-", "the paper's TP"), (4, "--", "memo's TP")):
-            ax.plot(range(len(mine)), [row[column] for row in mine], style, color=f"C{i}",
+            ax.plot(range(len(mine)), [row[column] for row in mine], style, color=colour,
                     label=f"{name}, over {what}")
     ax.plot(7, 1 - CLAIMS["memory_saved_175b_512k_8gpus"], "o", color=ORANGE, ms=9,
             label="GPT-175B, measured by the paper")

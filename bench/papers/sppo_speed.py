@@ -215,7 +215,7 @@ def draw_figure11(facts, path):
                        label="measured by the paper" if at == 2 else None)
         ax.set_xticks(range(len(mine)), list(PARTS11))
         ax.axhline(1, color=GREY, lw=0.8)
-        ax.set(title=f"{model}, {tokens // 1024}K tokens")
+        ax.set(title=f"{model}, {tokens // 1024}K tokens", xlim=(-0.6, len(mine) - 0.4))
         plain(ax)
     axes[0].set(ylabel="tokens per second over Megatron-LM")
     axes[0].legend(frameon=False)
