@@ -119,7 +119,7 @@ def table4():
     low, high = FACTS11["over_megatron_deepspeed"]
     over.append(["SPPO, measured by the paper", *[f"{low} to {high}, over both"] * 2, None])
     differ = max(abs(memory_tgs[0] / memory_tgs[1] - 1) for memory_tgs in rates)
-    names = "SPPO's form", "memo", "Megatron-LM", "DeepSpeed", "same stages"
+    names = "`swap`", "memo", "Megatron", "DeepSpeed", "same pp"
     return dict(
         tables=[(["model, GPUs", "tokens", "N", "bubble", "`swap`: device, GiB", "host", "`memo`: device",
                   "host", "optimizer"], memory),
