@@ -193,15 +193,15 @@ def make():
             "on an A800", "planned"]
     return dict(tables=[(head, rows)], notes=[
         f"{STEPS} steps of one sequence beside {states / 2**30:.1f} GiB of states, from traced requests. "
-        "The allocator reserves a fifth more than is allocated: at 256K to 384K that is the paper's gap "
-        "of 4 GB. A plan takes what is allocated. \"Least room\": with less the allocator finds none, "
-        "though a plan would.",
+        "The allocator reserves a fifth more than is allocated: the paper's gap of 4 GB lies between 256K "
+        "and 384K, but the facts at hand do not say at which length it was. A plan takes what is "
+        "allocated. \"Least room\": with less the allocator finds none, though a plan would.",
         "With a plan 640K fits on the A800 and 768K does not, as in the paper's Table 4. Without one the "
         "allocator reorganises at 640K; the paper's ran out of memory from 512K on.",
         "The paper's 6 and 16 reorganisations are not repeated: each step asks for the same bytes in the "
         "same order, so that blocks that were freed once fit all later steps, and one reorganisation is "
-        "enough. What differs from step to step there (lengths, workspaces of kernels, several streams) "
-        "the trace does not have."])
+        "enough. The trace has no lengths that vary, no workspaces of kernels and no second stream: which of "
+        "these made the paper's, nothing here tells."])
 
 
 def draw(facts, path):

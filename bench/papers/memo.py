@@ -166,7 +166,8 @@ def averages():
             "over Megatron-LM", "DeepSpeed"]
     return dict(tables=[(head, rows)], notes=[
         "MEMO's mean MFU, percent, and the mean of its MFU over a rival's where both ran. The paper says "
-        "51.04%, 1.97x and 1.80x, over 65B, too, whose rows are not among the facts at hand."])
+        "51.04%, 1.97x and 1.80x. No mean of these cells gives that; the facts at hand lack 65B's rows, and "
+        "do not say which cells the paper averages."])
 
 
 # --- Tables 4 and 5 ---
