@@ -8,7 +8,6 @@ keys and values, which stay on the device); the PCIe rate (the DGX A100's, all G
 count the masked half of the scores, as the paper's lengths do; the seconds are of kernels that skip it. """
 
 from itertools import accumulate
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 
@@ -39,8 +38,7 @@ def every_score(cfg):
 
 def cut(cfg, multiple):
     """The lengths of equal FLOPs as the paper counts them, multiples of `multiple`."""
-    with patch("memo.subsequences.layer_forward_terms", every_score):
-        counts = equal_flops(*layer_forward_terms(cfg), S // multiple, multiple, cfg.subsequences)
+    counts = equal_flops(*every_score(cfg), S // multiple, multiple, cfg.subsequences)
     return tuple(n * multiple for n in counts)
 
 
