@@ -71,7 +71,7 @@ class MetpBlock(Block):
     def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         rows = self.no_rows | rows
         if len(s.attn_out[rows["attn_out"]]):
-            own = self.own_parts(*self.projections, "proj_w")
+            own = self.own_parts(*(self.names_of("q") if s.pieces else self.projections), "proj_w")
             self.attention_half(s, turn, own, torch.empty_like(s.x), rows["mid"], again=True)
         elif len(s.mid[rows["mid"]]):
             projection = self.projected(s, self.own_parts("proj_w"), rows["mid"])

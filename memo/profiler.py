@@ -232,7 +232,7 @@ def measured_machine(cfg: Config, machine: Machine, device: torch.device, dtype:
             note({op.replace("attention", cfg.attention): job for op, job in jobs.items()}, T)
     if known is None:
         for width in sorted({cfg.n_embd, cfg.inner_width}):
-            size = int(sqrt(cfg.n_embd * width / cfg.tp))
+            size = max(1, int(sqrt(cfg.n_embd * width / cfg.tp)) // 16) * 16  # FP8 products take such widths
             note(matmuls(size, PRODUCT_ROWS[kind], dtype, device, cfg.matmul == "fp8"), size)
         for nbytes in PASSED_BYTES[kind]:
             note(row_passes(nbytes, dtype, device), None)

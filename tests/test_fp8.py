@@ -12,7 +12,7 @@ from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import machine
-from memo.estimate.search import estimate_or_none
+from memo.estimate.search import estimate_or_none, search
 from memo.estimate.unit_seconds import layer_seconds
 from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
@@ -177,8 +177,9 @@ def test_what_has_no_fp8_says_so():
 
 
 def test_no_search_and_no_remedy_has_what_is_refused():
-    """Both ask estimate_or_none()."""
+    """Remedies ask estimate_or_none()."""
     cfg, ada = Config(matmul="fp8", vocab_size=512, tp=2), machine("l40s")
+    assert all(got.cfg.tp == 1 or got.cfg.metp for got in search(cfg, ada, 2, fast_arena))
     assert estimate_or_none(cfg, ada, 2, fast_arena) is None
     assert estimate_or_none(replace(cfg, tensor_parallel="metp"), ada, 2, fast_arena)
     assert estimate_or_none(cfg, machine("h100-80gb"), 2, fast_arena)

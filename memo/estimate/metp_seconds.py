@@ -9,7 +9,14 @@ other here.
 
 from math import sqrt
 
-from memo.estimate.roofline import ROUNDING, TURNING_INPUT, LayerSeconds, norm_of
+from memo.estimate.roofline import (
+    GRADIENT_BYTES,
+    ROUNDING,
+    TURNING_GRADIENT,
+    TURNING_INPUT,
+    LayerSeconds,
+    norm_of,
+)
 from memo.layer import ATTENTION, head_groups, travelling
 
 
@@ -56,7 +63,11 @@ class MetpSeconds(LayerSeconds):
 
     def backward_s_of(self, n: int, gives: int, takes: int) -> float:
         """Seconds of the gradients of n such matrices, and of what they multiply."""
-        return self.parts_s(n, gives, takes) + self.parts_s(n, takes, gives)
+        products = self.parts_s(n, gives, takes) + self.parts_s(n, takes, gives)
+        if self.cfg.matmul != "fp8":
+            return products
+        turning = self.copy_s(TURNING_GRADIENT * gives + TURNING_INPUT * takes)
+        return products + n * (turning + self.matrix_s(GRADIENT_BYTES / self.itemsize * gives * takes))
 
     def activation_s(self, way: str) -> float:
         if self.output.gated:

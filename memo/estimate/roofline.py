@@ -32,8 +32,9 @@ PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20
 PASSES_OF = {"torch": PASSES_OF_TORCH, "te": PASSES | {"norm backward": 6, "rms norm backward": 6}}  # cfg.ops
 # Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
 # largest element of each row, and again, and written at half the width; for the gradient of a weight that of
-# the result is shifted and turned, and the input turned.
-ROUNDING, TURNING_GRADIENT, TURNING_INPUT = 2.5, 5, 1
+# the result is shifted and turned, and the input turned. What a product is added to comes behind it: a weight's
+# gradient in fp32.
+ROUNDING, TURNING_GRADIENT, TURNING_INPUT, ADDING, GRADIENT_BYTES = 2.5, 5, 1, 3, 12
 SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
 
@@ -135,12 +136,17 @@ class LayerSeconds:
         are rounded before a gather, the gathered rows of a gradient behind it."""
         if self.cfg.matmul != "fp8":
             return 0.0
-        column = op.kind == "column"
-        matrices_s = self.pieces_of_rows() * self.matrix_s(ROUNDING * op.gives * op.takes / self.tp)
+        column, weights = op.kind == "column", op.gives * op.takes / self.tp
+        matrices_s = self.pieces_of_rows() * self.matrix_s(ROUNDING * weights)
         if way == "forward":
+            added = ADDING * op.gives if not column and self.tp == 1 else 0.0  # the residual
             rows_s = self.copy_s(ROUNDING * op.takes) / (len(self.together(op)) if column else 1)
-            return matrices_s + rows_s
+            return matrices_s + rows_s + (self.copy_s(added) if added else 0.0)
         x, dy = (op.takes * self.tp, op.gives) if column else (op.takes, op.gives * self.tp)
+        if column and op is not self.together(op)[0]:  # its gradient is added to that of the first
+            matrices_s += self.copy_s(ADDING * x)
+        if self.cfg.ops != "te":
+            matrices_s += self.pieces_of_rows() * self.matrix_s(GRADIENT_BYTES / self.itemsize * weights)
         return matrices_s + self.copy_s((ROUNDING + TURNING_GRADIENT) * dy) + self.copy_s(TURNING_INPUT * x)
 
     def operation_s(self, op: Operation) -> float:
