@@ -32,8 +32,8 @@ PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20
 PASSES_OF = {"torch": PASSES_OF_TORCH, "te": PASSES | {"norm backward": 6, "rms norm backward": 6}}  # cfg.ops
 # Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
 # largest element of each row, and again, and written at half the width; for the gradient of a weight that of
-# the result is shifted and turned, and the input turned. What a product is added to comes behind it: a weight's
-# gradient in fp32.
+# the result is shifted and turned, and the input turned. What a product is added to comes behind it: a
+# weight's gradient in fp32.
 ROUNDING, TURNING_GRADIENT, TURNING_INPUT, ADDING, GRADIENT_BYTES = 2.5, 5, 1, 3, 12
 SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
