@@ -19,7 +19,7 @@ from memo.estimate.hardware import LEAST_FP8, Machine
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
 # up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it
 WRONG_CUDNN = 91500
-TE_WORKSPACE_BYTES = 2**25  # of a product of transformer-engine's: what it takes itself from Hopper on
+TE_WORKSPACE_BYTES = 2**25  # of an FP8 product of transformer-engine's: what it takes itself from Hopper on
 MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabilities; the others run from 8 on
 
 

@@ -148,7 +148,8 @@ class Config:
     attention: str = key("auto", "attention kernels",
                          choices=("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "flash",
                                   "cpu", "math"))
-    ops: str = key("auto", "kernels of norms and rotary positions", choices=("auto", "torch", "triton", "te"))
+    ops: str = key("auto", "kernels of norms and rotary positions; te: also FP8 gradients of weights",
+                   choices=("auto", "torch", "triton", "te"))
     matmul: str = key("bf16", "matrix products of the layers: in the run's dtype, or in FP8 with scales of "
                       "now, e4m3 forward and e5m2 for gradients", choices=("bf16", "fp8"))
     deterministic: bool = key(False, "the same bits from run to run on a GPU too")

@@ -1,6 +1,6 @@
 """How the products of a layer's linears are computed, behind one door: a Matmul is the choice between
 products in the run's dtype and FP8 ones (memo/fp8.py). Everything else (tensor parallelism, METP, the layer)
-takes one, and knows no number format. With ops=te gradients of weights are transformer-engine's products.
+takes one, and knows no number format. With ops=te FP8 gradients of weights are transformer-engine's.
 
 All are of the rows of all tp ranks at once: x (tp, n, I), y and dy (tp, n, O), w (O, I).
 """
@@ -114,22 +114,16 @@ FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradi
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
 
 
-# --- with transformer-engine's product, which adds where it writes ---
-
-def te_weight_gradient(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    for dy_, x_ in zip(dy, x, strict=True):
-        te.add_product(dw, dy_, x_) if te.takes(dw, dy_, x_) else accumulate_product(dw, dy_.t(), x_)
-
+# --- with transformer-engine's FP8 product, which adds where it writes ---
 
 def te_fp8_weight_gradient(dw: torch.Tensor, g: fp8.Gradient, x: fp8.Quantised) -> None:
-    if te.takes(dw):
+    if dw.is_contiguous():  # te goes by the shape alone
         te.add_fp8_product(dw, *fp8.gradient_operands(g, x))
     else:
         fp8.weight_gradient(dw, g, x)
 
 
-TE_MATMULS = {"bf16": RUN._replace(weight_gradient=te_weight_gradient),
-              "fp8": FP8._replace(weight_gradient=te_fp8_weight_gradient)}
+TE_MATMULS = MATMULS | {"fp8": FP8._replace(weight_gradient=te_fp8_weight_gradient)}
 
 
 def matmul_of(name: str, ops: str) -> Matmul:

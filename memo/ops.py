@@ -254,8 +254,10 @@ def failing(name: str, device: torch.device) -> str:
             ops.swiglu_backward(zeros(1, 16), zeros(1, 16), zeros(1, 16))
             ops.rotary(x[:, None], zeros(1, 1, 8, dtype=torch.complex64), back=True)
             ops.merge(heads.float(), lse[None, None, :1], heads, lse[None, None, 1:2])
-            if name == "te":
-                te.add_product(zeros(16, 16, dtype=torch.float32), x, x)
+            if name == "te" and torch.cuda.get_device_capability(device) >= (8, 9):  # it has FP8 products
+                q = zeros(16, 16, dtype=torch.uint8)
+                te.add_fp8_product(zeros(16, 16, dtype=torch.float32), q.view(torch.float8_e5m2),
+                                   q.view(torch.float8_e4m3fn), zeros(1, dtype=torch.float32))
         return ""
     except Exception as e:  # no C compiler, a driver that is too old: whatever they say
         return f"{name} fails ({type(e).__name__}: {(str(e).splitlines() or [''])[-1]})"

@@ -1,10 +1,11 @@
-"""What memo takes of transformer-engine (ops=te): norms, and products that add to an fp32 gradient where it
-lies. All 2.x versions have these functions of transformer_engine_torch alike; installed() holds what pybind11
-says of their parameters against SIGNATURES before any is called. Source: TransformerEngine's
-transformer_engine/pytorch/csrc/extensions/{pybind,normalization,activation,apply_rope,gemm}.cpp, versions 2.0
-to 2.20.
+"""What memo takes of transformer-engine (ops=te): norms, and the FP8 product that adds to an fp32 gradient
+where it lies. Versions 2.2 to 2.20 have these functions of transformer_engine_torch alike (2.0 and 2.1 leak a
+handle of cuBLASLt with each product); installed() holds what pybind11 says of their parameters against
+SIGNATURES before any is called. Source: TransformerEngine's transformer_engine/pytorch/csrc/extensions/
+{pybind,normalization,activation,apply_rope,gemm}.cpp, read up to v2.18; 2.20.2 runs on null CUDA.
 
-te's functions give results in new tensors, a norm's forward and products but for. In bytes as in memo/ops.py:
+te's functions give results in new tensors, a norm's forward and the product but for. In bytes as in
+memo/ops.py:
 
     norm forward     2, as Triton's
     norm backward    6, Triton's 4: dx is new, and torch adds it to the residual. rmsnorm_bwd_add adds inside,
@@ -24,15 +25,15 @@ that row's, but the gradient of a weight sums over rows, and wants both operands
 the columns, from bf16 that nobody keeps. So scales are memo's (memo/fp8.py), and te gets the product that its
 interface has room for: the gradient of a weight, whose operands have one scale each. torch._scaled_mm has no
 sum in place: it makes the product in fp32, 4 bytes a weight, which is added then. y and dx have scales of
-rows, which te's product does not take.
+rows, which te's product does not take. In bf16 torch's own product adds in fp32, and takes no workspace.
 
-Of te's random numbers, which serve dropout, nothing is used. The workspace of its products is memo's: a
+Of te's random numbers, which serve dropout, nothing is used. The workspace of its product is memo's: a
 request like others, which the memory plan knows.
 """
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ import torch
 
 from memo.backends import TE_WORKSPACE_BYTES
 from memo.errors import Unusable
+from memo.layer import CHUNK_ROWS
 from memo.parallel.tp import chunks
 
 NORM = "eps ln_out quantizer otype sm_margin zero_centered_gamma"
@@ -50,7 +52,10 @@ SIGNATURES = {"layernorm_fwd": f"input weight bias {NORM}", "rmsnorm_fwd": f"inp
               "rmsnorm_bwd": "arg0 arg1 arg2 arg3 arg4 arg5",
               "generic_gemm": "A transA B transB D quantizer output_dtype bias bias_type gelu gelu_in grad "
                               "workspace workspace_size accumulate use_split_accumulator"}
-NORM_PARTS = 2 * 132  # sums of dw and db that a norm's backward makes first: two for each multiprocessor
+# Sums of dw and db that a norm's backward makes first: one for each block that te launches, as many as the
+# GPU holds at once. Assumed: an H100's 132 multiprocessors with two blocks each, as null CUDA says
+NORM_PARTS = 2 * 132
+CHUNK_ELEMENTS = 2**26  # of rows at a time, where these are narrow
 
 
 # --- the package ---
@@ -83,13 +88,13 @@ def installed() -> SimpleNamespace:
     except Exception as e:  # built for another torch, say
         if isinstance(e, ModuleNotFoundError) and e.name == "transformer_engine":
             raise Unusable("transformer-engine is not installed (docs/install.md)") from None
-        why = (str(e).splitlines() or [type(e).__name__])[0]
+        why = next(filter(str.strip, str(e).splitlines()), type(e).__name__)
         raise Unusable(f"transformer-engine cannot be imported ({why}); see docs/install.md") from None
     label = f"transformer-engine {getattr(importlib.import_module('transformer_engine'), '__version__', '')}"
     found = {}
     for name, wanted in SIGNATURES.items():
         if (function := getattr(functions, name, None)) is None:
-            raise Unusable(f"{label} has no {name}; install 2.0 or newer (docs/install.md)")
+            raise Unusable(f"{label} has no {name}; install 2.2 or newer (docs/install.md)")
         if why := misfit(function, wanted.split()):
             raise Unusable(f"{label} has another {name}, which {why}; install a version that "
                            "requirements-gpu.txt names")
@@ -139,19 +144,27 @@ def package(x: torch.Tensor) -> SimpleNamespace:
 
 # --- norms: see memo.ops.Ops ---
 
+def pieces(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """chunks() of rows, the first tensor's (N, C), which te's norms take: they count elements in 32 bits, and
+    refuse tensors without any. Narrow rows, as heads have, come many at once."""
+    if len(tensors[0]):
+        yield from chunks(*tensors, most=max(CHUNK_ROWS, CHUNK_ELEMENTS // tensors[0].shape[1]))
+
+
 def norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
                  mean: torch.Tensor | None, rstd: torch.Tensor, eps: float) -> None:
     assert x.is_contiguous() and out.is_contiguous()  # te goes by shapes alone
-    if not len(x):  # te refuses tensors without elements
-        return
     te = package(x)
-    how = eps, out, None, te.dtype[x.dtype], 0, False
+    how = None, te.dtype[x.dtype], 0, False
     if mean is None:
-        rstd.copy_(te.rmsnorm_fwd(x, w, *how)[2])
+        for x_, out_, rstd_ in pieces(x, out, rstd):
+            rstd_.copy_(te.rmsnorm_fwd(x_, w, eps, out_, *how)[2])
         return
-    _, mean_, rstd_ = te.layernorm_fwd(x, w, torch.zeros_like(w) if b is None else b, *how)
-    mean.copy_(mean_)
-    rstd.copy_(rstd_)
+    b = torch.zeros_like(w) if b is None else b
+    for x_, out_, mean_, rstd_ in pieces(x, out, mean, rstd):
+        _, m, r = te.layernorm_fwd(x_, w, b, eps, out_, *how)
+        mean_.copy_(m)
+        rstd_.copy_(r)
 
 
 def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
@@ -161,9 +174,9 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
     te = package(x)
     backward, kept = (te.rmsnorm_bwd, (rstd,)) if mean is None else (te.layernorm_bwd, (mean, rstd))
     rows = (out, dy, x, *kept) if residual is None else (out, dy, x, *kept, residual)
-    for out_, dy_, x_, *more in chunks(*rows):
+    for out_, dy_, x_, *more in pieces(*rows):
         dx, *gradients = backward(dy_, x_, *more[:len(kept)], w, 0, False)
-        dw += gradients[0]
+        dw += gradients[0]  # which te rounds to w's dtype
         if b is not None:
             db += gradients[1]
         out_.copy_(dx) if residual is None else torch.add(more[-1], dx, out=out_)
@@ -171,26 +184,12 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
     return out
 
 
-# --- products, added in fp32 ---
+# --- the product, which adds where it writes ---
 
-def takes(dw: torch.Tensor, *operands: torch.Tensor) -> bool:
-    """Whether te's product is one of these in bf16: it goes by shapes alone, and rounds fp32 to TF32."""
-    return dw.is_contiguous() and all(t.is_contiguous() and t.dtype == torch.bfloat16 for t in operands)
-
-
-# (O, I), (n, O), (n, I): dw += dy^T x
-def add_product(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    gemm(package(dw), x, False, dy, True, dw)
-
-
-# (O, I), (O, n), (I, n): dw += scale dyq xq^T, FP8 of both formats
+# (O, I), contiguous, (O, n), (I, n): dw += scale dyq xq^T, FP8 of both formats, in fp32
 def add_fp8_product(dw: torch.Tensor, dyq: torch.Tensor, xq: torch.Tensor, scale: torch.Tensor) -> None:
     te = package(dw)
-    gemm(te, te.float8(xq, torch.ones_like(scale)), True, te.float8(dyq, scale), False, dw)
-
-
-def gemm(te: SimpleNamespace, a: Any, turn_a: bool, b: Any, turn_b: bool, out: torch.Tensor) -> None:
-    """out (O, I) fp32 += what cuBLAS, whose matrices are column-major, makes of a and b."""
-    workspace = out.new_empty(TE_WORKSPACE_BYTES, dtype=torch.uint8)
-    te.generic_gemm(a, turn_a, b, turn_b, out, None, te.dtype[out.dtype], None, te.dtype[torch.bfloat16],
+    a, b = te.float8(xq, torch.ones_like(scale)), te.float8(dyq, scale)  # to cuBLAS matrices are column-major
+    workspace = dw.new_empty(TE_WORKSPACE_BYTES, dtype=torch.uint8)
+    te.generic_gemm(a, True, b, False, dw, None, te.dtype[dw.dtype], None, te.dtype[torch.bfloat16],
                     False, None, False, workspace, len(workspace), True, True)

@@ -1,6 +1,6 @@
 """transformer-engine's functions with the parameters of its versions, as pybind11 writes them, computed by
 the mathematics on the CPU. Each is strict: what memo does not use must have the value that switches it off.
-Source: transformer_engine/pytorch/csrc/extensions/pybind.cpp at v1.13 and from v2.0 on."""
+Source: transformer_engine/pytorch/csrc/extensions/pybind.cpp at v1.13 and from v2.2 on."""
 
 import sys
 from types import ModuleType
@@ -20,7 +20,7 @@ TWO = dict(
     rmsnorm_fwd="input: handle, weight: handle, " + NORM + "zero_centered_gamma: bool",
     layernorm_bwd=UNNAMED + "arg4: torch.Tensor, arg5: int, arg6: bool",
     rmsnorm_bwd=UNNAMED + "arg4: int, arg5: bool", generic_gemm=GEMM)
-VERSIONS = {"1.13.0": dict(layernorm_fwd=UNNAMED + "arg4: int, arg5: bool"), "2.0.0": TWO,
+VERSIONS = {"1.13.0": dict(layernorm_fwd=UNNAMED + "arg4: int, arg5: bool"), "2.2.0": TWO,
             "2.20.2": TWO | dict(generic_gemm=GEMM + ", alpha: float = 1.0, beta: Optional[float] = None"),
             "3.0.0": TWO | dict(rmsnorm_bwd=TWO["rmsnorm_bwd"] + ", arg6: bool")}
 
@@ -44,12 +44,12 @@ def norm_forward(x, w, b, eps, out, quantizer, otype, sm_margin, zero_centered):
 
 
 def norm_backward(dy, x, mean, rstd, w, sm_margin, zero_centered):
-    assert (sm_margin, zero_centered) == (0, False) and dy.is_contiguous() and x.is_contiguous()
+    assert (sm_margin, zero_centered) == (0, False) and dy.is_contiguous() and x.is_contiguous() and len(x)
     d, r = dy.float(), rstd[:, None]
     xhat = (x.float() - (0.0 if mean is None else mean[:, None])) * r
     g = d * w.float()
     dx = g - xhat * (g * xhat).mean(1, keepdim=True) - (0.0 if mean is None else g.mean(1, keepdim=True))
-    return [(dx * r).to(x.dtype), (d * xhat).sum(0), d.sum(0)]  # really in w's dtype, which hides errors here
+    return [(dx * r).to(x.dtype), (d * xhat).sum(0).to(w.dtype), d.sum(0).to(w.dtype)]
 
 
 def gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad, workspace,
@@ -57,8 +57,7 @@ def gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_type, gelu
     assert (quantizer, bias, gelu, gelu_in, grad, accumulate) == (None, None, False, None, False, True)
     assert output_dtype == D.dtype == torch.float32 and D.is_contiguous()
     assert workspace.dtype == torch.uint8 and workspace_size == len(workspace)
-    a, b = (t.value if isinstance(t, Float8Tensor) else t.float() for t in (A, B))
-    D += (b.t() if transB else b) @ (a.t() if transA else a)
+    D += (B.value.t() if transB else B.value) @ (A.value.t() if transA else A.value)
     return [D, None, None, None]
 
 

@@ -234,6 +234,7 @@ def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
     ("7b_1m", "--tp=1 --cp=1 --block_size=65536"), ("7b_1m", "--tp=2 --cp=1 --block_size=65536"),
     ("7b_1m", "--matmul=fp8 --tp=1 --cp=1 --block_size=65536"),
     ("7b_1m", "--tp=4 --cp=2"), ("llama3_8b_1m", "--tp=1 --cp=1 --block_size=262144"),
+    ("llama3_8b_1m", "--ops=te --tp=4 --cp=1 --block_size=262144"),
     ("llama3_8b_1m", "--tp=4 --cp=1 --block_size=262144"),
     ("llama3_8b_1m", "--tp=8 --cp=1 --head_groups=32 --ops=torch --block_size=262144")])
 def test_the_fast_bound_is_one_and_is_near_for_metp(preset, text):

@@ -7,7 +7,7 @@ import torch
 from memo import fp8, ops, te
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.matmul import TE_MATMULS
+from memo.matmul import matmul_of
 from memo.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
 from memo.optim import Optimizer
 from model import GPT
@@ -48,6 +48,11 @@ def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
+def sums_limit(norms, dtype):
+    """Of gradients of w and b: fp32, whatever the dtype, but te rounds them to w's dtype."""
+    return BF16 if norms.name == "te" and dtype == torch.bfloat16 else 1e-4
+
+
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("N,C", [(7, 64), (21, 96), (3, 5)])
@@ -69,15 +74,17 @@ def test_norm_forward_and_backward(norms, N, C, bias, dtype, limit, monkeypatch)
             like = into if into.equal(dy) else dy  # over dy itself
             norms.norm_backward(add, like, x, mean, rstd, w, b, dw, db, into)
             assert error(into, x_.grad + (0 if add is None else add.double())) < limit
-            assert error(dw - 1, w_.grad) < 1e-4  # fp32, whatever the dtype
-            assert not bias or error(db - 1, b_.grad) < 1e-4
+            assert error(dw - 1, w_.grad) < sums_limit(norms, dtype)
+            assert not bias or error(db - 1, b_.grad) < sums_limit(norms, dtype)
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("N,C,eps", [(7, 64, 1e-5), (21, 96, 1e-6), (3, 5, 0.5)])
+@pytest.mark.parametrize("N,C,eps", [(7, 64, 1e-5), (21, 96, 1e-6), (600, 5, 0.5)])
 def test_rms_norm_forward_and_backward(norms, N, C, eps, dtype, limit, monkeypatch):
     monkeypatch.setattr(ops, "PROGRAMS", 4)
     monkeypatch.setattr(ops, "CACHED_ELEMENTS", 4 * C)  # several chunks
+    monkeypatch.setattr(te, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(te, "CHUNK_ELEMENTS", 256 * C)
     x, dy, residual = (torch.randn(N, C).to(dtype) for _ in range(3))
     w, out, rstd = (1 + torch.randn(C) / 4).to(dtype), torch.empty_like(x), torch.empty(N)
     norms.norm_forward(x, w, None, out, None, rstd, eps)
@@ -91,7 +98,7 @@ def test_rms_norm_forward_and_backward(norms, N, C, eps, dtype, limit, monkeypat
             dw, like = torch.ones(C), into if into.equal(dy) else dy  # over dy itself
             norms.norm_backward(add, like, x, None, rstd, w, None, dw, None, into)
             assert error(into, x_.grad + (0 if add is None else add.double())) < limit
-            assert error(dw - 1, w_.grad) < 1e-4  # fp32, whatever the dtype
+            assert error(dw - 1, w_.grad) < sums_limit(norms, dtype)
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, 2 * BF16)],
@@ -151,6 +158,8 @@ def test_a_range_of_rows_gets_the_bits_of_all(norms, norm):
     norms.norm_forward(x[7:16], w, None, part, few, rstd[:9], EPS)
     norms.norm_forward(x[:0], w, None, part[:0], few if few is None else few[:0], rstd[:0], EPS)
     assert torch.equal(part, whole[7:16])
+    if norms.name == "te":  # which refuses tensors without elements
+        norms.norm_backward(None, x[:0], x[:0], None, rstd[:0], w, None, torch.zeros(96), None, x[:0])
     gates = [whole.clone(), x.clone()], [whole[7:16].clone(), x[7:16].clone()]
     for gate, up in gates:
         norms.swiglu_backward(torch.ones_like(gate), gate, up)
@@ -169,35 +178,30 @@ def test_what_fused_kernels_request_is_traced_without_them(fused):
     assert resolve_ops(name, torch.device("meta")) == (fused, "")
 
 
-# --- transformer-engine's products ---
+# --- transformer-engine's product ---
 
-@pytest.mark.parametrize("version", ["2.0.0", "2.20.2"])
-@pytest.mark.parametrize("matmul", ["bf16", "fp8"])
+@pytest.mark.parametrize("version", ["2.2.0", "2.20.2"])
 @pytest.mark.parametrize("strided", [False, True])
-def test_gradients_of_weights_are_added_where_they_lie(matmul, strided, version, monkeypatch):
+def test_gradients_of_weights_are_added_where_they_lie(strided, version, monkeypatch):
     """By te's product, or where rows lie apart, which te does not see, by torch's."""
     install_te(monkeypatch, version)
-    dy, x = (torch.randn(48, 2, width).bfloat16().transpose(0, 1) for width in (32, 64))
-    dy, x = (dy, x) if strided else (dy.contiguous(), x.contiguous())
-    product, dw = TE_MATMULS[matmul], torch.ones(32, 96 if strided else 64)[:, :64]
+    dy, x = (torch.randn(2, 48, width).bfloat16() for width in (32, 64))
+    product, dw = matmul_of("fp8", "te"), torch.ones(32, 96 if strided else 64)[:, :64]
     g, taken = product.gradients(dy), product.rows(x)
     product.weight_gradient(dw, g, taken)
-    if matmul == "fp8":
-        dyq, xq, scale = fp8.gradient_operands(g, taken)
-        want = scale * dyq.double() @ xq.double().t()
-    else:
-        want = dy.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
-    assert error(dw - 1, want) < (1e-2 if strided and matmul == "bf16" else 1e-5)  # torch's CPU sums in bf16
+    dyq, xq, scale = fp8.gradient_operands(g, taken)
+    assert error(dw - 1, scale * dyq.double() @ xq.double().t()) < 1e-5
 
 
 @pytest.mark.parametrize("keys, products", [
-    (dict(matmul="bf16"), 6), (LLAMA | dict(matmul="fp8", n_embd=64, n_inner=128, head_dim=16), 7)],
+    (dict(matmul="bf16"), 0), (LLAMA | dict(matmul="fp8", n_embd=64, n_inner=128, head_dim=16), 7)],
     ids=["GPT", "Llama in FP8"])
 def test_a_layers_gradients_with_te_are_those_with_torch(keys, products, monkeypatch):
     cfg = Config(n_layer=1, n_head=4, vocab_size=128, block_size=64, attention="math", position="rope",
                  **dict(n_embd=64) | keys)
     grads, called = {}, []
-    monkeypatch.setattr(te, "gemm", lambda *args, real=te.gemm: (called.append(1), real(*args)))
+    monkeypatch.setattr(te, "add_fp8_product",
+                        lambda *args, real=te.add_fp8_product: (called.append(1), real(*args)))
     for name in ("torch", "te"):
         found = kernels(name, monkeypatch)
         monkeypatch.setattr("model.resolve_ops", lambda *_, found=found: (found, ""))
@@ -231,7 +235,7 @@ def test_absent_kernels_are_an_error_only_by_name():
                "that requirements-gpu.txt names"),
     ("3.0.0", "transformer-engine 3.0.0 has another rmsnorm_bwd, which wants arg6; install a version that "
               "requirements-gpu.txt names"),
-    ("2.0.0", ""), ("2.20.2", "")])
+    ("2.2.0", ""), ("2.20.2", "")])
 def test_what_cannot_be_called_of_transformer_engine_is_said_in_a_line(version, why, monkeypatch):
     install_te(monkeypatch, version)
     monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: name)  # Triton's

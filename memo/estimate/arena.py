@@ -153,7 +153,7 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces. `scale` multiplies
     it."""
     layer = STATISTICS * (metp_layer_bytes if cfg.metp else megatron_layer_bytes)(cfg, machine)
-    layer += backends.TE_WORKSPACE_BYTES * (cfg.ops == "te")
+    layer += backends.TE_WORKSPACE_BYTES * (cfg.ops == "te" and cfg.matmul == "fp8")
     head = head_bytes(cfg, itemsize_of(cfg, machine), machine.cpu)
     return ArenaBytes(int(scale * layer), int(scale * max(0, head - layer)))
 
@@ -218,8 +218,8 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     piece = min(n, METP_ROWS + SPLIT_ROWS)
     hidden = width * (2 if cfg.mlp == "gelu" else 3 if cfg.ops != "torch" else 4)
     own, chunk, gathered = chunk_bytes(cfg, e)
-    norm = 0.0  # a fused kernel takes little
-    if cfg.ops in ("torch", "te") or machine.cpu:
+    norm = NORM_CHUNKS * own if cfg.ops == "te" else 0.0  # te's: dx in the run's dtype; Triton's takes little
+    if cfg.ops == "torch" or machine.cpu:
         several = n > CHUNK_ROWS  # the next chunk begins before all of the one before is gone
         norm = (several * AFTER_CHUNK + RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS) * f * own
     # the next group's own keys and values, and those that come: of two hops, where several blocks of a ring

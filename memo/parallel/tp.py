@@ -40,9 +40,9 @@ def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None
     return [slice(*edge) for edge in pairwise(edges)]
 
 
-def chunks(*tensors: torch.Tensor, ranks: int = 1) -> Iterator[list[torch.Tensor]]:
+def chunks(*tensors: torch.Tensor, ranks: int = 1, most: int | None = None) -> Iterator[list[torch.Tensor]]:
     """The tensors, cut into the same ranges of rows."""
-    for r in cut(0, len(tensors[0]), ranks):
+    for r in cut(0, len(tensors[0]), ranks, most=most):
         yield [t[r] for t in tensors]
 
 

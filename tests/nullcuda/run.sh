@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=tests/nullcuda python=$1 what=$3
 pinned=$(sed -n 's/^torch===//p' $here/requirements.txt) torch=${2:-$pinned}
-skip() { echo "test-cuda is skipped: $1"; exit 0; }
+case $what in te) target=test-te ;; bench) target=test-cuda-bench ;; *) target=test-cuda ;; esac
+skip() { echo "$target is skipped: $1"; if [ $what = te ]; then exit 1; else exit 0; fi; }  # te was asked for by name
 [ "$(uname -s)" = Linux ] || skip "torch's CUDA build needs Linux"
 command -v g++ >/dev/null || skip "there is no g++"
 venv=.venv-cuda/$torch
