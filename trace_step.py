@@ -14,6 +14,7 @@ from typing import Any
 from memo.command import answer_early, end_with_reader, run
 from memo.config import Config
 from memo.errors import ConfigError
+from memo.files import parse_json
 from memo.keys import check_value, option, typed
 from memo.load_config import keys_help, load_config
 
@@ -44,6 +45,19 @@ def read_argv(argv: list[str]) -> tuple[Config, int]:
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
     return replace(cfg, stage=own["stage"]), own["multiprocessors"]
+
+
+def read_line(line: str) -> tuple[Config, str, int, int]:
+    """(Config, device, threads, multiprocessors) of a line of stdin. Errors: ConfigError."""
+    try:
+        keys = parse_json(line)
+        numbers = keys["device"], keys.pop("threads"), keys.pop("multiprocessors")
+        return Config(**keys), *numbers
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"a line of stdin must be an object of JSON with device, threads, multiprocessors "
+                          f"and keys of the config, not {line[:60].strip()!r}") from None
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
@@ -86,9 +100,7 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
 def main(argv: list[str]) -> None:
     if argv == ["-"]:
         for line in sys.stdin:
-            keys = json.loads(line)
-            numbers = keys["device"], keys.pop("threads"), keys.pop("multiprocessors")
-            print(json.dumps(trace_step(Config(**keys), *numbers).text), flush=True)
+            print(json.dumps(trace_step(*read_line(line)).text), flush=True)
         return
     cfg, multiprocessors = read_argv(argv)
     device = "cpu" if cfg.device == "cpu" else "cuda"

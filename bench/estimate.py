@@ -117,7 +117,7 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
                 "--block_size=8192 --activation=recompute")]
 FRESH = 4  # runs that a calibration serves: two cores that others share are 25% slower a quarter hour later
 # with 1, 4 and 8 subsequences, and as memo chooses
-SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=2 --n_embd=256 --n_head=4 --block_size=8192 "
+SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=3 --n_embd=256 --n_head=4 --block_size=8192 "
                             f"--alpha=0.5{layout}")
                     for ranks, layout in ((1, ""), (2, " --tp=2"), (2, " --cp=2"),
                                           (2, " --cp=2 --context_parallel=ulysses"),

@@ -56,6 +56,7 @@ def test_the_numbers_that_are_tried():
     ({1: 1.0, 2: 0.98, 4: 0.975}, {}, 1, "none is 3% faster"),  # equals: the fewest
     ({1: 1.0, 2: 0.98, 4: 0.9, 8: 0.95}, {}, 4, "faster than 2"),
     ({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}, {1: 9, 2: 4}, 4, "2 does not fit the device"),
+    ({1: 1.0, 2: 1.1, 4: 1.2, 8: 0.9}, {1: 9, 2: 4}, 8, "faster than 4"),
     ({}, {1: 9}, 2, "1 does not fit"), ({}, {}, 1, "it fits"),  # no speeds are known
     ({}, {1: 5, 2: 9, 4: 6}, 8, "4 does not fit"),  # several need what one alone does not
     ({}, {1: 9, 2: 8, 4: 7.9, 8: 7.8}, 8, "none fits the device")])

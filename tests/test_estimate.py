@@ -577,8 +577,13 @@ def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
     assert planned_arena_bytes(few, cfg.solver, "cuda") == planned_arena_bytes(every, cfg.solver, "cuda")
 
 
+LLAMA_ARGV = ["--norm=rmsnorm", "--mlp=swiglu", "--gelu=exact", "--bias=False", "--n_kv_head=4"]
+
+
 @pytest.mark.parametrize("argv", [["--subsequences=3", "--tensor_parallel=metp", "--tp=2"],
-                                  ["--matmul=fp8", "--tp=2"], ["--device=cpu"]], ids=" ".join)
+                                  ["--matmul=fp8", "--tp=2"], ["--device=cpu"],
+                                  [*LLAMA_ARGV, "--ops=torch"],
+                                  [*LLAMA_ARGV, "--tensor_parallel=metp", "--tp=2"]], ids=" ".join)
 def test_a_trace_is_the_same_where_every_operation_runs(argv):
     cfg = load(["config/gpt2_124m.py", "--block_size=1536", "--vocab_size=1024", *argv])
     device = "cpu" if cfg.device == "cpu" else "cuda"
@@ -593,15 +598,23 @@ def test_another_process_traces_one_step_after_the_other():
     def here(keys):
         asked.append((keys, trace_step(replace(cfg, attention=keys["attention"]), keys["device"])))
         return asked[-1][1]
-    asked, process = [], arena.tracer()
+    asked, (process, _) = [], arena.tracer()
     for S in (1024, 2048):
         cfg = load(["config/gpt2_124m.py", f"--block_size={S}", "--vocab_size=1000"])
         with patch.object(arena, "cache_folder", lambda: None):
             traced_arena(cfg, A800, here)
-    assert all(arena.trace_elsewhere(keys) == trace for keys, trace in asked) and arena.tracer() is process
+    assert all(arena.trace_elsewhere(keys) == trace for keys, trace in asked)
+    assert arena.tracer()[0] is process
     with pytest.raises(ConfigError, match=r"trace of a step failed .*n_layer=0 must be at least 1.*--fast"):
         arena.trace_elsewhere(asked[0][0] | dict(n_layer=0))
     assert process.poll() is not None
+    arena.tracer()[0].kill()  # one that died while nobody asked
+    arena.tracer()[0].wait()
+    assert arena.trace_elsewhere(asked[0][0]) == asked[0][1]
+    asking = patch.object(arena.tracer()[0].stdout, "readline", side_effect=KeyboardInterrupt)
+    with asking, pytest.raises(KeyboardInterrupt):  # the answer is still to come
+        arena.trace_elsewhere(asked[0][0])
+    assert arena.trace_elsewhere(asked[1][0]) == asked[1][1]
 
 
 def test_where_only_metp_fits_the_search_and_the_remedies_find_it():

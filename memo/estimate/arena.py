@@ -2,6 +2,7 @@
 bound.
 """
 
+import atexit
 import hashlib
 import json
 import subprocess
@@ -13,7 +14,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryFile
+from typing import IO, Any, NamedTuple
 
 from memo import backends
 from memo.config import SUBSEQUENCE_KEYS, Config
@@ -97,22 +99,47 @@ def shortest(cfg: Config, layers: int = 1) -> Config:
 
 
 @cache
-def tracer() -> subprocess.Popen:
-    """A process that traces, and stays: it needs torch, which takes seconds to import."""
-    return subprocess.Popen([sys.executable, ROOT / "trace_step.py", "-"], text=True, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def source_digest() -> bytes:
+    """That of all sources, read once: a tracer that stays has those of its start."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(
+        [*ROOT.glob("*.py"), *ROOT.glob("memo/**/*.py")]))).digest()
+
+
+@cache
+def tracer() -> tuple[subprocess.Popen, IO[str]]:
+    """(a process that traces, and stays, for it needs torch, which takes seconds to import; its stderr).
+    The process ends with this one."""
+    errors = TemporaryFile("w+")  # noqa: SIM115  (open as long as the process lives)
+    process = subprocess.Popen([sys.executable, ROOT / "trace_step.py", "-"], text=True, stderr=errors,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               start_new_session=True)  # an interrupt of the terminal is not for it
+    atexit.register(end, process)
+    return process, errors
+
+
+def end(process: subprocess.Popen) -> None:
+    """Closes its stdin, with which it ends, and waits for it."""
+    with suppress(OSError), process:
+        pass
 
 
 def trace_elsewhere(keys: dict[str, Any]) -> Trace:
     """The Trace of the keys of traced_arena, by another process. Errors: ConfigError."""
-    process = tracer()
+    if tracer()[0].poll() is not None:  # it died meanwhile
+        tracer.cache_clear()
+    process, errors = tracer()
     assert process.stdout is not None  # it is a pipe
     try:
         print(json.dumps(keys), file=process.stdin, flush=True)
         return parse_trace(json.loads(process.stdout.readline()), "trace_step.py")
-    except (OSError, ValueError):  # it has ended
+    except BaseException as e:
         tracer.cache_clear()
-        why = (process.communicate()[1].strip().splitlines() or ["no output"])[-1]
+        if not isinstance(e, (OSError, ValueError)):
+            process.kill()  # its answer would be taken for that to the next question
+            raise
+        end(process)
+        errors.seek(0)
+        why = (errors.read().strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"the trace of a step failed ({why}); try --fast") from None
 
 
@@ -125,11 +152,9 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
                  multiprocessors=machine.multiprocessors)
     try:
-        key = hashlib.sha256(repr((keys, version("torch"))).encode())
+        key = hashlib.sha256(repr((keys, version("torch"), source_digest())).encode())
     except PackageNotFoundError:
         raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("memo/**/*.py")]):
-        key.update(path.read_bytes())
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
     if folder is not None:
         with suppress(Exception):  # not there, or not what was written

@@ -315,7 +315,8 @@ def verdict(got: Estimate) -> tuple[str | None, str | None]:
 
 
 def untimed(machine: Machine) -> Machine:
-    """The machine without its speeds: whether a run fits depends on no seconds, and is found faster so."""
+    """The machine without its speeds: whether a run fits is found faster so, and depends on no
+    seconds, but for the shares of msp."""
     return replace(machine, speeds=None) if machine.speeds else machine
 
 
@@ -328,6 +329,8 @@ def chosen(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_aren
     alone = timed = on(untimed(machine))
     if machine.speeds and not cfg.deterministic:
         timed = on(machine)  # asked for what fits alone: to simulate a schedule takes long
+    if cfg.msp:  # shares, which take memory, are dealt by seconds
+        alone = timed
     one, why = choose(cfg, lambda one: judged(timed(one) if alone(one).fits else alone(one)), world)
     return replace(timed(one), asked=cfg, chosen=why)
 

@@ -158,14 +158,14 @@ def kind_of(func: Any) -> tuple[str, list[str], int]:
 def described(value: Any) -> Any:
     """Equal for arguments of an operation that give results of the same shapes."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
+        return value.shape, value.stride(), value.dtype, value.device
     return tuple(map(described, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
-def maker_of(value: Any) -> Callable[[], Any]:
-    """What makes a tensor of the same shape as a result; of what is no tensor, what gives it again."""
-    if not isinstance(value, torch.Tensor):
-        return lambda: value
+def maker_of(value: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    """What makes a tensor of the same shape as a result, or None again."""
+    if value is None:
+        return lambda: None
     return partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
@@ -207,7 +207,7 @@ class FakeArena(TorchDispatchMode):
         kind, names, n = kind_of(func)
         if kind == "writes":
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            written = [given[name] for name in names]
+            written = [given.get(name) for name in names]
             if all(t.device.type == "meta" for t in tensors_in(written)):  # others may need a scalar
                 return written[0] if n == 1 else tuple(written[:n]) or None
         if kind == "views":
@@ -221,9 +221,12 @@ class FakeArena(TorchDispatchMode):
         result = func(*args, **kwargs)
         new = [t.untyped_storage() for t in tensors_in((result,)) if t.untyped_storage()._cdata not in old]
         self.note(new)
-        makers = [*map(maker_of, result if isinstance(result, tuple) else [result])]
+        results = result if isinstance(result, tuple) else (result,)
+        if not all(one is None or isinstance(one, torch.Tensor) for one in results):
+            return result  # others may depend on values
+        makers = [*map(maker_of, results)]
         alike = [t.untyped_storage().nbytes() for t in tensors_in(make() for make in makers)]
-        if alike == [storage.nbytes() for storage in new] and not isinstance(result, list):
+        if alike == [storage.nbytes() for storage in new]:
             self.makers[key] = makers  # each result has memory of its own, and no more than its shape needs
         return result
 
