@@ -15,14 +15,14 @@ from bench.papers.page import MEASURED, Part
 from memo.batch import open_dataset
 from memo.load_config import load_config
 from memo.loggers import read_metrics
-from memo.plots import BLUE, GREY, ORANGE, plain, smooth
+from memo.plots import BLUE, GREEN, GREY, plain, smooth
 
 STEPS, RIVAL = 200, "transformers, checkpointing"
 MODEL = dict(block_size=1024, dataset="stdlib", device="cpu", max_iters=STEPS, warmup_iters=20,
              eval_interval=0, save_interval=0, learning_rate=2e-3)
 SHAPE = dict(n_layer=4, n_head=4, n_embd=64, vocab_size=512, position="learned", bias=True, gelu="tanh")
 RUNS = {"memo, keep": dict(activation="keep"), "memo, alpha 0.5": dict(activation="memo", alpha=0.5)}
-COLOURS = BLUE, GREY, ORANGE
+COLOURS = BLUE, GREY, GREEN
 
 
 def losses_of_memo(hf, out, keys):
@@ -88,5 +88,5 @@ def draw(facts, path):
 
 
 PART = Part("Figure 11d: convergence", "MEMO's figure 11d", MEASURED, make, draw,
-            "Losses of a small GPT-2 by memo (blue, grey) and by transformers (orange): one curve. Below: "
+            "Losses of a small GPT-2 by memo (blue, grey) and by transformers (green): one curve. Below: "
             "their difference.")

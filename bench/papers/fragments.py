@@ -4,7 +4,7 @@ memo/planner/caching.py plays it; and the same requests planned.
 
 A rank of 7B with tp4 cp2, bf16. As Megatron-LM: sequence parallelism with one buffer for gathered inputs that
 stays, a ring of keys and values, gradients of weights added to fp32 buffers, logits in fp32 for the loss.
-Parameters, gradients and the fp32 weights are there from the start; AdamW's moments come with the first step.
+Parameters, gradients, the fp32 weights and AdamW's moments are there from the start, outside the trace.
 """
 
 import matplotlib.pyplot as plt
@@ -18,7 +18,7 @@ from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
 from memo.planner.plan import one_level
 from memo.planner.rehearsal import FakeArena
-from memo.plots import BLUE, GREEN, ORANGE, plain
+from memo.plots import BLUE, GREEN, PALE, plain
 from testing.paper import PAPER
 
 LAYERS, C, HEADS, V, TP, CP, BF16 = 32, 4096, 32, 50304, 4, 2, 2
@@ -32,7 +32,9 @@ def empty(*shape, dtype=torch.bfloat16):
 
 def gathered(x):
     rows = len(x) * TP
-    return GATHERED.setdefault(rows, empty(rows, C))
+    if rows not in GATHERED:
+        GATHERED[rows] = empty(rows, C)
+    return GATHERED[rows]
 
 
 class Column(Function):
@@ -207,7 +209,7 @@ def make():
 def draw(facts, path):
     fig, ax = plt.subplots(figsize=(8, 4.4), dpi=110, layout="constrained")
     _, rows = facts["tables"][0]
-    for at, column, colour, label in ((-0.27, 1, BLUE, "allocated"), (0, 2, ORANGE, "reserved, simulated"),
+    for at, column, colour, label in ((-0.27, 1, BLUE, "allocated"), (0, 2, PALE, "reserved"),
                                       (0.27, 4, GREEN, "planned")):
         ax.bar([i + at for i in range(len(rows))], [one[column] for one in rows], 0.26, color=colour,
                label=label)

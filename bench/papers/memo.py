@@ -22,6 +22,7 @@ from testing.baselines import DEEPSPEED, MEGATRON
 from testing.baselines import longest as longest_rival
 from testing.paper import (
     GPUS,
+    HOST_BYTES,
     LONG,
     PAPER,
     SEQUENCES,
@@ -82,8 +83,12 @@ def fit():
         here.update(before)
     table = [[name, before[name], round(float(value), 4)] for name, value in zip(FITTED, found, strict=True)]
     return dict(tables=[(["part of the GPU's peak", "used", "this fit"], table)], notes=[
-        f"Least squares over the {len(rows)} cells of 7B that ran: Table 3 from 64K on, Tables 4 and 5. The "
-        "code uses an earlier fit, without Table 5's row at 320K."])
+        f"Least squares over the {len(rows)} cells of 7B that ran, with weights: Table 3 from 64K on (2), "
+        "Table 4 (1) and Table 5 (0.7). The code uses the first column, of an earlier fit that is not kept "
+        "here; a fit today gives the second.",
+        f"Two more figures are set by hand to 7B's rows: PCIe, {A800.node.pcie_bytes_per_s / 1e9:g} GB/s of "
+        f"a GPU, to Table 5's best alpha, and the host memory that can be used, {HOST_BYTES / 1e12:g} TB of "
+        "2, to the cells that ran out of it."])
 
 
 # --- Table 3 ---
@@ -119,8 +124,9 @@ def table3():
                        "paper: " + "; ".join(fails) + ".",
                        "The fastest of any layout is above the paper's by "
                        + ", ".join(f"{gap:.1f} ({model})" for model, gap in above.items())
-                       + " points at the most from 256K on, and by far more where sequences are short: there "
-                       "it needs less tp than the paper's system took, or none."],
+                       + " points at the most from 256K on. Where sequences are short it takes less tp than "
+                       "the paper's system, or none, and is predicted too high: products have one efficiency "
+                       f"here, whatever their size. 7B at 4K gets {rows[0][4]}, the paper {rows[0][1]}."],
                 off={f"{model}, {length}": off(those) for (model, kind, length), those in pairs.items()
                      if kind == "its width"} | {"short": off(short), "long": off(long)}, above=above)
 
@@ -166,7 +172,7 @@ def averages():
             "over Megatron-LM", "DeepSpeed"]
     return dict(tables=[(head, rows)], notes=[
         "MEMO's mean MFU, percent, and the mean of its MFU over a rival's where both ran. The paper says "
-        "51.04%, 1.97x and 1.80x. No mean of these cells gives that; the facts at hand lack 65B's rows, and "
+        "51.04%, 1.97x and 1.80x. None of these means is that; the facts at hand lack 65B's rows, and "
         "do not say which cells the paper averages."])
 
 

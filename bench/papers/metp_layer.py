@@ -196,7 +196,7 @@ def draw_figure4(facts, path):
             label="GPT-175B, measured by the paper")
     ax.set_xticks(range(len(mine)), [row[1] for row in mine])
     ax.set(xlabel="tokens of a sequence, 8 ranks", ylim=(0, None),
-           ylabel="METP's peak of a layer's forward, with states, over")
+           ylabel="peak of METP's layer, as a part of TP's")
     ax.legend(frameon=False, ncols=2, fontsize=8)
     plain(ax)
     fig.savefig(path)

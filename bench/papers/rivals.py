@@ -17,7 +17,7 @@ from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.search import MODES, estimate_or_none, layouts, speed
-from memo.plots import BLUE, GREY, ORANGE, PALE, plain
+from memo.plots import BLUE, GREY, ORANGE, plain
 from testing.baselines import DEEPSPEED, MEGATRON, Layout, Recompute, best, device_bytes, run
 from testing.paper import GPUS, LONG, PAPER, SEQUENCES, rows_of_table3
 
@@ -161,15 +161,15 @@ def draw(facts, path):
     fig, axes = plt.subplots(1, 3, figsize=(14, 4.8), dpi=110, sharey=True, layout="constrained")
     ways = [(EVERY_WAY, "-"), (ALL_OR_NONE, ":")]
     for ax, model in zip(axes, MODELS, strict=True):
-        for system, dark, light in ((MEGATRON, BLUE, PALE), (DEEPSPEED, ORANGE, "#f2c391")):
+        for system, marker, colour in ((MEGATRON, "o", BLUE), (DEEPSPEED, "^", GREY)):
             mine = [one for one in facts["cells"] if (one["model"], one["system"]) == (model, system)]
             measured = [one for one in mine if not isinstance(one["paper"], str)]
-            ax.plot([one["tokens"] / 1024 for one in measured], [one["paper"] for one in measured], "o",
-                    color=dark, label=f"{NAMES[system]}, measured by the paper")
+            ax.plot([one["tokens"] / 1024 for one in measured], [one["paper"] for one in measured],
+                    marker, color=ORANGE, label=f"{NAMES[system]}, measured by the paper")
             for way, style in ways:
                 there = [one for one in mine if one[way]["fits"]]
                 ax.plot([one["tokens"] / 1024 for one in there], [100 * one[way]["mfu"] for one in there],
-                        style, color=light, label=f"{NAMES[system]}, modelled, {way}")
+                        style, color=colour, label=f"{NAMES[system]}, modelled, {way}")
         ax.set(xscale="log", xlabel="context, K tokens", ylim=(0, 75), title=f"{model}, {GPUS[model]} A800",
                xticks=[4, 16, 64, 256, 1024], xticklabels=["4", "16", "64", "256", "1024"])
         ax.minorticks_off()
@@ -178,11 +178,11 @@ def draw(facts, path):
     axes[0].set_ylabel("MFU, %")
     fig.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center",
                ncols=3)
-    fig.suptitle("MEMO's rivals: its Table 3 (dots), and by dry run with no byte lost (lines)")
+    fig.suptitle("MEMO's rivals: its Table 3 (orange), and by dry run with no byte lost (lines)")
     fig.savefig(path)
     plt.close(fig)
 
 
 PART = Part("Table 3: its rivals", "MEMO's Table 3", DRY, make, draw,
-            "Dots: measured by MEMO's authors. Lines: dry runs, which end where memory does. The vertical "
+            "Orange: measured by MEMO's authors. Lines: dry runs, which end where memory does. The vertical "
             "line: 64K.")

@@ -23,7 +23,7 @@ BF16 = 2
 def table2():
     """The tensors of a layer in units of B S H elements, and what becomes of each."""
     cfg = sppo_config("65B", 8, 1, 131072, 8)
-    unit = cfg.block_size * cfg.n_embd * BF16 // cfg.tp
+    unit = cfg.block_size * cfg.n_embd * BF16
     tensors = layer_of(cfg).tensors(1, cfg.block_size, BF16)
     kept = {name for name in tensors if name in KEYS_VALUES}
     rows = [[name, round(t.nbytes / unit, 2), "stays: read by all later subsequences" if name in kept else

@@ -245,9 +245,9 @@ def figure12():
     return dict(tables=[(head, rows)], notes=[
         "In units of 2^20 tokens, MFU in percent. SPPO's form ends where the keys and values of a stage's "
         "layers, with their gradients in fp32, fill the device; more stages have fewer layers each. "
-        "Megatron-LM goes further with a ring over all nodes and one input kept of several layers; the "
-        "paper's baselines did not. Ulysses ends at 32 heads. memo's longest has inputs and attention's "
-        "outputs in host memory."])
+        "Megatron-LM goes further with a ring over all nodes and one input kept of several layers. Ulysses "
+        "ends at 32 heads. memo's longest keeps of most layers their input alone, in host memory, and "
+        "repeats attention."])
 
 
 def draw_figure12(facts, path):
