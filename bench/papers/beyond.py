@@ -1,10 +1,10 @@
 """The same jobs by each paper's method alone, and by memo's best combination of all: dry runs on one
 machine."""
 
-from bench.papers.page import DRY, Part, points
+from bench.papers.memo import A800, whole
+from bench.papers.page import DRY, MILLION, Part, points
 from memo.choose import degrees_of
 from memo.config import Config
-from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import GIB
 from memo.estimate.report import layout_of, limit_of
@@ -15,8 +15,7 @@ NAME = "Beyond the papers"
 ABOUT = """The same jobs on the same A800 nodes of MEMO's, nine tenths of whose 2 TB of host memory can be
 used: by each paper's method as published, and by the fastest, or longest, of everything that memo combines
 (--search). """
-MILLION, NODE = 2**20, 8
-A800 = hardware.machine("a800-80gb")
+NODE = 8
 METHODS = {
     "MEMO": dict(activation="memo", alpha_mode="paper", subsequences=1),
     "METP": dict(activation="keep", tensor_parallel="metp", subsequences=1),
@@ -48,11 +47,6 @@ def told(job, who, got, binds=""):
     return [job, who, got.cfg.block_size, points(got.mfu) if got.fits else got.reason,
             layout_of(got).replace("=", ""), got.cfg.n_subsequences, round(got.device_bytes / GIB, 1),
             round(got.host_bytes / GIB), binds or got.binds]
-
-
-def whole(got):
-    """Whether it fits and repeats no attention, as published."""
-    return got.fits and not got.placement.input_only
 
 
 def make():

@@ -8,7 +8,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench.papers import convergence, fragments, rivals
-from bench.papers.page import DRY, OFF_HEAD, Part, cell, off, off_row, points
+from bench.papers.page import DRY, MILLION, OFF_HEAD, Part, cell, off, off_row, points
+from bench.papers.rivals import A800
 from memo.choose import degrees_of
 from memo.estimate import hardware
 from memo.estimate.arena import ArenaBytes, fast_arena
@@ -36,10 +37,9 @@ NAME = "MEMO"
 ABOUT = """arXiv 2407.12117. "Its width": the preset's tp (4 for 7B, as the paper says; 8 for the others, of
 which it says nothing), the best cp, the rest dp, 16 sequences a step. "Any layout": the fastest of all that
 memo has. """
-A800 = hardware.machine("a800-80gb")
 MODELS = "7B", "13B", "30B"
 FITTED = "matmul", "attention forward", "attention backward"
-MILLION, BF16 = 2**20, 2
+BF16 = 2
 
 
 def fastest(found):

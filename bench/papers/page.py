@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "bench/results/papers", ROOT / "docs/papers.md"
 DRY, SIMULATED, MEASURED, COUNTED = "dry run", "simulated", "measured on the CPU", "counted"
+MILLION = 2**20  # tokens
 Facts = dict[str, Any]
 
 

@@ -15,7 +15,7 @@ from itertools import product
 
 import matplotlib.pyplot as plt
 
-from bench.papers.page import DRY, Part, points
+from bench.papers.page import DRY, MILLION, Part, points
 from bench.papers.rivals import NAMES, fastest, told
 from memo.config import Config
 from memo.estimate import hardware
@@ -34,7 +34,6 @@ STAGED = "megatron with stages"
 RIVALS = {**NAMES, STAGED: "Megatron-LM, same stages"}
 OURS = {"swap": "memo in SPPO's form", "fastest": "memo's fastest layout"}
 NODE = dict(network_bytes_per_s=4 * 25e9 / 8, host_memory_bytes=2_000_000_000_000)
-MILLION = 2**20
 FIGURE11 = ("13B", 524288), ("65B", 655360)
 # speedups over Megatron-LM; the paper's full offload of 13B is 0.91 of its no offload
 PARTS11 = {"no offload": dict(activation="keep"), "full offload": dict(activation="memo", alpha=1.0),

@@ -136,18 +136,18 @@ class LayerSeconds:
         are rounded before a gather, the gathered rows of a gradient behind it."""
         if self.cfg.matmul != "fp8":
             return 0.0
-        column, weights = op.kind == "column", op.gives * op.takes / self.tp
-        matrices_s = self.pieces_of_rows() * self.matrix_s(ROUNDING * weights)
+        column, weights, pieces = op.kind == "column", op.gives * op.takes / self.tp, self.pieces_of_rows()
+        seconds = pieces * self.matrix_s(ROUNDING * weights)
         if way == "forward":
-            added = ADDING * op.gives if not column and self.tp == 1 else 0.0  # the residual
-            rows_s = self.copy_s(ROUNDING * op.takes) / (len(self.together(op)) if column else 1)
-            return matrices_s + rows_s + (self.copy_s(added) if added else 0.0)
+            seconds += self.copy_s(ROUNDING * op.takes) / (len(self.together(op)) if column else 1)
+            residual = not column and self.tp == 1  # which is added behind the product
+            return seconds + self.copy_s(ADDING * op.gives) if residual else seconds
         x, dy = (op.takes * self.tp, op.gives) if column else (op.takes, op.gives * self.tp)
         if column and op is not self.together(op)[0]:  # its gradient is added to that of the first
-            matrices_s += self.copy_s(ADDING * x)
+            seconds += self.copy_s(ADDING * x)
         if self.cfg.ops != "te":
-            matrices_s += self.pieces_of_rows() * self.matrix_s(GRADIENT_BYTES / self.itemsize * weights)
-        return matrices_s + self.copy_s((ROUNDING + TURNING_GRADIENT) * dy) + self.copy_s(TURNING_INPUT * x)
+            seconds += pieces * self.matrix_s(GRADIENT_BYTES / self.itemsize * weights)
+        return seconds + self.copy_s((ROUNDING + TURNING_GRADIENT) * dy) + self.copy_s(TURNING_INPUT * x)
 
     def operation_s(self, op: Operation) -> float:
         """Of all rows."""
