@@ -19,7 +19,7 @@ from testing.stages import LAYERS, helped_config, simulated_bubble, slept
 
 # stages, subsequences, seconds that a unit sleeps, twice as long in the backward: more where more processes
 # send each other messages on the same cores
-PIPELINES = (4, 8, 0.1), (4, 16, 0.1), (8, 32, 0.4), (8, 64, 0.3)
+PIPELINES = (4, 8, 0.1), (4, 16, 0.1), (8, 32, 0.5), (8, 64, 0.5)
 
 
 def measured(cfg, forward_s):

@@ -63,7 +63,7 @@ def slept(host: Axis, cfg: Config, forward_s: float, passes: int = 1) -> list[Sp
     model.reserve(*tokens.shape)
 
     def sleep(work: float, block: object, x: torch.Tensor, *others: object) -> None:
-        time.sleep(work * forward_s * len(x) / rows)
+        time.sleep(work * forward_s * x.numel() / x.shape[-1] / rows)
     methods: dict[str, Any] = {f"unit_{way}": staticmethod(partial(sleep, work))
                                for way, work in WORK.items()}
     methods |= dict.fromkeys(("embed", "head", "embed_backward"), staticmethod(lambda *args: None))
