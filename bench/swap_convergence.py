@@ -36,9 +36,8 @@ def plot(curves, labels, first, limit, title, path):
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(3, 1),
                                       layout="constrained")
     for i, (name, c) in enumerate(curves.items()):
-        style = dict(lw=9 - 8 * i / len(curves), alpha=0.7)
-        top.plot(smooth(c["loss"]), label=f"{name}: {labels[name]}", **style)
-        bottom.plot([a - b for a, b in zip(c["loss"], curves[first]["loss"], strict=True)], **style)
+        top.plot(smooth(c["loss"]), label=f"{name}: {labels[name]}", lw=9 - 8 * i / len(curves), alpha=0.7)
+        bottom.plot([a - b for a, b in zip(c["loss"], curves[first]["loss"], strict=True)], lw=1, alpha=0.7)
     top.set(ylabel="training loss, smoothed", title=title)
     top.legend(frameon=False)
     bottom.set(ylabel=f"loss minus\n{first}'s", xlabel="step", ylim=(-limit, limit))

@@ -1,8 +1,8 @@
 """What memo takes of transformer-engine (ops=te): norms, and the FP8 product that adds to an fp32 gradient
-where it lies. Versions 2.2 to 2.20 have these functions of transformer_engine_torch alike (2.0 and 2.1 leak a
-handle of cuBLASLt with each product); installed() holds what pybind11 says of their parameters against
-SIGNATURES before any is called. Source: TransformerEngine's transformer_engine/pytorch/csrc/extensions/
-{pybind,normalization,activation,apply_rope,gemm}.cpp, read up to v2.18; 2.20.2 runs on null CUDA.
+where it lies. Versions 2.2 to 2.20 have these functions of transformer_engine_torch alike; installed() holds
+what pybind11 says of their parameters against SIGNATURES before any is called. Source: TransformerEngine's
+transformer_engine/pytorch/csrc/extensions/{pybind,normalization,activation,apply_rope,gemm}.cpp, read up to
+v2.18; 2.20.2 runs on null CUDA.
 
 te's functions give results in new tensors, a norm's forward and the product but for. In bytes as in
 memo/ops.py:
@@ -35,7 +35,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from memo.errors import Unusable
 from memo.layer import CHUNK_ROWS
 from memo.parallel.tp import chunks
 
+OLDEST = 2, 2  # 2.0 and 2.1 leak a handle of cuBLASLt with each product
 NORM = "eps ln_out quantizer otype sm_margin zero_centered_gamma"
 # {function: its parameters, by position}; those that pybind11 was told no names of are arg0, arg1, ...
 SIGNATURES = {"layernorm_fwd": f"input weight bias {NORM}", "rmsnorm_fwd": f"input weight {NORM}",
@@ -76,34 +77,42 @@ def misfit(function: Callable, wanted: list[str]) -> str:
     return next((f"wants {name}" for name, must in has[len(wanted):] if must), "")
 
 
-@cache
-def installed() -> SimpleNamespace:
-    """The package's functions by the names of SIGNATURES; `dtype`: its names of torch's dtypes; `float8(q,
-    scale)`: q * scale, q in FP8, scale fp32 (1,); `label`. Errors: Unusable."""
+def imported(*names: str) -> list[ModuleType]:
+    """Modules of the package. Errors: Unusable."""
     try:
-        importlib.import_module("transformer_engine.pytorch")  # loads its libraries
-        functions, constants, tensors = (importlib.import_module(name) for name in (
-            "transformer_engine_torch", "transformer_engine.pytorch.constants",
-            "transformer_engine.pytorch.tensor.float8_tensor"))
+        return [*map(importlib.import_module, names)]
     except Exception as e:  # built for another torch, say
         if isinstance(e, ModuleNotFoundError) and e.name == "transformer_engine":
             raise Unusable("transformer-engine is not installed (docs/install.md)") from None
         why = next(filter(str.strip, str(e).splitlines()), type(e).__name__)
         raise Unusable(f"transformer-engine cannot be imported ({why}); see docs/install.md") from None
-    label = f"transformer-engine {getattr(importlib.import_module('transformer_engine'), '__version__', '')}"
+
+
+@cache
+def installed() -> SimpleNamespace:
+    """The package's functions by the names of SIGNATURES; `dtype`: its names of torch's dtypes; `float8(q,
+    scale)`: q * scale, q in FP8, scale fp32 (1,); `label`. Errors: Unusable."""
+    [top] = imported("transformer_engine")
+    label = f"transformer-engine {top.__version__}"
+    remedy = "install a version that requirements-gpu.txt names"
+    if (*map(int, re.findall(r"\d+", top.__version__)[:2]),) < OLDEST:
+        raise Unusable(f"{label} is older than {'.'.join(map(str, OLDEST))}; {remedy}")
+    _, functions, constants, tensors = imported(
+        "transformer_engine.pytorch",  # loads the libraries
+        "transformer_engine_torch", "transformer_engine.pytorch.constants",
+        "transformer_engine.pytorch.tensor.float8_tensor")
     found = {}
     for name, wanted in SIGNATURES.items():
         if (function := getattr(functions, name, None)) is None:
-            raise Unusable(f"{label} has no {name}; install 2.2 or newer (docs/install.md)")
+            raise Unusable(f"{label} has no {name}; {remedy}")
         if why := misfit(function, wanted.split()):
-            raise Unusable(f"{label} has another {name}, which {why}; install a version that "
-                           "requirements-gpu.txt names")
+            raise Unusable(f"{label} has another {name}, which {why}; {remedy}")
         found[name] = function
 
     def float8(q: torch.Tensor, scale: torch.Tensor) -> Any:
         return tensors.Float8Tensor(shape=q.shape, dtype=torch.bfloat16, data=q.view(torch.uint8),
                                     fp8_scale_inv=scale.view(1), fp8_dtype=constants.TE_DType[q.dtype])
-    return SimpleNamespace(**found, dtype=constants.TE_DType, float8=float8, label=label.strip())
+    return SimpleNamespace(**found, dtype=constants.TE_DType, float8=float8, label=label)
 
 
 def lacking() -> str:

@@ -1,6 +1,6 @@
 """transformer-engine's functions with the parameters of its versions, as pybind11 writes them, computed by
 the mathematics on the CPU. Each is strict: what memo does not use must have the value that switches it off.
-Source: transformer_engine/pytorch/csrc/extensions/pybind.cpp at v1.13 and from v2.2 on."""
+Source: transformer_engine/pytorch/csrc/extensions/pybind.cpp from v2.0 on."""
 
 import sys
 from types import ModuleType
@@ -20,7 +20,7 @@ TWO = dict(
     rmsnorm_fwd="input: handle, weight: handle, " + NORM + "zero_centered_gamma: bool",
     layernorm_bwd=UNNAMED + "arg4: torch.Tensor, arg5: int, arg6: bool",
     rmsnorm_bwd=UNNAMED + "arg4: int, arg5: bool", generic_gemm=GEMM)
-VERSIONS = {"1.13.0": dict(layernorm_fwd=UNNAMED + "arg4: int, arg5: bool"), "2.2.0": TWO,
+VERSIONS = {"2.1.0": TWO, "2.2.0": TWO,
             "2.20.2": TWO | dict(generic_gemm=GEMM + ", alpha: float = 1.0, beta: Optional[float] = None"),
             "3.0.0": TWO | dict(rmsnorm_bwd=TWO["rmsnorm_bwd"] + ", arg6: bool")}
 
