@@ -2,7 +2,8 @@
 
     python -m bench.fp8 curves   real runs on the stdlib data: fp8 beside bf16 and fp32, 300 steps each
     python -m bench.fp8 modes    real runs in FP8: every mode, and memo at several alphas
-    python -m bench.fp8 layouts  real runs in FP8: two ranks beside one process
+    python -m bench.fp8 layouts  real runs in FP8, of several seeds: two ranks beside one process, and one
+                                 process whose sums come in another order: what rounding alone does
     python -m bench.fp8 gain     dry runs on H100: MFU and alpha of both, and the bytes of a layer
 
 Several of these at once; without an argument all. Data: python data/stdlib/prepare.py. A CPU has no FP8
@@ -37,8 +38,9 @@ MODES = {"keep": dict(activation="keep"), "recompute": dict(activation="recomput
          "swap": dict(activation="swap"),
          **{f"alpha {a}": dict(activation="memo", alpha=a) for a in (0, 0.25, 0.5, 0.75, 1)},
          "per tensor": dict(activation="memo", alpha_mode="per_tensor")}
-LAYOUTS = {"one process": (1, {}), "tp2": (2, dict(tp=2)), "cp2": (2, dict(cp=2)),
-           "metp tp2": (2, dict(tp=2, tensor_parallel="metp"))}
+LAYOUTS = {"one process": (1, {}), "2 subsequences": (1, dict(subsequences=2)), "tp2": (2, dict(tp=2)),
+           "cp2": (2, dict(cp=2)), "metp tp2": (2, dict(tp=2, tensor_parallel="metp"))}
+SEEDS = 1337, 1, 2
 MODELS = {"7B": "7b_1m", "Llama-3-8B": "llama3_8b_1m"}
 LENGTHS, SEQUENCES = (2**14, 2**17, 2**20), 8  # tokens; so many sequences a step
 
@@ -76,8 +78,14 @@ def modes(_, steps=60):
 
 
 def layouts(_):
-    runs = {name: losses(ranks, **FP8 | keys) for name, (ranks, keys) in LAYOUTS.items()}
-    return dict(model=FP8, runs=runs, **beside(runs, "one process"))
+    """Of each seed; `mean`: the last validation loss over that of one process, over the seeds."""
+    def of(names, **more):
+        return beside({name: losses(ranks, **FP8 | keys | more)
+                       for name, (ranks, keys) in LAYOUTS.items() if name in names}, "one process")
+    seeds = {seed: of(LAYOUTS, seed=seed) for seed in SEEDS}
+    mean = {name: sum(one["over"][name]["validation"] for one in seeds.values()) / len(SEEDS)
+            for name in LAYOUTS}
+    return dict(model=FP8, seeds=seeds, mean=mean, fp32=of(("one process", "tp2"), matmul="bf16"))
 
 
 # --- by the dry run ---
@@ -127,10 +135,13 @@ def draw(found):
 
 
 def tell(found):
-    for part, first in (("curves", "bf16"), ("layouts", "one process")):
-        for name, over in found.get(part, {}).get("over", {}).items():
-            print(f"{name:12} over {first}: validation {over['validation']:+.3%}, the last 50 losses "
+    seeds = {f"seed {seed}": part for seed, part in found.get("layouts", {}).get("seeds", {}).items()}
+    for what, part in dict(curves=found.get("curves", {}), **seeds).items():
+        for name, over in part.get("over", {}).items():
+            print(f"{what}, {name:14}: validation {over['validation']:+.3%}, the last 50 losses "
                   f"{over['training']:+.3%}; {over['steps']} steps within 0.1%")
+    for name, over in found.get("layouts", {}).get("mean", {}).items():
+        print(f"mean of the seeds, {name:14}: validation {over:+.3%}")
     for name, same in found.get("modes", {}).get("same", {}).items():
         print(f"{name:12} {'the same losses' if same else 'other losses'} as keep")
     gained = found.get("gain", {})

@@ -148,6 +148,14 @@ def test_a_range_of_rows_has_the_bits_of_the_whole():
     assert torch.equal(FP8.forward(part, w, torch.empty(2, 512, 64)), y[:, 256:768])
 
 
+def test_ranks_that_share_columns_round_them_as_one_process_does():
+    """With tp: their scales are others, but all are powers of two."""
+    x = 2.0 ** torch.randint(-6, 6, (2, 48, 64)) * (1 + torch.rand(2, 48, 64))  # none is too small for e4m3
+    whole, part = FP8.rows(x), FP8.rows(x[..., :4])
+    assert not torch.equal(part.scale, whole.scale)
+    assert torch.equal(exact(part.q, part.scale), exact(whole.q, whole.scale)[:, :4])
+
+
 def test_a_tensor_of_more_than_2_31_elements():
     n, K = 2**16, 2**15 + 16
     x, dy, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, n, K), (1, n, 64),
@@ -294,8 +302,9 @@ def test_a_layer_sends_what_the_estimate_says(how):
         assert mesh.weights.sent_bytes == sent == 2 * 1024 * (132 + 256)
 
 
-LAYOUTS = [("tp2", "ring", {}), ("cp2", "ring", dict(subsequences=2, block_size=2048)), ("tp2", "metp", {}),
-           ("tp2", "metp", FAMILIES[1])]
+TWO = dict(subsequences=2, block_size=2048)
+LAYOUTS = [("tp2", "ring", {}), ("cp2 pp2", "ring", TWO), ("tp2", "metp", FAMILIES[1]),
+           ("tp2 cp2", "metp", TWO), ("tp2 dp2", "metp", dict(gradient_accumulation_steps=2))]
 
 
 @pytest.mark.parametrize("text,kind,keys", LAYOUTS, ids=str)

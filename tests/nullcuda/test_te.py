@@ -8,7 +8,8 @@ pytest.importorskip("transformer_engine")
 LLAMA = ("--position=rope", "--norm=rmsnorm", "--mlp=swiglu", "--n_kv_head=2", "--bias=false")
 FAMILIES = {"GPT": (), "Llama": LLAMA}
 MODES = {"keep": ["--activation=keep"], "memo": ["--activation=memo"], "alpha=0.5": ["--alpha=0.5"]}
-RANKS = {"tp2": (2, "--tp=2"), "metp2": (2, "--tensor_parallel=metp", "--tp=2")}
+RANKS = {"tp2": (2, "--tp=2"), "metp2": (2, "--tensor_parallel=metp", "--tp=2"),
+         "pp2": (2, "--pp=2", "--subsequences=4", "--unit_order=subsequence")}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def run_of(small, tmp_path_factory):
 
 
 EVERY = [(family, matmul, mode) for family in FAMILIES for matmul in ("bf16", "fp8") for mode in MODES]
-EVERY += [("GPT", "bf16", "tp2"), ("Llama", "fp8", "tp2"), ("GPT", "bf16", "metp2")]
+EVERY += [("GPT", "bf16", "tp2"), ("Llama", "fp8", "tp2"), ("GPT", "fp8", "metp2"), ("Llama", "fp8", "pp2")]
 
 
 @pytest.mark.parametrize("what", EVERY, ids=" ".join)
