@@ -41,6 +41,8 @@ from memo.parallel.tp import cut
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EXPONENT = {E4M3: 7, E5M2: 14}  # of the largest element of a row, over its scale
+LEAST = torch.finfo(torch.float32).tiny  # of fp32's normal numbers
+INFINITE = 0xff << 23  # fp32's bits of the exponent
 
 
 class Quantised:
@@ -93,9 +95,10 @@ class Gradient:
 
 def scale_of(amax: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """The power of two that gives the largest magnitude of a row, `amax`, the exponent EXPONENT; for zeros
-    the least there is: so they set no scale for the other rows of a sum. NaN where that is not finite."""
-    biased = (amax.float().view(torch.int32) >> 23) - EXPONENT[kind]  # fp32's 8 bits above the mantissa
-    return (biased.clamp_(min=1) << 23).view(torch.float32) + (amax - amax)
+    the least there is: so they set no scale for the other rows of a sum. Infinite where that is not finite:
+    products of such a row are not finite either."""
+    power = amax.float().view(torch.int32).bitwise_and(INFINITE).view(torch.float32)  # without the mantissa
+    return power.mul_(2.0**-EXPONENT[kind]).clamp_(min=LEAST)
 
 
 def row_scales(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
@@ -103,11 +106,9 @@ def row_scales(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     return scale_of(torch.linalg.vector_norm(x, math.inf, -1), kind)
 
 
-def rounded(x: torch.Tensor, factor: torch.Tensor, kind: torch.dtype,
-            out: torch.Tensor | None = None) -> torch.Tensor:
-    """x * factor, powers of two, in FP8: over `out`, by default new and contiguous."""
-    out = torch.empty(x.shape, dtype=kind, device=x.device) if out is None else out
-    return torch.mul(x, factor.to(x.dtype), out=out)
+def rounded(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """x / scale, powers of two, in FP8, contiguous."""
+    return torch.div(x, scale, out=torch.empty(x.shape, dtype=kind, device=x.device))
 
 
 def rows(x: torch.Tensor | Quantised) -> Quantised:
@@ -115,7 +116,7 @@ def rows(x: torch.Tensor | Quantised) -> Quantised:
     if isinstance(x, Quantised):
         return x
     scale = row_scales(x, E4M3)
-    return Quantised(rounded(x, scale.reciprocal()[..., None], E4M3), scale)
+    return Quantised(rounded(x, scale[..., None], E4M3), scale)
 
 
 def gradients(dy: torch.Tensor) -> Gradient:
@@ -131,7 +132,7 @@ def pieces(kept: Quantised, like: torch.Tensor) -> Iterator[tuple[slice, torch.T
         out = memory[:r.stop - r.start]
         yield r, out
         scale = kept.scale[r].copy_(row_scales(out, E4M3))
-        rounded(out, scale.reciprocal()[..., None], E4M3, out=kept.q[r])
+        torch.div(out, scale[..., None], out=kept.q[r])
 
 
 class Gathered:
@@ -154,7 +155,7 @@ def weights(w: torch.Tensor | Matrix) -> Matrix:
     if isinstance(w, Matrix):
         return w
     scale = scale_of(torch.linalg.vector_norm(w, math.inf), E4M3)
-    return Matrix(rounded(w, scale.reciprocal(), E4M3), scale)
+    return Matrix(rounded(w, scale, E4M3), scale)
 
 
 # matrices that travel
@@ -164,7 +165,7 @@ def matrices(axis: Axis, parts: Sequence[torch.Tensor]) -> list[Matrix]:
     matrix."""
     amax = torch.stack([torch.linalg.vector_norm(w, math.inf) for w in parts]).float()
     scales = scale_of(axis.gather(amax).amax(0), E4M3)
-    return [Matrix(rounded(w, s.reciprocal(), E4M3), s) for w, s in zip(parts, scales, strict=True)]
+    return [Matrix(rounded(w, s, E4M3), s) for w, s in zip(parts, scales, strict=True)]
 
 
 def carried(w: torch.Tensor | Matrix) -> torch.Tensor:
@@ -200,7 +201,7 @@ def forward(x: Quantised, w: torch.Tensor | Matrix, out: torch.Tensor,
 def input_gradient(g: Gradient, w: torch.Tensor | Matrix, out: torch.Tensor,
                    add: bool = False) -> torch.Tensor:
     """dx = dy w, or dx += dy w."""
-    dyq = rounded(g.dy, g.scale.reciprocal()[..., None], E5M2)
+    dyq = rounded(g.dy, g.scale[..., None], E5M2)
     return products(dyq, g.scale, w.t(), out, out if add else None)
 
 
@@ -209,17 +210,17 @@ def as_one(dys: Sequence[torch.Tensor], ws: Sequence[Matrix]) -> tuple[torch.Ten
     largest = torch.stack([w.scale for w in ws]).amax()
     dy = dys[0].new_empty(len(dys[0]), sum(map(len, ws)))
     for part, w, out in zip(dys, ws, dy.split([*map(len, ws)], 1), strict=True):
-        torch.mul(part, (w.scale / largest).to(part.dtype), out=out)
+        torch.mul(part, w.scale / largest, out=out)
     return dy, Matrix(torch.cat([carried(w) for w in ws]).view(E4M3), largest)
 
 
 def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dyq (O, tp n), xq (I, tp n) and a scale: their product over the rows of all ranks is dy^T x."""
     f = g.scale * x.scale  # (tp, n)
-    largest = f.max().clamp_min(torch.finfo(f.dtype).tiny)
+    largest = f.max().clamp_min(LEAST)
     # the GPU's kernels want both with the rows, over which the sum runs, as neighbours
     dyq = torch.empty(g.dy.shape[-1], f.numel(), dtype=E5M2, device=f.device)
-    rounded(g.dy.movedim(-1, 0), x.scale / largest, E5M2, out=dyq.unflatten(1, f.shape))
+    torch.mul(g.dy.movedim(-1, 0), x.scale / largest, out=dyq.unflatten(1, f.shape))
     xq = torch.empty(x.q.shape[-1], f.numel(), dtype=E4M3, device=f.device)
     xq.unflatten(1, f.shape).copy_(x.q.movedim(-1, 0))
     return dyq, xq, largest

@@ -88,7 +88,7 @@ def fp8_products(x: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, w: torch.Te
                  dw: torch.Tensor) -> Callable:
     """The same three products in FP8; what they multiply is rounded before."""
     xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
-    dyq = fp8.rounded(g.dy, g.scale.reciprocal()[..., None], fp8.E5M2)
+    dyq = fp8.rounded(g.dy, g.scale[..., None], fp8.E5M2)
     operands = fp8.gradient_operands(g, xq)
 
     def products() -> None:
