@@ -40,7 +40,7 @@ MODES = {"keep": dict(activation="keep"), "recompute": dict(activation="recomput
          "per tensor": dict(activation="memo", alpha_mode="per_tensor")}
 LAYOUTS = {"one process": (1, {}), "2 subsequences": (1, dict(subsequences=2)), "tp2": (2, dict(tp=2)),
            "cp2": (2, dict(cp=2)), "metp tp2": (2, dict(tp=2, tensor_parallel="metp"))}
-SEEDS = 1337, 1, 2
+SEEDS = 1337, 1
 MODELS = {"7B": "7b_1m", "Llama-3-8B": "llama3_8b_1m"}
 LENGTHS, SEQUENCES = (2**14, 2**17, 2**20), 8  # tokens; so many sequences a step
 
@@ -79,13 +79,11 @@ def modes(_, steps=60):
 
 def layouts(_):
     """Of each seed; `mean`: the last validation loss over that of one process, over the seeds."""
-    def of(names, **more):
-        return beside({name: losses(ranks, **FP8 | keys | more)
-                       for name, (ranks, keys) in LAYOUTS.items() if name in names}, "one process")
-    seeds = {seed: of(LAYOUTS, seed=seed) for seed in SEEDS}
+    seeds = {seed: beside({name: losses(ranks, **FP8 | keys | dict(seed=seed))
+                           for name, (ranks, keys) in LAYOUTS.items()}, "one process") for seed in SEEDS}
     mean = {name: sum(one["over"][name]["validation"] for one in seeds.values()) / len(SEEDS)
             for name in LAYOUTS}
-    return dict(model=FP8, seeds=seeds, mean=mean, fp32=of(("one process", "tp2"), matmul="bf16"))
+    return dict(model=FP8, seeds=seeds, mean=mean)
 
 
 # --- by the dry run ---
