@@ -331,18 +331,21 @@ def possible_groups(H: int, Hkv: int, tp: int = 1) -> list[int]:
     return [n for n in range(tp, H + 1, tp) if H % n == 0 and shares_heads(H // n, H // Hkv)]
 
 
-def travelling(cfg: "Config") -> tuple[int, int]:
-    """(elements of a rank's part of the MLP, elements of a group of heads), in the matrices and biases that
-    METP sends between the ranks of tp; 0 where it sends none."""
+def travelling(cfg: "Config") -> tuple[dict[str, int], dict[str, int]]:
+    """({parameter: elements of a rank's part} of the MLP, {parameter: elements of a group of heads}), of what
+    METP sends between the ranks of tp; {} where it sends none."""
+    part, group = dict[str, int](), dict[str, int]()
     if not cfg.metp or cfg.tp == 1:
-        return 0, 0
+        return part, group
     layer, groups = layer_of(cfg), head_groups(cfg)
-    elements = dict.fromkeys(("q", "kv", "mlp"), 0)
     for name, p in layer.parameters.items():
-        if p.split_dim is not None:
-            what = {"q": "q", "p": "q", "k": "kv", "v": "kv"}.get(name[0], "mlp")
-            elements[what] += prod(p.shape)
-    return elements["mlp"] // cfg.tp, elements["q"] // groups + elements["kv"] // min(groups, layer.kv_heads)
+        if p.split_dim is None:
+            continue
+        if name[0] in "qpkv":
+            group[name] = prod(p.shape) // (groups if name[0] in "qp" else min(groups, layer.kv_heads))
+        else:
+            part[name] = prod(p.shape) // cfg.tp
+    return part, group
 
 
 def keys_dealt(cfg: "Config") -> int:

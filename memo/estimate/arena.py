@@ -280,7 +280,7 @@ def message_bytes(cfg: Config, itemsize: int) -> int:
     """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
     backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) and of two
     groups' gradients beside the MLP's last ones."""
-    part, group = travelling(cfg)
+    part, group = (sum(elements.values()) for elements in travelling(cfg))
     itemsize = 1 if cfg.matmul == "fp8" else itemsize
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize

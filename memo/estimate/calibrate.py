@@ -158,10 +158,12 @@ def attentions(T: int, D: int, dtype: torch.dtype, device: torch.device, name: s
 
 def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:
     """{operation: (call, bytes a rank sends)}."""
-    x = torch.zeros(axis.size, nbytes // 4 // axis.size, device=device)
+    x = torch.zeros(axis.size, -(-nbytes // 4 // axis.size), device=device)
     rest = x.nbytes * (axis.size - 1) // axis.size
     return {"gather": (partial(axis.gather, x[0]), rest), "scatter": (partial(axis.scatter_sum, x), rest),
-            "exchange": (partial(axis.exchange, x), rest), "shift": (lambda: axis.shift(x).wait(), x.nbytes)}
+            "exchange": (partial(axis.exchange, x), rest), "shift": (lambda: axis.shift(x).wait(), x.nbytes),
+            "broadcast": (lambda: axis.start_broadcast(x, 0).wait(), x.nbytes),
+            "reduce": (lambda: axis.start_reduce(x, 0).wait(), x.nbytes)}
 
 
 def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
@@ -203,7 +205,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                 measure(attentions(T, 128 if cuda else 64, dtype, device, "auto", causal), T, T)
         for nbytes in (2**24, 2**26, 2**28) if cuda else (2**16, 2**19, 2**21, 2**23, 2**25):
             measure(row_passes(nbytes, dtype, device), None, nbytes)
-    for nbytes in (2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
+    for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
         for op, (call, amount) in messages(nbytes, axis, device).items():
             note(op, amount, amount, call)
     table["memory"] = table["copy"]

@@ -195,8 +195,8 @@ class Machine:
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
-        ranks that follow each other. op: gather, scatter, exchange or shift. Gathers and scattered sums over
-        the network go through the ports of all the group's GPUs of a node."""
+        ranks that follow each other. op: of MESSAGES. Gathers and scattered sums over the network, broadcasts
+        and reductions, go through the ports of all the group's GPUs of a node."""
         assert self.speeds is not None  # seconds are asked for only where they are known
         if op in self.speeds.table:
             return self.speeds.seconds(op, nbytes, max(1, nbytes))
@@ -204,7 +204,7 @@ class Machine:
         inside = self.speeds.rate("link") * node.nvlink_bytes_per_s
         if span <= node.gpus_per_node:
             return nbytes / inside
-        ports = max(1, node.gpus_per_node // stride) if op in ("gather", "scatter") else 1
+        ports = 1 if op in ("exchange", "shift") else max(1, node.gpus_per_node // stride)
         return nbytes / min(inside, self.speeds.rate("network") * node.network_bytes_per_s * ports)
 
 
@@ -256,8 +256,8 @@ def known_figures(kind: type) -> set[str]:
     return {f.name for f in fields(kind) if f.type is not str}
 
 
-CALIBRATION_FORMAT = 2
-MESSAGES = {"gather", "scatter", "exchange", "shift"}
+CALIBRATION_FORMAT = 3
+MESSAGES = {"gather", "scatter", "exchange", "shift", "broadcast", "reduce"}
 # that --calibrate measures
 OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary",
               "gelu forward", "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}

@@ -26,11 +26,9 @@ class MetpSeconds(LayerSeconds):
     def set_seconds(self) -> None:
         cfg, ops = self.cfg, self.layer.operations
         self.groups, self.own = head_groups(cfg), self.rows // self.tp
-        part, group = travelling(cfg)
+        self.part, self.group = travelling(cfg)
         self.carried = 1 if cfg.matmul == "fp8" else self.itemsize  # bytes of a matrix's element on its way
-        self.hop_bytes, self.group_bytes = part * self.carried, group * self.carried
-        # of a group's, without the projection's
-        self.qkv_bytes = self.group_bytes - self.C * self.Q // self.groups * self.carried * (self.tp > 1)
+        self.hop_bytes = sum(self.part.values()) * self.carried
         D, columns = self.layer.head_dim, [op for op in ops if op.kind == "column"]
         # widths of a group of heads' q, k, v and of a part's hidden tensors. Groups that share a head of keys
         # make keys and values each for itself
@@ -81,24 +79,30 @@ class MetpSeconds(LayerSeconds):
     # --- messages between the ranks of tp ---
 
     def travel_s(self, op: str, nbytes: float) -> float:
-        """op: shift of a hop. A broadcast counts as a gather, a reduction as a scattered sum: collectives of
-        a library too, and as a ring each link of theirs carries all bytes once."""
+        """Of one message; op: as in Machine.message_s."""
         return self.machine.message_s(op, nbytes, self.tp) if nbytes else 0.0
+
+    def broadcast_s(self, names: str) -> float:
+        """Seconds of a group's matrices and biases, each a message, whose names begin so."""
+        return sum(self.travel_s("broadcast", n * self.carried) for name, n in self.group.items()
+                   if name[0] in names)
+
+    def reduce_s(self, names: str) -> float:
+        """Seconds of their fp32 gradients' way home."""
+        return sum(self.travel_s("reduce", n * 4) for name, n in self.group.items() if name[0] in names)
 
     def exposed_beside(self, message_s: float, compute_s: float) -> float:
         """Exposed seconds of messages beside operations: see LayerSeconds.exposed_s."""
         hidden = self.speeds.rate("hidden") if "hidden" in self.speeds.table else 0.0
         return message_s - hidden * min(message_s, compute_s)
 
-    def steps_s(self, op: str, home: str, nbytes: float, fp32_bytes: float, steps: int,
-                compute_s: float, before_s: float = 0.0) -> float:
+    def steps_s(self, coming: float, going: float, steps: int, compute_s: float,
+                before_s: float = 0.0) -> float:
         """Exposed seconds of messages beside steps of compute_s each. In a step the matrices of the next one
-        come (`op`, nbytes), and gradients of the step before go (`home`, fp32_bytes; 0 in a forward). The
-        messages before the first step and behind the last are not counted. The first of those that come
-        leaves before_s before its step."""
+        come, in so many seconds, and gradients of the step before go. The messages before the first step and
+        behind the last are not counted. The first of those that come leaves before_s before its step."""
         if steps == 1:
             return 0.0
-        coming, going = self.travel_s(op, nbytes), self.travel_s(home, fp32_bytes)
         exposed = self.exposed_beside(coming, compute_s + before_s) + self.exposed_beside(going, compute_s)
         return exposed + (steps - 2) * self.exposed_beside(coming + going, compute_s)
 
@@ -118,7 +122,7 @@ class MetpSeconds(LayerSeconds):
         """(seconds, exposed seconds of broadcasts among them) to make attn_out and a part of mid's rows from
         x."""
         work = self.attention_out_s() + mid * self.projection_s() + self.queries_keys_values_s()
-        coming, piece = self.travel_s("gather", self.qkv_bytes), self.projection_piece_s()
+        coming, piece = self.broadcast_s("qkv"), self.projection_piece_s()
         step = work / self.groups
         exposed = self.first_group_s()
         # beside each group but the last the next one's; a piece of the projection's matrix beside the first
@@ -131,11 +135,9 @@ class MetpSeconds(LayerSeconds):
     def first_group_s(self) -> float:
         """Exposed seconds of the first group's matrices: of keys, which come beside a norm, of values and of
         queries, each beside the product of the one before."""
-        queries, *others = self.widths
-        beside = [self.norm_s, *(self.parts_s(1, width, self.C) for width in others)]
-        nbytes = [self.qkv_bytes * width / sum(self.widths) for width in (*others, queries)]
-        return sum(self.exposed_beside(self.travel_s("gather", n), s)
-                   for n, s in zip(nbytes, beside, strict=True))
+        beside = [self.norm_s, *(self.parts_s(1, width, self.C) for width in self.widths[1:])]
+        return sum(self.exposed_beside(self.broadcast_s(name), s)
+                   for name, s in zip("kvq", beside, strict=True))
 
     def queries_keys_values_s(self) -> float:
         rotary = self.pass_s("rotary", self.turned) if self.turned else 0.0
@@ -175,22 +177,19 @@ class MetpSeconds(LayerSeconds):
 
     def backward_and_messages(self) -> tuple[float, float]:
         """(seconds, exposed seconds of matrices and gradients among them)."""
-        fp32, norm_backward = 4 // self.carried, self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
+        norm_backward = self.pass_s(f"{norm_of(self.cfg)} backward", self.C)
         mlp, attention = self.mlp_backward_s(), self.attention_half_backward_s()
-        hop, step = self.hop_bytes, mlp / self.tp
-        # the first two beside the own part, the last gradients beside attention
-        first = self.travel_s("shift", hop)
-        exposed = self.exposed_beside(first, step)
-        exposed += self.steps_s("shift", "shift", hop, fp32 * hop, max(1, self.tp - 1), step,
-                                max(0.0, step - first))
-        exposed += self.exposed_beside(self.travel_s("shift", fp32 * hop), attention)
-        exposed += self.exposed_beside(self.travel_s("gather", self.group_bytes), mlp)
-        exposed += self.steps_s("gather", "scatter", self.group_bytes, fp32 * self.group_bytes, self.groups,
-                                attention / self.groups)
+        # the first two hops beside the own part, the last gradients beside attention
+        hop, home = (self.travel_s("shift", n) for n in (self.hop_bytes, 4 * sum(self.part.values())))
+        step, group = mlp / self.tp, self.broadcast_s("qkvp")
+        exposed = self.exposed_beside(hop, step)
+        exposed += self.steps_s(hop, home, max(1, self.tp - 1), step, max(0.0, step - hop))
+        exposed += self.exposed_beside(home, attention) + self.exposed_beside(group, mlp)
+        exposed += self.steps_s(group, self.reduce_s("qkvp"), self.groups, attention / self.groups)
         # behind the last group: the projection's left beside attention, the others' before their products
         last = norm_backward + sum(self.parts_s(1, self.C, width) for width in self.widths)
-        exposed += self.exposed_beside(self.travel_s("scatter", fp32 * self.qkv_bytes), last)
-        sums = self.sums_s((self.hop_bytes * (self.tp - 1) + self.group_bytes * self.groups) / self.carried)
+        exposed += self.exposed_beside(self.reduce_s("qkv"), last)
+        sums = self.sums_s(sum(self.part.values()) * (self.tp - 1) + sum(self.group.values()) * self.groups)
         products = mlp + attention + self.matrices_s(TURNING_INPUT)
         return products + self.norm_s + 2 * norm_backward + sums + exposed, exposed
 
