@@ -35,6 +35,7 @@ from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab, available
 
 REPEATS, LEAST_S = 5, 0.02  # measurements of each operation, and the least seconds of one
+BEHIND = 10  # messages of a measurement
 ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors of elementwise passes
 Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
 
@@ -53,6 +54,23 @@ def fastest_seconds(call: Callable, device: torch.device, host: Axis) -> float:
     call()
     n = max(1, int(LEAST_S / timed(1)))
     return min(timed(n) for _ in range(REPEATS))
+
+
+def seconds_behind(computing: Callable, message: Callable, device: torch.device, host: Axis) -> float:
+    """Seconds that a rank spends in message(), a mean of all ranks, where each computes before: they are not
+    done with that at the same time, and wait for each other. The least of REPEATS."""
+    def timed(n: int) -> float:
+        spent = 0.0
+        for _ in range(n):
+            computing()
+            synchronize(device)
+            start = time.perf_counter()
+            message()
+            synchronize(device)
+            spent += time.perf_counter() - start
+        return float(host.sum(torch.tensor([spent], dtype=torch.float64))) / n / host.size
+    message()
+    return min(timed(BEHIND) for _ in range(REPEATS))
 
 
 @contextmanager
@@ -185,19 +203,20 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
 
-    def note(op: str, size: float, amount: float, call: Callable) -> None:
+    def note(op: str, size: float, amount: float, call: Callable, seconds_of: Callable) -> None:
         say(op, amount)
-        table.setdefault(op, []).append((size, amount / fastest_seconds(call, device, host)))
+        table.setdefault(op, []).append((size, amount / seconds_of(call, device, host)))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
-        def measure(calls: dict[str, Job], size: int | None, label: int) -> None:
+        def measure(calls: dict[str, Job], size: int | None, label: int,
+                    seconds_of: Callable = fastest_seconds) -> None:
             # a segment's first run is recorded, the others have planned memory
             for op, (call, amount) in calls.items():
                 say(op, amount)  # the first run may build the library of the memory plan
                 segment = partial(arena.run, f"{op} {label}", call)
                 segment()
                 arena.settle()
-                note(op, size or amount, amount, segment)
+                note(op, size or amount, amount, segment, seconds_of)
         for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
             measure(matmuls(size, 2**16 if cuda else 4096, dtype, device, has_fp8(device, dtype)), size, size)
         for T in (2048, 8192, 32768, 65536) if cuda else (128, 512, 1024, 2048, 4096, 8192):
@@ -205,9 +224,10 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                 measure(attentions(T, 128 if cuda else 64, dtype, device, "auto", causal), T, T)
         for nbytes in (2**24, 2**26, 2**28) if cuda else (2**16, 2**19, 2**21, 2**23, 2**25):
             measure(row_passes(nbytes, dtype, device), None, nbytes)
-    for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
-        for op, (call, amount) in messages(nbytes, axis, device).items():
-            note(op, amount, amount, call)
+        computing, _ = matmuls(1024 if cuda else 128, 2**16 if cuda else 4096, dtype, device)["matmul"]
+        behind = partial(seconds_behind, computing)
+        for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
+            measure(messages(nbytes, axis, device), None, nbytes, behind)
     table["memory"] = table["copy"]
     table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
     shift = table["shift"][-1][1] if axis.size > 1 else 1.0
