@@ -67,7 +67,8 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 
 from memo.estimate.arena import shortest
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import Mesh
 from memo.planner.rehearsal import kernel_requests, traced_requests
 from memo.planner.trace import Trace
 from model import GPT

@@ -56,7 +56,8 @@ from memo.formulas import mfu, tgs
 from memo.launch import Launch, rank_errors, read_launch, together
 from memo.loggers import StepStats
 from memo.optim import Optimizer
-from memo.parallel.mesh import Axis, connected, open_mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import connected, open_mesh
 from memo.report import report_step
 from memo.run import Run, open_run, prepare_run
 from memo.signals import Interrupted, StopSignal, handling, interrupt

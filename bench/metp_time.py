@@ -24,7 +24,8 @@ from bench.machine import store_parts
 from bench.papers.metp_layer import CPU, MODELS
 from memo.config import Config
 from memo.optim import Optimizer
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import Mesh
 from memo.plots import plain
 from memo.profiler import layer_rates
 from memo.swap.streams import open_streams

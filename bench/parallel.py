@@ -20,8 +20,9 @@ from memo.config import Config
 from memo.layer import layer_of, n_rows, tensors_of
 from memo.ops import TORCH
 from memo.optim import Optimizer
+from memo.parallel.axis import Axis
 from memo.parallel.cp import attention_over_ranks, local_token_ranges, meeting_parts
-from memo.parallel.mesh import Axis, open_mesh
+from memo.parallel.mesh import open_mesh
 from memo.plots import plain
 from memo.swap.placement import Placement
 from model import GPT, initial_weights

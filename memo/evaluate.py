@@ -76,7 +76,8 @@ from memo.launch import Launch, rank_errors, read_launch, same_everywhere, toget
 from memo.layout import degrees
 from memo.load_config import stored_config
 from memo.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
-from memo.parallel.mesh import Axis, connected, open_mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import connected, open_mesh
 from memo.plots import loss_by_position, needle_map
 from memo.run import check_ranks, check_same_tokenizer
 from memo.staging import with_place

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from memo.parallel.mesh import Axis
+from memo.parallel.axis import Axis
 from memo.parallel.tp import cut
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

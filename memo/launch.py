@@ -1,6 +1,6 @@
 """Several processes as one run: torchrun's environment, how ranks find each other, how they fail together.
 
-The only reader of torchrun's environment. `host` is the Axis of all ranks over gloo (memo/parallel/mesh.py).
+The only reader of torchrun's environment. `host` is the Axis of all ranks over gloo (memo/parallel/axis.py).
 """
 
 import os
@@ -25,7 +25,7 @@ from memo.command import progress
 from memo.errors import ConfigError, TrainingError, last_line
 
 if TYPE_CHECKING:
-    from memo.parallel.mesh import Axis
+    from memo.parallel.axis import Axis
     from memo.run import Run
 
 FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from memo import fp8, te
-from memo.parallel.mesh import Axis, Works
+from memo.parallel.axis import Axis, Works
 
 Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place matrices carried arrived "
                               "forward input_gradient weight_gradient as_one")

@@ -23,7 +23,8 @@ from memo.block import EVERY_ROW, Block
 from memo.config import Config
 from memo.layer import head_groups, layer_of, makes_queries_early
 from memo.ops import Ops, gelu_backward, gelu_forward
-from memo.parallel.mesh import Mesh, Works
+from memo.parallel.axis import Works
+from memo.parallel.mesh import Mesh
 from memo.parallel.metp import (
     Activation,
     Ahead,

@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 
 from memo.config import Config
 from memo.flat import Location, Piece, boxes, bucket_views, is_shared, joined, shared_numel
-from memo.parallel.mesh import Works
+from memo.parallel.axis import Works
 from memo.parallel.tp import local
 from memo.staging import Staging
 from memo.swap.steps import Step

@@ -41,7 +41,8 @@ from memo.estimate.hardware import Machine, Speeds, calibration_path
 from memo.estimate.step_seconds import Lanes, StateSeconds
 from memo.launch import read_launch
 from memo.layer import ATTENTION, groups_of
-from memo.parallel.mesh import ALONE, Axis, connected, open_mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import ALONE, connected, open_mesh
 from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab
 

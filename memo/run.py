@@ -34,8 +34,9 @@ from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.out_dir import check_shared, lock
+from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.mesh import Mesh
 from memo.report import furnish
 from memo.tokens import load_tokenizer
 

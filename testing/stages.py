@@ -13,7 +13,8 @@ from memo.bubbles import schedules_of
 from memo.config import Config
 from memo.layout import stage_of
 from memo.msp import Shares, even_parts, shares_of
-from memo.parallel.mesh import Axis, open_lanes, open_mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import open_lanes, open_mesh
 from memo.parallel.pp import times_of_stages
 from memo.swap.placing import placed
 from memo.swap.schedule import Step

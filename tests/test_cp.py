@@ -5,8 +5,8 @@ import torch
 
 from memo.attention import BACKENDS
 from memo.ops import TORCH
+from memo.parallel.axis import Axis
 from memo.parallel.cp import attention_over_ranks, local_token_ranges, meeting_parts
-from memo.parallel.mesh import Axis
 from testing.ranks import pool
 
 

@@ -33,7 +33,8 @@ from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
 from memo.load_config import load_config
 from memo.optim import Optimizer
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import Mesh
 from memo.planner import rehearsal
 from memo.planner.trace import parse_trace
 from memo.run import arena_here

@@ -33,7 +33,8 @@ from memo.long_context import (
     token_scores,
     usual_tokens,
 )
-from memo.parallel.mesh import ALONE, Axis
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import ALONE
 from model import GPT, initial_weights
 from testing.ranks import pool, start_ranks
 from testing.twin import Twin

@@ -18,7 +18,8 @@ from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
 from memo.matmul import FP8
 from memo.optim import Optimizer
-from memo.parallel.mesh import ALONE, Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import ALONE, Mesh
 from memo.subsequences import subsequence_lengths
 from memo.swap.streams import open_streams
 from model import GPT

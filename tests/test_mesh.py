@@ -20,8 +20,9 @@ from memo.config import Config
 from memo.errors import ConfigError
 from memo.launch import Agreed, Launch, Pulse, read_launch, same_everywhere, together
 from memo.layout import communicators, degrees
-from memo.parallel import mesh as mesh_module
-from memo.parallel.mesh import ALL_GATHER, ALONE, REDUCE_SCATTER, Axis, open_mesh
+from memo.parallel import axis as axis_module
+from memo.parallel.axis import ALL_GATHER, REDUCE_SCATTER, Axis
+from memo.parallel.mesh import ALONE, open_mesh
 from memo.planner.allocator import Arena
 from testing.ranks import Ranks, pool
 
@@ -136,13 +137,13 @@ def test_axes_of_the_same_ranks_share_a_communicator_where_one_is_quiet():
 
 def opened(host, cp, tp, kind):
     """(groups, {axis: {message: how often it was sent at the start}}, seconds that any group waits)."""
-    sent, start = {}, mesh_module.start_collective
+    sent, start = {}, axis_module.start_collective
 
     def noting(call, group):
         members = tuple(dist.get_process_group_ranks(group))
         sent.setdefault(members, []).append(call)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(mesh_module, "start_collective",
+        m.setattr(axis_module, "start_collective",
                   lambda call, *args: noting(call.__name__, args[-1]) or start(call, *args))
         reduce, batch = dist.all_reduce, dist.batch_isend_irecv
         m.setattr(dist, "all_reduce",
@@ -175,9 +176,9 @@ def faulty(host, path, fault):
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     elif host.rank == 1:
         if fault == "gone":
-            mesh_module.Axis.warm = lambda *args: os._exit(9)
+            axis_module.Axis.warm = lambda *args: os._exit(9)
         else:
-            mesh_module.Axis.warm = lambda *args: time.sleep(600)
+            axis_module.Axis.warm = lambda *args: time.sleep(600)
     launch.CONNECT_S = 2 if fault == "silent" and host.rank == 0 else 60  # rank 1 shall not be the first
     open_mesh(host, 1, 2, CPU)
 

@@ -9,7 +9,8 @@ import torch
 from memo.config import Config
 from memo.layer import head_groups, tensors_of
 from memo.matmul import RUN
-from memo.parallel.mesh import ALONE, Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.metp import groups_of_heads, own_and_others, pieces_of
 from memo.parallel.visits import Visits
 from memo.planner.rehearsal import FakeArena

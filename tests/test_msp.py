@@ -27,7 +27,8 @@ from memo.layer import tensors_of
 from memo.layout import check_streams, stage_of
 from memo.load_config import load_config
 from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import Mesh
 from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, other_end
 from memo.profiler import MeasuredUnit
 from memo.sharing import decided_shares, even_shares, shared, with_shares

@@ -9,7 +9,8 @@ from memo.config import Config
 from memo.flat import views
 from memo.layer import layer_of, n_rows
 from memo.load_config import load_config
-from memo.parallel.mesh import ALONE, Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests

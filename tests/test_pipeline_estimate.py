@@ -20,7 +20,8 @@ from memo.estimate.arena import fast_arena, head_bytes, traced_arena
 from memo.launch import Launch
 from memo.load_config import load_config
 from memo.optim import Optimizer
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import Mesh
 from memo.swap.placement import Placement
 from model import GPT
 from testing.ranks import pool

@@ -11,8 +11,9 @@ from memo import layer
 from memo.attention import BACKENDS, Attention, installed_kernel, math_backward, math_forward
 from memo.head_norm import prefix_of_normed_heads
 from memo.ops import TORCH, rotations
+from memo.parallel.axis import Axis
 from memo.parallel.cp import attention_over_ranks, local_token_ranges
-from memo.parallel.mesh import ALONE, Axis, noted_mesh
+from memo.parallel.mesh import ALONE, noted_mesh
 from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
 from memo.parallel.rendezvous import validate_programs
 from testing.ranks import pool

@@ -15,8 +15,9 @@ from memo.formulas import flops_per_sample, layer_forward_flops
 from memo.layer import head_groups
 from memo.load_config import load_config
 from memo.ops import rotations
+from memo.parallel.axis import Axis
 from memo.parallel.cp import interleaved, local_positions, token_columns
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.mesh import Mesh
 from memo.subsequences import ALIGNED, subsequence_lengths
 from model import GPT
 from tests.helpers import CPU, VOCAB, error, perturbed_weights, random_batch, save_header

@@ -14,8 +14,9 @@ from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.search import config_with, estimate_or_none, longest
 from memo.load_config import load_config
 from memo.optim import Optimizer
+from memo.parallel.axis import Axis
 from memo.parallel.cp import local_positions
-from memo.parallel.mesh import Axis, open_mesh
+from memo.parallel.mesh import open_mesh
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from model import GPT, initial_weights
 from testing.ranks import pool

@@ -8,7 +8,8 @@ import torch
 from bench.papers.page import COUNTED, Part
 from memo.config import Config
 from memo.layer import head_groups, n_rows, tensors_of
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import Mesh
 from memo.planner.rehearsal import FakeArena
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.swap.streams import open_streams

@@ -28,7 +28,8 @@ from memo.files import save_json
 from memo.matmul import accumulate_product, product
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step
-from memo.parallel.mesh import ALONE, Axis
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import ALONE
 from memo.parallel.tp import softmax
 from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.swap.buffers import copy_bytes

@@ -19,7 +19,8 @@ import torch
 
 from memo.attention import Attention, Gradients, Result
 from memo.config import Config
-from memo.parallel.mesh import Axis, Mesh
+from memo.parallel.axis import Axis
+from memo.parallel.mesh import Mesh
 from memo.parallel.visits import Visits
 from memo.subsequences import slice_lengths
 

@@ -1,222 +1,23 @@
 """The process mesh: world = pp * dp * cp * tp. tp is innermost, so that it stays inside a node; the stages
-of a pipeline send each other least, so pp is outermost. Axes are passed as arguments.
-
-An Axis is this rank's place in a line of ranks, with the messages between them: over NCCL between GPUs, over
-gloo between CPUs. With one rank every call is free and returns its argument. `sent_bytes` counts the bytes
-that this rank sends. Sums and gathers take an algorithm of a library; they count as a ring, which sends the
-least.
+of a pipeline send each other least, so pp is outermost. Its axes (memo/parallel/axis.py) are passed as
+arguments, by the role that their ranks have.
 """
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from memo.device import synchronize
 from memo.launch import FOREVER, Launch, connection_errors, process_group
 from memo.layout import communicators
 from memo.msp import Help, helping_pairs
+from memo.parallel.axis import Axis
 from memo.parallel.rendezvous import Communicator, Notes, Program
-
-# of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
-FIRST_BYTES = 2**25
-# the second name is that before torch 2.13
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Works:
-    """Messages under way. wait() holds up the device's stream (on CUDA not the host) and gives `received`.
-    The tensors must stay until then, and so must the Works."""
-
-    def __init__(self, works: Sequence, sent: Any, received: Any) -> None:
-        self.works, self.sent, self.received = works, sent, received
-
-    def wait(self) -> Any:
-        """`received`, which from now on belongs to the caller."""
-        for work in self.works:
-            work.wait()
-        received, self.works, self.sent, self.received = self.received, (), None, None
-        return received
-
-
-# gloo releases its tensors, and buffers of its own, some time after wait(). The memory plan needs the
-# requests of a segment released where the code says so. So gloo gets tensors that own nothing, and a thread
-# without segments calls it.
-def borrowed(t: torch.Tensor) -> torch.Tensor:
-    """`t`, flat, for a library to work on; the caller keeps `t` until that is done."""
-    t = t.view(-1)
-    if not t.is_cpu:
-        return t
-    return torch.frombuffer((ctypes.c_char * t.nbytes).from_address(t.data_ptr()), dtype=t.dtype)
-
-
-CALLER = ThreadPoolExecutor(1, "memo gloo")
-
-
-def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
-                     group: dist.ProcessGroup) -> Any:
-    """The work of call(received, sent), a collective of torch.distributed."""
-    start = partial(call, borrowed(received), borrowed(sent), group=group, async_op=True)
-    return CALLER.submit(start).result() if sent.is_cpu else start()
-
-
-@dataclass
-class Axis:
-    """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received tensors
-    are uninitialised: shapes, memory requests and bytes are as with a group. `notes`: where such an Axis
-    writes down what it is asked for; `sender`: over gloo the thread that shifts. Tensors are contiguous."""
-
-    name: str
-    size: int = 1
-    rank: int = 0
-    group: Any = None
-    sent_bytes: int = field(default=0, compare=False)
-    notes: Notes | None = field(default=None, compare=False)
-    sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
-                                       compare=False, repr=False)
-
-    def start(self, kind: str, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor,
-              **ends: int) -> Works:
-        """Works of call(received, sent). `kind`, `ends`: see Notes.post()."""
-        self.sent_bytes += sent_bytes
-        if self.group is None:
-            works = self.noted(kind, sent.nbytes, **ends)
-        else:
-            works = [start_collective(call, received, sent, self.group)] if sent.nbytes else ()
-        return Works(works, sent, received)
-
-    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence:
-        """What stands for the works of a message that nobody sends."""
-        return () if self.notes is None or nbytes == 0 else [self.notes.post(kind, nbytes, **ends)]
-
-    def start_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works:
-        """Works of `out`, (size, *x.shape) or flat: every rank's x. x may be this rank's part of `out`."""
-        if out is None:
-            out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
-        return self.start("gather", x.nbytes * (self.size - 1), ALL_GATHER, out, x)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """(size, *x.shape): every rank's x."""
-        return self.start_gather(x).wait()
-
-    def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works:
-        """Works of `out`: the sum over all ranks of this rank's part of x, (size, ...) or flat. `out` may
-        be that part."""
-        if out is None:
-            out = x[0] if self.size == 1 else torch.empty_like(x[0])
-        sent_bytes = x.nbytes // self.size * (self.size - 1)
-        return self.start("scatter_sum", sent_bytes, REDUCE_SCATTER, out, x)
-
-    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """(size, ...) -> (...): the sum over all ranks of x[this rank]."""
-        return self.start_scatter_sum(x).wait()
-
-    def sum(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """x, in place: the sum over all ranks."""
-        if self.size > 1:
-            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
-            if self.group is None:
-                for work in self.noted("sum", x.nbytes):
-                    work.wait()
-            elif x.nbytes:
-                dist.all_reduce(borrowed(x), op, group=self.group)
-        return x
-
-    def max(self, *numbers: float) -> Sequence[float]:
-        """[the largest of all ranks' first numbers, of their second numbers, ...]."""
-        if self.size == 1:
-            return numbers
-        return self.sum(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
-
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """(size, ...) -> the same shape: x[i] goes to rank i, result[i] comes from there."""
-        if self.size == 1:
-            return x
-        sent_bytes = x.nbytes // self.size * (self.size - 1)
-        return self.start("exchange", sent_bytes, dist.all_to_all_single, torch.empty_like(x), x).wait()
-
-    def start_broadcast(self, x: torch.Tensor, owner: int) -> Works:
-        """Works of x, which rank `owner` sends, and which is written over on the others."""
-        # as a ring, which ends before it comes back to the owner
-        nbytes = 0 if (self.rank + 1) % self.size == owner else x.nbytes
-        return self.start("broadcast", nbytes,
-                          lambda here, _, **how: dist.broadcast(here, group_src=owner, **how),
-                          x, x, source=owner)
-
-    def start_reduce(self, x: torch.Tensor, owner: int) -> Works:
-        """Works of x, which on rank `owner` becomes the sum over all ranks, and is used up on the others."""
-        nbytes = 0 if self.rank == owner else x.nbytes
-        return self.start("reduce", nbytes,
-                          lambda here, _, **how: dist.reduce(here, group_dst=owner, **how),
-                          x, x, to=owner)
-
-    def shift(self, *tensors: torch.Tensor) -> Works:
-        """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends. Shifts
-        are done one after the other: one may send what the one before it brings, without a wait for that."""
-        nbytes = sum(t.nbytes for t in tensors)
-        self.sent_bytes += nbytes
-        here = [torch.empty_like(t) for t in tensors]
-        to, source = ((self.rank + d) % self.size for d in (1, -1))
-        if self.group is None:  # the tensors live as long as if they were sent
-            return Works(self.noted("shift", nbytes, to=to, source=source), tensors, here)
-        ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=peer) for call, ts, peer in
-               ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
-        if not here[0].is_cpu:  # NCCL has a stream for them
-            return Works(dist.batch_isend_irecv(ops), tensors, here)
-        done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
-        return Works([SimpleNamespace(wait=done.result)], tensors, here)
-
-    def send(self, *tensors: torch.Tensor) -> Works:
-        """Starts to send tensors to the other rank of two -> Works of them."""
-        return self.to_other("send", dist.isend, tensors)
-
-    def receive(self, *out: torch.Tensor) -> Works:
-        """Works of `out`, which the other rank of two sends."""
-        return self.to_other("receive", dist.irecv, out)
-
-    def to_other(self, kind: str, call: Callable, tensors: Sequence[torch.Tensor]) -> Works:
-        end, other = ("to" if kind == "send" else "source"), 1 - self.rank
-        nbytes = sum(x.nbytes for x in tensors)
-        self.sent_bytes += nbytes * (kind == "send")
-        if self.group is None:
-            return Works(self.noted(kind, nbytes, **{end: other}), tensors, tensors)
-        ops = [dist.P2POp(call, borrowed(x), group=self.group, group_peer=other) for x in tensors]
-        return Works(dist.batch_isend_irecv(ops), tensors, tensors)
-
-    def warm(self, kinds: Iterable[str], device: torch.device) -> None:
-        """Sends first messages, short and long, by each of these methods: communicators are made
-        and take memory."""
-        for nbytes in (4, FIRST_BYTES) if device.type == "cuda" else (4,):
-            x = torch.zeros(self.size, -(-nbytes // 4 // self.size), device=device)
-            for kind in kinds:
-                sent = getattr(self, kind)(x[0] if kind == "gather" else x, *[0] * kind.startswith("start"))
-                if isinstance(sent, Works):
-                    sent.wait()
-        synchronize(device)
-        self.sent_bytes = 0
-
-    def another(self) -> Any:
-        """Another gloo group of the same ranks, for a second thread; None for a single rank."""
-        if self.size == 1:
-            return None
-        return dist.new_group(dist.get_process_group_ranks(self.group), FOREVER, "gloo")
-
-    def objects(self, value: Any) -> list:
-        """[the value of each rank]; anything that can be pickled."""
-        if self.group is None:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
 
 
 @dataclass(frozen=True)

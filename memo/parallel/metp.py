@@ -23,7 +23,7 @@ import torch
 
 from memo.layer import METP_ROWS
 from memo.matmul import Matmul
-from memo.parallel.mesh import Axis, Works
+from memo.parallel.axis import Axis, Works
 from memo.parallel.tp import bias_backward, cut
 from memo.parallel.visits import Visits
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from memo.attention import Attention, Result, slices_of_heads
+from memo.parallel.axis import Axis, Works
 from memo.parallel.cp import meeting_parts, summed, to_heads, to_tokens
-from memo.parallel.mesh import Axis, Works
 
 PrefixAttention = namedtuple("PrefixAttention", "forward backward to_pieces from_pieces ranks")
 PrefixAttention.__doc__ = """Attention over a prefix on the ranks that share the tokens:

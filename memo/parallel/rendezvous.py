@@ -1,7 +1,7 @@
 """Do the messages of all ranks meet? Their programs run together here, with nothing in them but messages.
 No torch.
 
-    program       what a rank's axes (mesh.py) are asked for, in the order of its host: posts, and waits
+    program       what a rank's axes (axis.py) are asked for, in the order of its host: posts, and waits
     communicator  does what a rank posts to it one after the other; different ones do not wait for each other
     wait          holds up the rank: what it posts later starts when the message is done. So it is on CUDA:
                   a wait holds up the stream, and a message starts behind what the stream has before it. Here

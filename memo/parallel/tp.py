@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.layer import CHUNK_ROWS, SPLIT_ROWS, Parameter
-from memo.parallel.mesh import Axis, Works
+from memo.parallel.axis import Axis, Works
 
 if TYPE_CHECKING:
     from memo.matmul import Matmul

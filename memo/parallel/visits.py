@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from memo.parallel.mesh import Axis, Works
+from memo.parallel.axis import Axis, Works
 
 
 class Visits:

@@ -99,7 +99,7 @@ def step_races(layout):
     import torch.distributed as dist
 
     from memo.estimate import hardware
-    from memo.parallel.mesh import Axis
+    from memo.parallel.axis import Axis
     from tests.nullcuda.watch import NULL, watching
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=4)
     found, messages = {}, [m for m in MESSAGES if m[0] == layout]
@@ -175,7 +175,7 @@ def without(what):
     from contextlib import ExitStack, nullcontext
     from unittest.mock import patch
 
-    from memo.parallel.mesh import Axis, Works
+    from memo.parallel.axis import Axis, Works
     from memo.swap.streams import CudaStream
     if what is None:
         return nullcontext()
