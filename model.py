@@ -1,12 +1,11 @@
-"""A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here and
-in memo/block.py, which has one layer.
+"""A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here, in
+memo/block.py, which has one layer, and in memo/edges.py, which has embedding and head.
 
     B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
               is the t-th token of sequence b
     n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N
               rows, in order
     C, H, D   hidden size, heads, head dimension
-    V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
     x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
 
@@ -26,6 +25,7 @@ from memo.attention import resolve_attention
 from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
+from memo.edges import TABLES, Edges
 from memo.flat import (
     bucket_places,
     bucket_views,
@@ -34,21 +34,13 @@ from memo.flat import (
     views,
     weights_in_turns,
 )
-from memo.layer import head_rows, layer_of, model_parameters
-from memo.matmul import accumulate_product
+from memo.layer import layer_of, model_parameters
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_positions
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.prefix import over_prefix
-from memo.parallel.tp import (
-    chunks,
-    embedding_backward,
-    embedding_forward,
-    local,
-    own_ids,
-    softmax,
-)
+from memo.parallel.tp import local
 from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
 from memo.staging import HostWeights
@@ -57,9 +49,6 @@ from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
 from memo.swap.steps import LANES, SENT, Step, Unit, is_forward, is_of_states
-
-TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
-TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 
 
 def initial_weights(cfg: Config, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,8 +103,8 @@ class GPT:
         # the same by name, as views, for those who compute
         weights = bucket_views(self.layout, self.buckets, self.bucket_params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        self.w, self.dw = (SimpleNamespace(**self.named(tensors, "", TABLES))
-                           for tensors in (weights, gradients))
+        w, dw = (self.named(tensors, "", TABLES) for tensors in (weights, gradients))
+        self.edges = Edges(cfg, w, dw, self.ops, mesh)
         self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
         self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
         self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
@@ -129,7 +118,7 @@ class GPT:
     def block(self, layer: int, weights: dict[str, torch.Tensor],
               gradients: dict[str, torch.Tensor]) -> Block:
         """What computes with the tensors of a layer among {name: tensor}."""
-        w, dw = (SimpleNamespace(**self.named(tensors, f"h.{layer}.", layer_of(self.cfg).absent))
+        w, dw = (self.named(tensors, f"h.{layer}.", layer_of(self.cfg).absent)
                  for tensors in (weights, gradients))
         kind = MetpBlock if self.cfg.metp else BLOCKS[self.cfg.mlp]
         return kind(self.cfg, w, dw, self.attention, self.prefix, self.ops, self.mesh)
@@ -142,13 +131,13 @@ class GPT:
         return self.block(self.cfg.layers[0], views(layout, weights), views(layout, gradients))
 
     @staticmethod
-    def named(tensors: dict[str, torch.Tensor], prefix: str,
-              absent: Sequence[str]) -> dict[str, torch.Tensor | None]:
+    def named(tensors: dict[str, torch.Tensor], prefix: str, absent: Sequence[str]) -> SimpleNamespace:
         """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are
         None."""
         depth = prefix.count(".")
-        return dict.fromkeys(absent) | {name.removeprefix(prefix): t for name, t in tensors.items()
-                         if name.startswith(prefix) and name.count(".") == depth}
+        return SimpleNamespace(**dict.fromkeys(absent) | {
+            name.removeprefix(prefix): t for name, t in tensors.items()
+            if name.startswith(prefix) and name.count(".") == depth})
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
@@ -347,7 +336,7 @@ class GPT:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
         plan. `head`: see follow()."""
         layer, i = step.unit
-        swap, name = self.swap, self.swap.name(step.unit)
+        (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
         if step.kind.startswith("add"):
             return f"{step.kind} {name}", swap.lending.add, step, self.bucket_grads[layer + 1]
         block, turn = self.of_unit(step.unit)
@@ -356,14 +345,15 @@ class GPT:
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
         match step.kind:
             case "embedding":
-                return f"embedding{alone}", self.embed, self.tokens[i], self.positions[i], whole[0]
+                return f"embedding{alone}", self.edges.embed, self.tokens[i], self.positions[i], whole[0]
             case "forward":
                 return f"forward {name}", self.unit_forward, block, x, s, turn, y
             case "head" if head is not None:
                 return f"reader{alone}", head, i, whole[1]
             case "head":
                 label = "evaluation head" if self.scale is None else "head"
-                return f"{label}{alone}", self.head, whole[1], self.targets[i], self.scale, self.loss
+                mean = B * T, self.scale, self.loss  # over the rows of all subsequences
+                return f"{label}{alone}", self.edges.head, whole[1], self.targets[i], *mean
             case "recompute":
                 return f"recompute {name}", block.recompute, s, turn, swap.missing[k]
             case "sweep":
@@ -372,8 +362,8 @@ class GPT:
             case "backward":
                 return f"backward {name}", self.unit_backward, block, y, s, turn, x, self.zeroed(step.unit)
             case "embedding backward":
-                return f"embedding backward{alone}", self.embed_backward, self.tokens[i], self.positions[i], (
-                    whole[0])
+                return f"embedding backward{alone}", self.edges.embed_backward, self.tokens[i], (
+                    self.positions[i]), whole[0]
         raise ValueError(f"{step.kind} is no step that computes")
 
     def of_unit(self, unit: Unit) -> tuple[Block, torch.Tensor | None]:
@@ -425,80 +415,3 @@ class GPT:
         ranks."""
         if works := self.arriving.pop(bucket, None):
             works.wait()
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        # (N,), (N,) -> (n, C)
-        tp = self.mesh.weights
-        embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)  # each rank has some rows of wte
-        if self.w.wpe is not None:
-            for out_, positions_ in chunks(out, positions[tp.rank::tp.size]):
-                out_ += self.w.wpe[positions_]  # (n, C): own rows, tokens rank, rank + tp, ...
-        return out
-
-    def embed_backward(self, tokens: torch.Tensor, positions: torch.Tensor, dx: torch.Tensor) -> None:
-        # (N,), (N,), (n, C)
-        tp = self.mesh.weights
-        # the head has added to the same gradient: the embedding's matrix serves twice
-        embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
-        if self.dw.wpe is not None:  # learned positions; rotations have no parameters
-            for dx_, positions_ in chunks(dx, positions[tp.rank::tp.size]):
-                # own rows only: the tp ranks' parts are summed in the optimizer
-                self.dw.wpe.index_add_(0, positions_, dx_.float())
-
-    @staticmethod
-    def head_matrix(w: SimpleNamespace) -> torch.Tensor:
-        """The head's matrix (V/tp, C) among parameters or gradients: where the two are tied, the
-        embedding's."""
-        return w.wte if w.head_w is None else w.head_w
-
-    def logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), and logits
-        (tp * n, V/tp)."""
-        h = torch.empty_like(x)  # x stays for the norm's backward
-        mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
-        mean = mean if self.cfg.norm == "layernorm" else None  # RMSNorm has none
-        self.ops.norm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd, self.cfg.norm_eps)
-        # each rank has some columns of the vocabulary, and needs all rows for these
-        h = self.mesh.weights.gather(h).flatten(0, 1)  # (tp * n, C)
-        logits = h @ self.head_matrix(self.w).t()  # (tp * n, V/tp)
-        padding = max(0, self.cfg.vocab_size - self.mesh.weights.rank * logits.shape[1])
-        logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
-        return h, mean, rstd, logits
-
-    def head(self, x: torch.Tensor, targets: torch.Tensor, scale: float | None, loss: torch.Tensor) -> None:
-        """Final norm, logits, mean loss added to `loss`, and with `scale` the gradient of scale * loss over x
-        (n, C).
-
-        Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
-        """
-        tp = self.mesh.weights.size
-        rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
-        N = math.prod(self.shape)  # of all subsequences
-        for x_, target in zip(x.split(rows), targets.view(-1, tp).split(rows), strict=True):
-            # rows of a gather come rank by rank, tokens by turns: so do the targets then
-            loss += self.head_chunk(x_, target.t().reshape(-1), scale, N)
-
-    @property
-    def own_head_rows(self) -> int:
-        """A rank's own rows in a chunk of the head."""
-        columns = len(self.head_matrix(self.w))
-        return max(1, head_rows(columns, self.device.type == "cpu") // self.mesh.weights.size)
-
-    def head_chunk(self, x: torch.Tensor, target: torch.Tensor, scale: float | None, N: int) -> torch.Tensor:
-        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
-        targets (tp * n,)."""
-        w, dw, tp = self.w, self.dw, self.mesh.weights
-        h, mean, rstd, logits = self.logits(x)
-        p = softmax(tp, logits)  # fp32, over the columns of all tp ranks
-        own, mine = own_ids(tp, target[:, None], p.shape[1])  # (tp * n, 1): is the target one of ours?
-        p_own = p.gather(1, own)
-        p_target = tp.sum(p_own * mine)  # one of the ranks has it
-        if scale is not None:
-            # Nobody else reads the logits: their gradient is made at once and used up here. It lacks the
-            # factor scale / N, which h and dh get instead: they are smaller.
-            dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)
-            accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))
-            dh = (dlogits @ self.head_matrix(w)).unflatten(0, (tp.size, -1))
-            dh = tp.scatter_sum(dh).mul_(scale / N)
-            self.ops.norm_backward(None, dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b, out=x)
-        return p_target.clamp_min(TINY).log().sum() / -N

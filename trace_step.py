@@ -66,6 +66,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 
+from memo.edges import Edges
 from memo.estimate.arena import shortest
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
@@ -74,12 +75,18 @@ from memo.planner.trace import Trace
 from model import GPT
 
 
-class Short(GPT):
-    """Its head ends after two chunks."""
+class Short(Edges):
+    """Whose head ends after two chunks."""
 
     def head(self, x: torch.Tensor, targets: torch.Tensor, *args: Any) -> None:
         rows = 2 * self.own_head_rows
-        super().head(x[:rows], targets[:rows * self.mesh.weights.size], *args)
+        super().head(x[:rows], targets[:rows * self.tp.size], *args)
+
+
+def short_model(cfg: Config, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GPT:
+    model = GPT(cfg, device, dtype, mesh=mesh)
+    model.edges = Short(cfg, model.edges.w, model.edges.dw, model.ops, mesh)
+    return model
 
 
 def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
@@ -93,7 +100,7 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
-    return traced_requests(lambda where: Short(cfg, where, getattr(torch, dtype), mesh=mesh), cfg.batch_size,
+    return traced_requests(lambda where: short_model(cfg, where, getattr(torch, dtype), mesh), cfg.batch_size,
                            cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.n_subsequences),
                            "cpu" if device == "cpu" else "meta", requests, "made" if sweeps else "stay")
 

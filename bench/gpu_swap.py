@@ -120,9 +120,10 @@ class Ours:
         with Kernels() as layer:
             m.blocks[0].forward(s, m.turn[0], y)
             m.blocks[0].backward(y, s, m.turn[0])
-        rows = m.own_head_rows
+        rows = m.edges.own_head_rows
+        targets, loss = self.batch[1].reshape(-1)[:rows], torch.zeros((), device=device)
         with Kernels() as head:
-            m.head(x[:rows], self.batch[1].reshape(-1)[:rows], 1.0, torch.zeros((), device=device))
+            m.edges.head(x[:rows], targets, len(x), 1.0, loss)
         seconds = []
         for kernels in (layer, head):
             kernels.run()

@@ -79,7 +79,7 @@ def target_scores(model: "GPT", x: torch.Tensor, target: torch.Tensor) -> torch.
     """(2, tp * n) fp32, from own rows x (n, C) of the last layer and the targets (tp * n,) of all tp ranks'
     rows: the target's log-probability, and 1 where no token is likelier."""
     tp = model.mesh.weights
-    *_, logits = model.logits(x)  # (tp * n, V/tp)
+    *_, logits = model.edges.logits(x)  # (tp * n, V/tp)
     V = logits.shape[1]
     p = softmax(tp, logits)
     own, mine = own_ids(tp, target[:, None], V)
@@ -107,7 +107,7 @@ def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> t
             rows = wanted.flatten()[at].view(-1, tp.size).any(1).nonzero()[:, 0].to(device)
             found = torch.zeros(2, *targets.shape, device=device)
             # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
-            for part in rows.split(model.own_head_rows) if len(rows) else ():
+            for part in rows.split(model.edges.own_head_rows) if len(rows) else ():
                 # rows of a gather come rank by rank, tokens by turns
                 scores = target_scores(model, x[part], targets[part].t().reshape(-1))
                 found[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)

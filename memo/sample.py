@@ -83,7 +83,7 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
     swap, positions = model.swap, torch.tensor([position], device=model.device)
     turn = model.rotations_of(positions)
     model.bring(0)
-    model.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
+    model.edges.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
     layers = zip(model.blocks, swap.layers, cache, swap.x[1:], strict=True)
     for i, (block, s, (k, v), y) in enumerate(layers):
         model.bring(i + 1)  # which may have the place of another one
@@ -94,7 +94,7 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
 
 def last_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
     """(n, C) -> (V,) in fp32, of the last row."""
-    return model.logits(x[-1:])[3][0, :model.cfg.vocab_size].float()
+    return model.edges.logits(x[-1:])[3][0, :model.cfg.vocab_size].float()
 
 
 def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: float = 1.0,

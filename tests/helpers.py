@@ -86,7 +86,7 @@ def batches(n, vocab_size, S):
 def memo_logits(model, tokens):
     """(B, T, V) of a batch of tokens."""
     model.forward(tokens, tokens)
-    return model.logits(model.swap.x[-1])[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
+    return model.edges.logits(model.swap.x[-1])[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
 
 
 def save_states(out_dir, optimizer, cfg, iter):

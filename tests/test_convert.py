@@ -93,8 +93,8 @@ def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):
     with torch.no_grad():
         wanted = net(tokens).logits
     assert (memo_logits(model, tokens) - wanted).abs().max() < 1e-4
-    assert model.w.wte.shape == (-(-vocab_size // 128) * 128, C)
-    assert model.w.wte[vocab_size:].count_nonzero() == 0
+    assert model.edges.w.wte.shape == (-(-vocab_size // 128) * 128, C)
+    assert model.edges.w.wte[vocab_size:].count_nonzero() == 0
 
 
 @pytest.mark.slow

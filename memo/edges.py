@@ -1,0 +1,109 @@
+"""The two edges of the model, forward and backward written out by hand: the embedding in front of the layers;
+the final norm and the head behind them, with logits, loss and the gradient of both made chunk by chunk.
+
+    N         rows of all subsequences; n of them are the rank's own
+    V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
+
+Both edges share the vocabulary out over the tp ranks: see memo/parallel/tp.py.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from memo.config import Config
+from memo.layer import head_rows
+from memo.matmul import accumulate_product
+from memo.ops import Ops
+from memo.parallel.mesh import Mesh
+from memo.parallel.tp import chunks, embedding_backward, embedding_forward, own_ids, softmax
+
+TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
+TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
+
+
+class Edges:
+    """`w` and `dw`: this rank's parameters of TABLES and their gradients, by name; None: not here."""
+
+    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, ops: Ops, mesh: Mesh) -> None:
+        self.cfg, self.w, self.dw, self.ops, self.tp = cfg, w, dw, ops, mesh.weights
+
+    # --- embedding ---
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        # (N,), (N,) -> (n, C)
+        tp = self.tp
+        embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)  # each rank has some rows of wte
+        if self.w.wpe is not None:
+            for out_, positions_ in chunks(out, positions[tp.rank::tp.size]):
+                out_ += self.w.wpe[positions_]  # (n, C): own rows, tokens rank, rank + tp, ...
+        return out
+
+    def embed_backward(self, tokens: torch.Tensor, positions: torch.Tensor, dx: torch.Tensor) -> None:
+        # (N,), (N,), (n, C)
+        tp = self.tp
+        # the head has added to the same gradient: the embedding's matrix serves twice
+        embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
+        if self.dw.wpe is not None:  # learned positions; rotations have no parameters
+            for dx_, positions_ in chunks(dx, positions[tp.rank::tp.size]):
+                # own rows only: the tp ranks' parts are summed in the optimizer
+                self.dw.wpe.index_add_(0, positions_, dx_.float())
+
+    # --- head ---
+
+    @staticmethod
+    def head_matrix(w: SimpleNamespace) -> torch.Tensor:
+        """The head's matrix (V/tp, C) among parameters or gradients: where the two are tied, the
+        embedding's."""
+        return w.wte if w.head_w is None else w.head_w
+
+    def logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), and logits
+        (tp * n, V/tp)."""
+        h = torch.empty_like(x)  # x stays for the norm's backward
+        mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
+        mean = mean if self.cfg.norm == "layernorm" else None  # RMSNorm has none
+        self.ops.norm_forward(x, self.w.lnf_w, self.w.lnf_b, h, mean, rstd, self.cfg.norm_eps)
+        # each rank has some columns of the vocabulary, and needs all rows for these
+        h = self.tp.gather(h).flatten(0, 1)  # (tp * n, C)
+        logits = h @ self.head_matrix(self.w).t()  # (tp * n, V/tp)
+        padding = max(0, self.cfg.vocab_size - self.tp.rank * logits.shape[1])
+        logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
+        return h, mean, rstd, logits
+
+    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None,
+             loss: torch.Tensor) -> None:
+        """Final norm, logits, this subsequence's part of the mean loss of N rows added to `loss`, and with
+        `scale` the gradient of scale * loss over x (n, C).
+
+        Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
+        """
+        rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
+        for x_, target in zip(x.split(rows), targets.view(-1, self.tp.size).split(rows), strict=True):
+            # rows of a gather come rank by rank, tokens by turns: so do the targets then
+            loss += self.head_chunk(x_, target.t().reshape(-1), N, scale)
+
+    @property
+    def own_head_rows(self) -> int:
+        """A rank's own rows in a chunk of the head."""
+        matrix = self.head_matrix(self.w)
+        return max(1, head_rows(len(matrix), matrix.device.type == "cpu") // self.tp.size)
+
+    def head_chunk(self, x: torch.Tensor, target: torch.Tensor, N: int, scale: float | None) -> torch.Tensor:
+        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
+        targets (tp * n,)."""
+        w, dw, tp = self.w, self.dw, self.tp
+        h, mean, rstd, logits = self.logits(x)
+        p = softmax(tp, logits)  # fp32, over the columns of all tp ranks
+        own, mine = own_ids(tp, target[:, None], p.shape[1])  # (tp * n, 1): is the target one of ours?
+        p_own = p.gather(1, own)
+        p_target = tp.sum(p_own * mine)  # one of the ranks has it
+        if scale is not None:
+            # Nobody else reads the logits: their gradient is made at once and used up here. It lacks the
+            # factor scale / N, which h and dh get instead: they are smaller.
+            dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)
+            accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))
+            dh = (dlogits @ self.head_matrix(w)).unflatten(0, (tp.size, -1))
+            dh = tp.scatter_sum(dh).mul_(scale / N)
+            self.ops.norm_backward(None, dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b, out=x)
+        return p_target.clamp_min(TINY).log().sum() / -N
