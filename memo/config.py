@@ -1,15 +1,12 @@
-"""The configuration: one frozen dataclass, all rules checked before a device is touched."""
+"""The configuration: one frozen dataclass, all rules (memo/rules.py) checked before a device is touched."""
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from memo.errors import ConfigError
-from memo.formulas import parameters
 from memo.keys import check_value, key
-from memo.layer import FP8_MULTIPLE, head_groups, possible_groups
+from memo.layer import FP8_MULTIPLE
 from memo.msp import Shares
-from memo.rope import parse_scaling
+from memo.rules import check_rules
 from memo.stages import stage_layers
 
 # Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
@@ -17,11 +14,6 @@ STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 
 RATE: dict[str, Any] = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
 LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20,
                                    why="a single layer of that width has 13e12 parameters")
-MOST_TOGETHER = {  # keys within their bounds may be too much together
-    "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
-    "gradient_accumulation_steps*batch_size*block_size":
-        (2**40, "the ids of a step's tokens alone take 16 TiB"),
-    "parameters": (10**14, "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size")}
 
 
 @dataclass(frozen=True)
@@ -163,187 +155,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, f in KEYS.items():
             check_value(f, getattr(self, name))
-        self.check_heads()
-        if self.bias and (self.norm, self.mlp) != ("layernorm", "gelu"):
-            raise ConfigError(f"bias=True goes with norm=layernorm and mlp=gelu only, not norm={self.norm} "
-                              f"and mlp={self.mlp}; leave it out, or give qkv_bias=True")
-        if self.gelu != "exact" and self.mlp != "gelu":
-            raise ConfigError(f"gelu={self.gelu} goes with mlp=gelu only; leave one of them out")
-        scaling = parse_scaling(self.rope_scaling)
-        if scaling.get("rope_type") == "yarn" and self.rope_theta == 1:
-            raise ConfigError("rope_theta=1.0 must be above 1 for rope_type=yarn (all pairs turn equally "
-                              "fast); raise it, or give rope_type linear")
-        if scaling and self.position != "rope":
-            raise ConfigError(f"rope_scaling goes with position=rope only, not position={self.position}; "
-                              "leave one of them out")
-        self.check_sizes()
-        self.check_layout()
-        if self.min_lr > self.learning_rate:
-            raise ConfigError(f"min_lr={self.min_lr} must be <= learning_rate={self.learning_rate}; lower "
-                              "min_lr")
-        if self.decay_iters < self.warmup_iters:
-            name = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
-            raise ConfigError(f"warmup_iters={self.warmup_iters} must be <= {name}={self.decay_iters}; lower "
-                              f"warmup_iters, or raise {name}")
-        if self.alpha != "auto" and self.activation != "memo":
-            raise ConfigError(f"alpha={self.alpha} goes with activation=memo only, not "
-                              f"activation={self.activation}; leave one of them out")
-        self.check_states()
-        if self.memory_plan == "off" and (self.memory_plan_check or self.solver != "auto"):
-            name = "memory_plan_check" if self.memory_plan_check else "solver"
-            raise ConfigError(f"{name}={getattr(self, name)} goes with memory_plan=bilevel only; leave one "
-                              "of them out")
-        if self.init_from not in ("scratch", "resume") and not self.init_from.startswith("hf:"):
-            raise ConfigError(f"init_from={self.init_from!r} must be scratch, resume or hf:<folder>")
-
-    def check_heads(self) -> None:
-        """Heads share the hidden size, or have a width of their own; query heads share those of keys."""
-        C, H, Hkv = self.n_embd, self.n_head, self.kv_heads
-        if not self.head_dim and H > C:
-            raise ConfigError(f"n_head={H} must be at most n_embd={C} (each head has columns of its own); "
-                              "lower n_head")
-        if not self.head_dim and C % H:
-            nearest = next(h for k in range(C) for h in (H - k, H + k) if h > 0 and C % h == 0)
-            raise ConfigError(f"n_embd={C} % n_head={H} != 0 (heads share the hidden size equally); try "
-                              f"n_head={nearest}, or give head_dim")
-        if H % Hkv:
-            nearest = next(h for k in range(H) for h in (Hkv - k, Hkv + k) if h > 0 and H % h == 0)
-            raise ConfigError(f"n_head={H} % n_kv_head={Hkv} != 0 (each head of keys and values serves "
-                              f"equally many of queries); try n_kv_head={nearest}")
-        if self.position == "rope" and self.head_width % 2:
-            name = "head_dim" if self.head_dim else "n_embd/n_head"
-            raise ConfigError(f"{name}={self.head_width} must be even for position=rope (it rotates pairs); "
-                              f"try another {'head_dim' if self.head_dim else 'n_head'} or position=learned")
-
-    def check_sizes(self) -> None:
-        """What nothing could hold is refused here, before anything of that size is planned."""
-        B, S = self.batch_size, self.block_size
-        found = (B * S // self.cp, self.gradient_accumulation_steps * B * S,
-                 parameters(self) + (S * self.n_embd if self.position == "learned" else 0))
-        for (what, (most, why)), value in zip(MOST_TOGETHER.items(), found, strict=True):
-            if value > most:
-                raise ConfigError(f"{what}={value} must be at most {most} ({why})")
-
-    def check_layout(self) -> None:
-        """tp and cp must divide what they share out."""
-        H, S, tp, cp = self.n_head, self.block_size, self.tp, self.cp
-        if H % tp:
-            raise ConfigError(f"n_head={H} % tp={tp} != 0 (the heads are shared out); try "
-                              f"tp={math.gcd(H, tp)}")
-        if self.metp:
-            self.check_metp()
-        elif self.head_groups != "auto":
-            raise ConfigError(f"head_groups={self.head_groups} goes with tensor_parallel=metp only; leave it "
-                              "out")
-        elif self.kv_heads % tp:
-            raise ConfigError(f"n_kv_head={self.kv_heads} % tp={tp} != 0 (the heads of keys and values are "
-                              f"shared out); try tp={math.gcd(H, self.kv_heads, tp)} with more cp"
-                              + ", or tensor_parallel=metp" * self.may_be_metp)
-        if self.inner_width % tp:
-            raise ConfigError(f"n_inner={self.inner_width} % tp={tp} != 0 (the MLP's columns are shared "
-                              f"out); try tp={math.gcd(H, self.inner_width, tp)}")
-        if self.context_parallel == "ulysses" and H // tp % cp:
-            raise ConfigError(f"n_head/tp={H // tp} % cp={cp} != 0 (context_parallel=ulysses shares out a tp "
-                              f"rank's heads again); try cp={math.gcd(H // tp, cp)} or context_parallel=ring")
-        if S % self.block_multiple:
-            rule, why = self.block_rule
-            most = max(1, S // self.block_multiple) * self.block_multiple
-            raise ConfigError(f"block_size={S} % ({rule})={self.block_multiple} != 0 ({why}); try "
-                              f"block_size={most}")
-        if self.n_subsequences > (most := S // self.block_multiple):
-            rule, _ = self.block_rule
-            raise ConfigError(f"subsequences={self.subsequences} must be at most {most} (each gets at least "
-                              f"({rule})={self.block_multiple} of block_size={S} tokens); try "
-                              f"subsequences={most}")
-        self.check_stages()
-        if self.matmul == "fp8":
-            self.check_fp8()
-        if self.vocab_size and self.padded_vocab_size % tp:
-            raise ConfigError(f"V={self.padded_vocab_size} % tp={tp} != 0 (vocab_size={self.vocab_size}, "
-                              "padded to a multiple of 128, is shared out); try "
-                              f"tp={math.gcd(self.padded_vocab_size, tp)}")
-
-    def check_fp8(self) -> None:
-        """A GPU's FP8 products take widths that are multiples of 16; of rows see block_rule."""
-        D, tp = self.head_width, self.tp
-        by, parts = ("head_groups", head_groups(self)) if self.metp else ("tp", tp)
-        widths = {"n_embd": self.n_embd, "n_embd/tp": self.n_embd / (tp if self.metp else 1),
-                  "n_inner/tp": self.inner_width / tp, f"n_head*head_dim/{by}": self.n_head * D / parts,
-                  f"n_kv_head*head_dim/{by}": self.kv_heads * D / min(parts, self.kv_heads)}
-        for name, width in widths.items():
-            if width % FP8_MULTIPLE:
-                raise ConfigError(f"{name}={width:g} % {FP8_MULTIPLE} != 0 (matmul=fp8: a GPU's FP8 products "
-                                  "take such widths only); try --matmul=bf16")
-
-    def check_stages(self) -> None:
-        """Each stage has a layer, and goes over its layers subsequence by subsequence."""
-        if self.pp == "auto":
-            return
-        if self.pp > self.n_layer:
-            raise ConfigError(f"pp={self.pp} must be at most n_layer={self.n_layer} (each stage has whole "
-                              f"layers); try pp={self.n_layer}")
-        if self.pp > 1 and self.subsequences != 1 and self.unit_order == "layer":
-            raise ConfigError(f"pp={self.pp} goes with unit_order=subsequence only, not layer (a stage hands "
-                              "on what all its layers are done with); try "
-                              "--unit_order=subsequence")
-        if self.msp:
-            self.check_msp()
-
-    def check_msp(self) -> None:
-        rule = "stages that have nothing to compute help others"
-        if self.pp == 1:
-            raise ConfigError(f"msp=True goes with pp > 1 only, not pp=1 ({rule}); try --pp=2, or leave "
-                              "it out")
-        if self.subsequences != "auto" and self.subsequences < self.pp:
-            raise ConfigError(f"msp=True needs at least pp={self.pp} subsequences, not {self.subsequences} "
-                              f"({rule}, each only before or only behind its own); try "
-                              f"--subsequences={self.pp}")
-
-    def check_states(self) -> None:
-        """Layers that come take turns in two places: each comes once in a pass."""
-        if not self.layers_come:
-            return
-        if self.pp != 1:
-            raise ConfigError(f"states={self.states} goes with pp=1 only, not pp={self.pp} (a stage needs "
-                              "all its layers for each subsequence, so they stay); try --pp=1 with more tp "
-                              "or cp, or --states=device")
-        if self.unit_order == "subsequence" and self.subsequences != 1:
-            raise ConfigError(f"states={self.states} goes with unit_order=layer only, not subsequence (all "
-                              "layers would come for each subsequence); try --unit_order=layer")
-        if self.states == "sharded" and self.optimizer_device == "cpu":
-            raise ConfigError("states=sharded goes with optimizer_device=auto only, not cpu (shards stay on "
-                              "the device, beside the optimizer's); try --states=host")
-
-    def check_metp(self) -> None:
-        """Groups of heads must have equally many, of one tp rank, that share heads of keys evenly."""
-        H, Hkv, tp, G = self.n_head, self.kv_heads, self.tp, self.head_groups
-        if self.context_parallel == "ulysses" and self.cp * tp > 1:
-            raise ConfigError("tensor_parallel=metp goes with context_parallel=ring only, not ulysses (its "
-                              "keys and values go round all ranks that share a sequence); try "
-                              "context_parallel=ring")
-        if Hkv % tp and tp % Hkv:
-            fits = max(n for n in possible_groups(H, Hkv) if n < tp)
-            raise ConfigError(f"n_kv_head={Hkv} and tp={tp}: one must divide the other for "
-                              "tensor_parallel=metp (a rank has whole heads of keys and values, or an equal "
-                              f"part of one); try tp={fits} with more cp")
-        if Hkv * self.head_width % tp:
-            raise ConfigError(f"n_kv_head*head_dim={Hkv * self.head_width} % tp={tp} != 0 (the columns of "
-                              "keys and values are shared out); try "
-                              f"tp={math.gcd(H, Hkv * self.head_width, tp)}")
-        if G == "auto":
-            return
-        possible = possible_groups(H, Hkv, tp)
-        if G not in possible:
-            nearest = min(possible, key=lambda n: abs(n - G))
-            raise ConfigError(f"head_groups={G} must be a multiple of tp={tp} that divides n_head={H}, and "
-                              f"divide n_kv_head={Hkv} or be a multiple of it (each group has equally many "
-                              f"heads of one rank); try head_groups={nearest}, or auto")
-
-    @property
-    def may_be_metp(self) -> bool:
-        """Whether tensor_parallel=metp would do with more tp ranks than heads of keys."""
-        return (self.tp % self.kv_heads == 0 and self.kv_heads * self.head_width % self.tp == 0
-                and self.context_parallel == "ring")
+        check_rules(self)
 
     @property
     def metp(self) -> bool:
@@ -413,17 +225,8 @@ class Config:
         return (2 if self.zigzag else 1) * self.cp * self.tp
 
     @property
-    def block_rule(self) -> tuple[str, str]:
-        """What block_size, and each subsequence, must be a multiple of, in words, and why."""
-        if self.matmul == "fp8":
-            return f"{FP8_MULTIPLE}*cp*tp", f"matmul=fp8: a rank's rows come in multiples of {FP8_MULTIPLE}"
-        if self.zigzag:
-            return "2*cp*tp", "zigzag gives each rank two chunks"
-        return "cp*tp", "the tokens are shared out"
-
-    @property
     def block_multiple(self) -> int:
-        """The same as a number."""
+        """What block_size, and each subsequence, must be a multiple of: see rules.block_rule()."""
         return FP8_MULTIPLE * self.cp * self.tp if self.matmul == "fp8" else self.layout_multiple
 
     @property
