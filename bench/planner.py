@@ -19,6 +19,7 @@ import matplotlib
 import torch
 
 from bench.machine import machine
+from memo.dsa.problem import solve
 from memo.layer import layer_of
 from memo.load_config import load_config
 from memo.planner.allocator import ALIGNMENT
@@ -64,7 +65,7 @@ def solve_pieces(S, time_limit):
         mine = [(r.lower, r.upper, r.bytes) for r in requests if r.segment.endswith(f"/{kind} 0")]
         problem = Levels(ALIGNMENT["cuda"], None, None).problem(mine)
         for solver in SOLVERS:
-            s = problem.solve(problem, solver, time_limit)
+            s = solve(problem, solver, time_limit)
             rows.append(dict(S=S, piece=f"a layer's {kind}", n=len(mine), pairs=pairs(problem.buffers),
                              solver=solver, lower_bound=s.lower_bound, peak=s.peak, proven=s.proven,
                              seconds=s.seconds))

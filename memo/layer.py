@@ -237,11 +237,6 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     return Layer(parameters, absent, skeletal, operations, H, Hkv, D)
 
 
-def gpt_layer(C: int, H: int) -> Layer:
-    """A layer of GPT-2's widths, without biases."""
-    return decoder_layer(C, H, H, C // H, 4 * C)
-
-
 def layer_of(cfg: "Config") -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,

@@ -9,7 +9,7 @@ import torch
 from memo import checkpoint, convert, profiler
 from memo.command import run
 from memo.config import as_keys
-from memo.layer import model_parameters
+from memo.layer import decoder_layer, model_parameters
 from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.msp import helping_pairs
@@ -25,6 +25,11 @@ COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)
 LLAMA_COSTS = dict(ln1_out=1, q=8, k=4, v=4, mid=8, ln2_out=1, gate_out=24, up_out=24)
 # a family whose widths all differ: keys and values narrower than queries, these wider than the hidden size
 LLAMA = dict(norm="rmsnorm", mlp="swiglu", n_inner=112, n_kv_head=2, head_dim=24, tie_embeddings=False)
+
+
+def gpt_layer(C, H):
+    """The Layer of GPT-2's widths, without biases."""
+    return decoder_layer(C, H, H, C // H, 4 * C)
 
 
 def costs_of(tensors):

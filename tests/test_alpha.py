@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from memo.config import Config
 from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
 from memo.estimate.step_seconds import StateSeconds, compute_seconds, swap_s
-from memo.layer import decoder_layer, gpt_layer, groups_of, tensors_of
+from memo.layer import decoder_layer, groups_of, tensors_of
 from memo.profiler import MeasuredUnit
 from memo.subsequences import unit_rows
 from memo.swap.alpha import (
@@ -26,6 +26,7 @@ from memo.swap.alpha import (
 from memo.swap.placement import Placement, rows
 from memo.swap.placing import placed, resting
 from testing.paper import PAPER
+from tests.helpers import gpt_layer
 
 # half of the 2 TB is lost to blocks rounded up to powers of two
 HOST_BYTES = 1.035e12 / PAPER["setup"]["gpus_per_node"]

@@ -20,7 +20,7 @@ from memo.estimate.host import granting, host_capacity
 from memo.estimate.regions import states
 from memo.formulas import parameters
 from memo.launch import Launch
-from memo.layer import gpt_layer, groups_of, layer_of, tensors_of
+from memo.layer import groups_of, layer_of, tensors_of
 from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.swap import slab
@@ -30,7 +30,7 @@ from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import mesh_of
+from tests.helpers import gpt_layer, mesh_of
 
 CPU = torch.device("cpu")
 CFG = Config(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)

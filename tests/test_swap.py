@@ -13,7 +13,7 @@ from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.estimate.regions import activation_lines
 from memo.estimate.step_seconds import swap_s
-from memo.layer import gpt_layer, groups_of
+from memo.layer import groups_of
 from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
 from memo.subsequences import unit_rows
@@ -26,7 +26,7 @@ from memo.swap.spans import stall_s
 from memo.swap.streams import CpuStream, Streams, Timeline, open_streams
 from model import GPT
 from testing.turns import AROUND, RACES, WAITS, Racing
-from tests.helpers import LLAMA, costs_of, error, perturbed_weights, random_batch, resident_bytes
+from tests.helpers import LLAMA, costs_of, error, gpt_layer, perturbed_weights, random_batch, resident_bytes
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64)

@@ -269,11 +269,6 @@ class Simulation:
     segments: tuple
     starts: tuple
 
-    @property
-    def fragmentation(self) -> float:
-        """The share of the reserved bytes that never held a tensor at one time, 0 to 1."""
-        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
-
 
 def simulate_caching(traces: list[Trace], capacity: int | None = None, resident_bytes: int = 0,
                      planned_only: bool = False) -> Simulation:
