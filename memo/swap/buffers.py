@@ -13,7 +13,7 @@ import torch
 from memo.layer import INPUT, Layer
 from memo.swap.lending import Lending, of_rows, of_sequences
 from memo.swap.placement import Placement
-from memo.swap.schedule import SWEEP_PLACES, evaluation, schedule, swept_inputs
+from memo.swap.schedule import SWEEP_PLACES, Sweeps, evaluation, schedule
 from memo.swap.shared_bytes import shared_regions
 from memo.swap.slab import HostSlab
 from memo.swap.spans import wait_kind
@@ -115,7 +115,7 @@ class Swap:
         self.layers = [self.units[i, 0] for i in range(p.n_layer)]
         missing = {k: p.missing(k) for k in set(p.like)}
         self.missing = [missing[like] for like in p.like]
-        self.swept = {unit: number for number, unit in enumerate(swept_inputs(p.fates, p.units))}
+        self.swept = {unit: number for number, unit in enumerate(Sweeps(p.fates, p.units).inputs)}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
         what = p.fates, p.n_layer, p.subsequences, p.order

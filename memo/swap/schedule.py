@@ -102,22 +102,6 @@ def keys_leave(unit: Unit, layers: int) -> bool:
     return layer + (1 if i else 2) < layers
 
 
-def swept_inputs(fates: Fates, units: list[Unit]) -> list[Unit]:
-    """The units whose input comes back so that their keys and values are made again, in that order."""
-    if fates.keys != "made" or fates.x_stays:
-        return []
-    number = {unit: k for k, unit in enumerate(units)}
-    swept = [below for unit in reversed(units) for below in swept_behind(unit, units)]
-    return [unit for unit in swept if number[unit] in fates.copied]
-
-
-def swept_behind(unit: Unit, units: list[Unit]) -> list[Unit]:
-    """The unit whose keys and values a sweep makes behind the backward of another one, of the layer above:
-    none where they are still there."""
-    (layer, i), layers = unit, units[-1][0] + 1
-    return [(layer - 1, i)] if layer > 0 and keys_leave((layer - 1, i), layers) else []
-
-
 def stream_leaves(layers: int, subsequences: int, order: str) -> list[Unit]:
     """The units of which what lies below them leaves the device, and its gradient; of layer `layers`, which
     is no unit: the gradient alone, that the head makes. Those of the last subsequences stay in their
@@ -169,6 +153,39 @@ class Stream:
         first = self.turns[turn][0]
         return left, ("offload gradient" if self.arrives(first) else
                       "send gradient" if self.fates.receives else "embedding backward", first)
+
+
+class Sweeps:
+    """Which steps make keys and values again, and bring the inputs that these are made from."""
+
+    def __init__(self, fates: Fates, units: list[Unit]) -> None:
+        self.made, self.layers = fates.keys == "made", units[-1][0] + 1
+        number = {unit: k for k, unit in enumerate(units)}
+        swept = [below for unit in reversed(units) for below in self.swept_behind(unit)]
+        # the units whose input comes back, in that order
+        self.inputs = [] if fates.x_stays else [unit for unit in swept if number[unit] in fates.copied]
+        self.come = set(self.inputs)
+        self.following = dict(zip(self.inputs, self.inputs[SWEEP_PLACES:], strict=False))
+
+    def swept_behind(self, unit: Unit) -> list[Unit]:
+        """The unit whose keys and values a sweep makes behind the backward of another one, of the layer
+        above: none where they are still there."""
+        below = unit[0] - 1, unit[1]
+        return [below] if self.made and below[0] >= 0 and keys_leave(below, self.layers) else []
+
+    def first(self, stream: Stream, head: Key) -> Iterator[Step]:
+        """Before a backward, behind the last `head`."""
+        for unit in self.inputs[:SWEEP_PLACES]:
+            # protects the slab: all copies have left; an input that was there in the forward has
+            yield Step("prefetch input", unit, () if stream.arrives(unit) else (head,))
+
+    def behind(self, unit: Unit, states: LayerStates) -> Iterator[Step]:
+        """Behind the backward of a unit."""
+        for swept in self.swept_behind(unit):
+            back: tuple[Key, ...] = (("prefetch input", swept),) if swept in self.come else ()
+            yield Step("sweep", swept, back + states.before_recompute(swept))
+            if swept in self.following:  # protects the sweep, which reads what the copy is about to fill
+                yield Step("prefetch input", self.following[swept], (("sweep", swept),))
 
 
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer") -> list[Step]:
@@ -258,12 +275,8 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
     n, number = fates.n_buffers, {unit: k for k, unit in enumerate(units)}
     layers = units[-1][0] + 1
     states = LayerStates(fates.coming(layers), layers, subsequences)
-    inputs = swept_inputs(fates, units)
-    following = dict(zip(inputs, inputs[SWEEP_PLACES:], strict=False))
-    came = set(inputs)
-    for unit in inputs[:SWEEP_PLACES]:
-        # protects the slab: all copies have left; an input that was there in the forward has
-        yield Step("prefetch input", unit, () if stream.arrives(unit) else (("head", units[-1]),))
+    sweeps = Sweeps(fates, units)
+    yield from sweeps.first(stream, ("head", units[-1]))
     yield from states.first_back(("head", units[-1]))
     outputs = [(stream.top, i) for i in reversed(range(subsequences))] if fates.sends else []
     next_output = dict(zip(outputs, outputs[1:], strict=False))
@@ -311,11 +324,7 @@ def backward_steps(fates: Fates, units: list[Unit], subsequences: int, stream: S
         if k - n in fates.copied:
             yield Step("prefetch", units[k - n], done)
         yield from states.sums_behind(("backward", unit))
-        for swept in swept_behind(unit, units) if fates.keys == "made" else ():
-            back: tuple[Key, ...] = (("prefetch input", swept),) if swept in came else ()
-            yield Step("sweep", swept, back + states.before_recompute(swept))
-            if swept in following:  # protects the sweep, which reads what the copy is about to fill
-                yield Step("prefetch input", following[swept], (("sweep", swept),))
+        yield from sweeps.behind(unit, states)
         if unit[0] == 0 and not guest:
             if fates.receives:
                 yield Step("send gradient", unit, done + home.complete(unit, BACK))

@@ -64,6 +64,30 @@ def rule_of_write(step: Step, other: Step) -> str:
     return "a place is written after it was read"
 
 
+def check_complete(memory: Memory, fates: Fates, clocks: dict[Key, dict[str, int]], layers: int,
+                   subsequences: int, trains: bool) -> None:
+    """Errors: ValueError: a step is missing, or subsequences of a layer are computed in another order.
+    `clocks`: of each step, see validate_schedule()."""
+    passes = ("forward", "backward")[:1 + trains]
+    needed = {(kind, unit) for unit in memory.units for kind in passes}
+    below = ("receive", "send gradient") if fates.receives else ("embedding", "embedding backward")
+    above = ("send", "receive gradient")[:1 + trains] if fates.sends else ("head",)
+    needed |= {(kind, (0, i)) for i in range(subsequences) for kind in below[:1 + trains]}
+    needed |= {(kind, (layers - 1, i)) for i in range(subsequences) for kind in above}
+    needed |= memory.messages()
+    needed |= {("offload weight gradients", (layer, 0)) for layer in memory.come if trains}
+    if lacking := sorted(needed - set(clocks)):
+        kind, unit = lacking[0]
+        raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")
+    for layer, i in memory.units:  # attention reads the keys and values of the subsequences before
+        for kind, earlier in zip(passes, (i - 1, i + 1), strict=False):
+            if 0 <= earlier < subsequences and i < subsequences:
+                a, b = (kind, (layer, i)), (kind, (layer, earlier))
+                if clocks[a]["compute"] < clocks[b]["compute"]:
+                    raise ValueError(f"subsequences follow each other: {kind} {(layer, i)} comes before "
+                                     f"{(layer, earlier)}")
+
+
 def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subsequences: int = 1,
                       order: str = "layer", trains: bool = True) -> None:
     """`trains`: whether a backward follows. Errors: ValueError: the rule that the steps violate, and the
@@ -110,21 +134,4 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
                 if clock.get(other.stream, -1) < other.number:
                     raise late(step, other.step, rule_of_write(step, other.step))
             content[place], writer[place], readers[place] = what, mine, {}
-    passes = ("forward", "backward")[:1 + trains]
-    needed = {(kind, unit) for unit in memory.units for kind in passes}
-    below = ("receive", "send gradient") if fates.receives else ("embedding", "embedding backward")
-    above = ("send", "receive gradient")[:1 + trains] if fates.sends else ("head",)
-    needed |= {(kind, (0, i)) for i in range(subsequences) for kind in below[:1 + trains]}
-    needed |= {(kind, (layers - 1, i)) for i in range(subsequences) for kind in above}
-    needed |= memory.messages()
-    needed |= {("offload weight gradients", (layer, 0)) for layer in memory.come if trains}
-    if lacking := sorted(needed - set(clocks)):
-        kind, unit = lacking[0]
-        raise ValueError(f"every unit has a forward and a backward: there is no {kind} {unit}")
-    for layer, i in memory.units:  # attention reads the keys and values of the subsequences before
-        for kind, earlier in zip(passes, (i - 1, i + 1), strict=False):
-            if 0 <= earlier < subsequences and i < subsequences:
-                a, b = (kind, (layer, i)), (kind, (layer, earlier))
-                if clocks[a]["compute"] < clocks[b]["compute"]:
-                    raise ValueError(f"subsequences follow each other: {kind} {(layer, i)} comes before "
-                                     f"{(layer, earlier)}")
+    check_complete(memory, fates, clocks, layers, subsequences, trains)
