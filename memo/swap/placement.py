@@ -4,78 +4,24 @@ Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate, islice, pairwise
+from functools import cached_property
+from itertools import islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, Shares, guest_number
-from memo.swap.schedule import (
-    STREAM_PLACES,
-    SWEEP_PLACES,
-    Fates,
-    keys_leave,
-    stream_leaves,
-    units_in_order,
+from memo.swap.in_order import (
+    InOrder,
+    buffers_in_turns,
+    in_order,
+    stream_places,
+    streamed_of_first,
+    units_of_first,
 )
+from memo.swap.schedule import STREAM_PLACES, SWEEP_PLACES, Fates, keys_leave
 
 Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one
-
-
-class InOrder(NamedTuple):
-    """Units in the order of the forward. `number`: the place of each; `likes`: the place of its subsequence,
-    or guest, in Placement.lengths; `keys_leaving`: {such a place: its units whose keys and values give way to
-    another layer's}; `neighbours`: pairs of such places that are one after the other."""
-
-    units: list[tuple[int, int]]
-    number: dict[tuple[int, int], int]
-    likes: list[int]
-    keys_leaving: Counter[int]
-    neighbours: set[tuple[int, int]]
-
-
-@lru_cache(16)  # many placements of a search have the same
-def in_order(layers: int, subsequences: int, order: str, guests: Shares) -> InOrder:
-    units = units_in_order(layers, subsequences, order, guests)
-    numbers = (*range(subsequences), *(guest_number(piece, subsequences) for piece in guests))
-    places = {number: k for k, number in enumerate(numbers)}
-    likes = [places[i] for _, i in units]
-    leaving = Counter(places[i] for layer, i in units if keys_leave((layer, i), layers))
-    return InOrder(units, {unit: k for k, unit in enumerate(units)}, likes, leaving, {*pairwise(likes)})
-
-
-@lru_cache(64)
-def units_of_first(layers: int, subsequences: int, order: str, guests: Shares, n: int) -> Counter[int]:
-    """{place of a subsequence, or guest, in Placement.lengths: its units among the first n}."""
-    return Counter(in_order(layers, subsequences, order, guests).likes[:n])
-
-
-@lru_cache(64)
-def streamed_of_first(layers: int, subsequences: int, order: str, guests: Shares, n: int) -> Counter[int]:
-    """The same of those whose input leaves, where the stream is copied."""
-    its, leave = in_order(layers, subsequences, order, guests), {*stream_leaves(layers, subsequences, order)}
-    return Counter(i for i, unit in zip(its.likes[:n], its.units, strict=False) if unit in leave)
-
-
-@lru_cache(128)
-def buffers_in_turns(layers: int, subsequences: int, order: str, guests: Shares, lengths: tuple[int, ...],
-                     n: int) -> list[tuple[int, int]]:
-    """[(first row, rows)] of n buffers, one after the other, that units of `lengths` take in turns."""
-    rows = [*map(lengths.__getitem__, in_order(layers, subsequences, order, guests).likes)]
-    longest = [max(rows[b::n]) for b in range(n)]
-    return list(zip(accumulate(longest, initial=0), longest, strict=False))
-
-
-@lru_cache(16)
-def stream_places(layers: int, order: str, cuts: tuple[int, ...],
-                  forward_only: bool) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
-    """(Placement.stream_rows of a stream that is copied, the rows of the slab that these take)."""
-    places, end, firsts = dict[tuple[int, int], tuple[int, int]](), 0, [0, *accumulate(cuts)]
-    for layer, i in stream_leaves(layers, len(cuts), order):
-        places[layer, i] = firsts[i] if forward_only else end, cuts[i]
-        end = max(end, sum(places[layer, i]))
-    return places, end
 
 
 @dataclass(frozen=True)
