@@ -11,6 +11,7 @@ import torch
 
 from memo.bubbles import schedules_of
 from memo.config import Config
+from memo.edges import Edges
 from memo.layout import stage_of
 from memo.msp import Shares, even_parts, shares_of
 from memo.parallel.axis import Axis
@@ -65,10 +66,10 @@ def slept(host: Axis, cfg: Config, forward_s: float, passes: int = 1) -> list[Sp
 
     def sleep(work: float, block: object, x: torch.Tensor, *others: object) -> None:
         time.sleep(work * forward_s * x.numel() / x.shape[-1] / rows)
-    methods: dict[str, Any] = {f"unit_{way}": staticmethod(partial(sleep, work))
-                               for way, work in WORK.items()}
-    methods |= dict.fromkeys(("embed", "head", "embed_backward"), staticmethod(lambda *args: None))
-    with patch.multiple(GPT, **methods):
+    units: dict[str, Any] = {f"unit_{way}": staticmethod(partial(sleep, work))
+                             for way, work in WORK.items()}
+    nothing: dict[str, Any] = dict.fromkeys(("embed", "head", "embed_backward"), lambda *args: None)
+    with patch.multiple(GPT, **units), patch.multiple(Edges, **nothing):
         for _ in range(passes):
             model.swap.streams.timeline.take()
             host.max(0)  # all begin together

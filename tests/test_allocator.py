@@ -18,13 +18,13 @@ import torch
 import train
 from memo.config import Config
 from memo.files import ours_alone
-from memo.layer import gpt_layer
 from memo.planner import allocator
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.plan import Plan
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.swap.placement import Placement
 from model import GPT
+from tests.helpers import gpt_layer
 
 CPU = torch.device("cpu")
 OTHERS = [t.name for t in gpt_layer(64, 1).skeletal if t.group]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memo.config import Config
+from memo.edges import Edges
 from memo.flat import views
 from memo.layer import HEAD_ROWS, SPLIT_ROWS, layer_of
 from memo.ops import rotary, rotations
@@ -254,7 +255,7 @@ def gpu_step(cfg):
 
 
 def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):
-    monkeypatch.setattr(GPT, "head", lambda *args: None)
+    monkeypatch.setattr(Edges, "head", lambda *args: None)
     names, _ = gpu_step(Config(n_layer=1, n_head=2, n_embd=64, vocab_size=128, block_size=512,
                                attention="flash"))
     assert "aten::addmm.dtype_out" not in names and any("flash_attention_backward" in name for name in names)
@@ -263,7 +264,7 @@ def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_no_second_copy_in_fp32_of_a_chunk_of_rows(kernels, monkeypatch):
     """At 128K tokens: rotary positions and the embedding's gradient used to hold two, 2.18 GB."""
-    monkeypatch.setattr(GPT, "head", lambda *args: None)
+    monkeypatch.setattr(Edges, "head", lambda *args: None)
     cfg = Config(n_layer=1, n_head=32, n_embd=4096, vocab_size=50257, block_size=2**17, attention="flash",
                  ops=kernels)
     _, nbytes = gpu_step(cfg)
