@@ -61,8 +61,8 @@ def depth(value: Any) -> int:
     return n
 
 
-def parse_json(text: str, kind: type = dict) -> Any:
-    """The value of a JSON text. Errors: ValueError: it is no JSON, no `kind`, nested deeper than MOST_DEPTH,
+def parse_json(text: str) -> dict[str, Any]:
+    """The object of a JSON text. Errors: ValueError: it is no JSON, no object, nested deeper than MOST_DEPTH,
     or holds a number that is not finite."""
     def finite(digits: str) -> float:
         if not isfinite(number := float(digits)):
@@ -75,16 +75,15 @@ def parse_json(text: str, kind: type = dict) -> Any:
         deep = True
     if deep:
         raise ValueError(f"it must be nested at most {MOST_DEPTH} deep")
-    if not isinstance(value, kind):
-        raise ValueError(f"it must be {'an object' if kind is dict else 'a list'}, not a "
-                         f"{type(value).__name__}")
+    if not isinstance(value, dict):
+        raise ValueError(f"it must be an object, not a {type(value).__name__}")
     return value
 
 
-def load_json(path: str | Path, remedy: str, kind: type = dict) -> Any:
+def load_json(path: str | Path, remedy: str) -> dict[str, Any]:
     """The value of a JSON file. Errors: ConfigError with the `remedy`."""
     try:
-        return parse_json(read_text(path, MOST_JSON_CHARS), kind)
+        return parse_json(read_text(path, MOST_JSON_CHARS))
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
 

@@ -165,11 +165,11 @@ def meeting(store: dist.Store, rank: int, world: int) -> str:
     return me
 
 
-def open_store(launch: Launch, environment: Mapping[str, str] = os.environ) -> dist.Store:
+def open_store(launch: Launch) -> dist.Store:
     """The store through which the ranks find each other: torchrun's, or rank 0's own."""
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(dist.rendezvous("env://", launch.rank, launch.world))[0]
-    address, port = environment.get("MASTER_ADDR", ""), whole_number(environment, "MASTER_PORT", "", 1, 65535)
+    address, port = os.environ.get("MASTER_ADDR", ""), whole_number(os.environ, "MASTER_PORT", "", 1, 65535)
     with progress(lambda: f"rank {launch.rank}: waiting for rank 0 at {address}:{port}"):
         return dist.TCPStore(address, port, launch.world, launch.rank == 0, timedelta(seconds=CONNECT_S),
                              wait_for_workers=False, multi_tenant=True)

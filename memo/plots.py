@@ -164,10 +164,10 @@ def fill(ax: "Axes", rectangles: Sequence[Rectangle], colour: str, unit: int, li
     ax.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edges, linewidths=linewidth))
 
 
-def on_segments(rectangles: Sequence[Rectangle], start: int, begins: Sequence[int]) -> list[Rectangle]:
-    """Rectangles of a step that starts at request `start`, with the numbers of segments in the place of
-    request numbers. `begins`: at which request of the step each segment begins, and the last one ends."""
-    at, to = (np.interp([getattr(r, end) - start for r in rectangles], begins, range(len(begins)))
+def on_segments(rectangles: Sequence[Rectangle], begins: Sequence[int]) -> list[Rectangle]:
+    """Rectangles of a step, with the numbers of segments in the place of request numbers. `begins`: at which
+    request of the step each segment begins, and the last one ends."""
+    at, to = (np.interp([getattr(r, end) for r in rectangles], begins, range(len(begins)))
               for end in ("start", "stop"))
     return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
 
@@ -183,13 +183,11 @@ def name_segments(ax: "Axes", labels: Sequence[str]) -> None:
         tick.set_horizontalalignment("left")
 
 
-def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
-                before: Sequence[Trace] = ()) -> None:
+def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> None:
     """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
     torch's caching allocator would. Both have the same scale, while the lower one is up to 4 times as high.
-    The caching allocator is simulated from an empty cache, or from the state that the Traces `before` left.
-    All segments of the step are equally wide. Grey is reserved and holds nothing. Tensors that the plan
-    leaves to torch are in neither.
+    The caching allocator is simulated from an empty cache. All segments of the step are equally wide. Grey is
+    reserved and holds nothing. Tensors that the plan leaves to torch are in neither.
 
     Errors: ValueError: the plan has no place for any tensor of the trace.
     """
@@ -197,11 +195,9 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str,
     if not tensors:
         raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this "
                          "trace")
-    cache = simulate_caching([*before, trace], planned_only=True)
-    start, _ = cache.starts[-2:]
+    cache = simulate_caching([trace], planned_only=True)
     labels, begins = zip(*segment_starts(trace), strict=True)
-    tensors = on_segments(tensors, 0, begins)
-    cached, segments = (on_segments(r, start, begins) for r in (cache.steps[-1], cache.segments))
+    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, *cache.steps, cache.segments))
     arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
     unit, name = scale(plan.arena_bytes)
     tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]

@@ -302,14 +302,14 @@ def test_one_step_and_the_next():
     assert two.starts == (0, 10, 20) and two.steps[1][0] == Rectangle(11, 16, 0, 30 * MiB, "forward")
 
 
-def test_resident_bytes_take_their_share_of_the_capacity():
+def test_where_room_is_scarce_the_cache_is_given_back():
     longer = trace("begin f", f"malloc a {20 * MiB}", f"free a {20 * MiB}", f"malloc b {24 * MiB}", "end f")
-    assert simulate_caching([longer], capacity=144 * MiB, resident_bytes=100 * MiB).reorganisations == 0
-    tight = simulate_caching([longer], capacity=143 * MiB, resident_bytes=100 * MiB)
+    assert simulate_caching([longer], capacity=44 * MiB).reorganisations == 0
+    tight = simulate_caching([longer], capacity=43 * MiB)
     assert (tight.reorganisations, tight.reserved_bytes) == (1, 24 * MiB)
     assert [(s.start, s.stop) for s in tight.segments] == [(0, 2), (2, 4)]
     with pytest.raises(SimulatedOutOfMemory):
-        simulate_caching([longer], capacity=123 * MiB, resident_bytes=100 * MiB)
+        simulate_caching([longer], capacity=23 * MiB)
 
 
 @pytest.mark.slow
@@ -344,8 +344,8 @@ def test_the_planned_rectangles():
 @pytest.mark.slow
 def test_memory_plan_is_a_picture(tmp_path):
     loose = SimpleNamespace(**{**vars(PLAN), "arena_bytes": 50 * MiB, "proven": False})
-    for name, plan, more in (("a", PLAN, {}), ("b", loose, dict(before=[STEP]))):
-        memory_plan(STEP, plan, tmp_path / f"{name}.png", "One step for $1", **more)
+    for name, plan in (("a", PLAN), ("b", loose)):
+        memory_plan(STEP, plan, tmp_path / f"{name}.png", "One step for $1")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="give the plan of this trace"):
         memory_plan(STEP, SimpleNamespace(segments={}), tmp_path / "c.png", "")

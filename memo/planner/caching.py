@@ -270,16 +270,15 @@ class Simulation:
     starts: tuple
 
 
-def simulate_caching(traces: list[Trace], capacity: int | None = None, resident_bytes: int = 0,
+def simulate_caching(traces: list[Trace], capacity: int | None = None,
                      planned_only: bool = False) -> Simulation:
     """The Simulation of one Trace after the other, the cache kept between them: several steps, several
     lengths.
 
-    capacity: bytes of the device; None for no limit. resident_bytes of it are taken by what is not in the
-    traces and never moves (model states); they are in none of the results. planned_only: without the tensors
+    capacity: bytes of the device that these may take; None for no limit. planned_only: without the tensors
     that a plan leaves to torch. Errors: SimulatedOutOfMemory.
     """
-    allocator = CachingAllocator(None if capacity is None else capacity - resident_bytes)
+    allocator = CachingAllocator(capacity)
     steps, starts = [], [0]
     for trace in traces:
         everything = lifespans(trace)
