@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+import memo.run
 from memo import report
-from tests.helpers import VOCAB, no_picture
+from tests.helpers import VOCAB, bound_arena, no_picture
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,6 +63,22 @@ def no_matplotlib(tmp_path_factory):
 def pictures(draw_picture, monkeypatch):
     """Runs draw their pictures."""
     monkeypatch.setattr(report, "draw_picture", draw_picture)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def arena_here():
+    """The real one. Runs in this process bound their arena: a trace takes longer than all else of a small
+    run."""
+    real = memo.run.arena_here
+    with pytest.MonkeyPatch.context() as m:
+        bound_arena(m)
+        yield real
+
+
+@pytest.fixture
+def traces(arena_here, monkeypatch):
+    """Runs estimate their arena by a trace."""
+    monkeypatch.setattr("memo.run.arena_here", arena_here)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import product
 from math import inf
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,14 +11,13 @@ import train
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.config import Config
 from memo.decide import Rates, Room
-from memo.estimate.arena import fast_arena
 from memo.estimate.step_seconds import Ends, compute_seconds, swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, tensors_of
 from memo.profiler import MeasuredUnit
 from memo.swap.placing import placed
 from testing.ranks import pool
-from tests.helpers import argv
+from tests.helpers import argv, bound_arena
 
 ROWS = 2048  # of a unit, where alphas in eighths are whole rows
 
@@ -149,8 +147,9 @@ def decided(host, args):
     def spied(stages, alone):
         seen.append((stages, alone, with_bubbles(stages, alone)))
         return seen[0][-1]
-    bound = patch("memo.run.arena_here", lambda _, *args: fast_arena(*args))  # a trace takes seconds
-    with patch("memo.memory.with_bubbles", spied), bound:
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("memo.memory.with_bubbles", spied)
+        bound_arena(m)
         run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
     found = *seen[0], run.decision.placement, run.decision.rates
     run.close()

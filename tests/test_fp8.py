@@ -308,6 +308,7 @@ LAYOUTS = [("tp2", "ring", {}), ("cp2 pp2", "ring", TWO), ("tp2", "metp", FAMILI
            ("tp2 cp2", "metp", TWO), ("tp2 dp2", "metp", dict(gradient_accumulation_steps=2))]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("text,kind,keys", LAYOUTS, ids=str)
 def test_layouts_agree(text, kind, keys):
     cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, matmul="fp8",

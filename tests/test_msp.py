@@ -41,7 +41,7 @@ from model import GPT
 from testing.paper import SPPO
 from testing.ranks import pool
 from testing.stages import equal_shares, helped_config, simulated_bubble
-from tests.helpers import CPU, argv, mesh_of, random_batch, refusal, validate_stages
+from tests.helpers import CPU, argv, bound_arena, mesh_of, random_batch, refusal, validate_stages
 from tests.helpers import step as loss_of_step
 from tests.layouts import agree, build, gradients, layout_keys, on_ranks, step_alone
 
@@ -126,7 +126,7 @@ def pipelines(n, seed):
 
 
 def test_the_schedules_of_all_stages_meet():
-    for stages in pipelines(40, seed=1):
+    for stages in pipelines(15, seed=1):
         for make, trains in ((schedule, True), (evaluation, False)):
             validate_stages([make(*stage) for stage in stages])
             for stage in stages:
@@ -173,7 +173,7 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
     assert seen == {AS_SENT, MET, STAGES_CIRCLE}
 
 
-@pytest.mark.parametrize("p,N", [(4, 8), (4, 16), (8, 32), (8, 64)])
+@pytest.mark.parametrize("p,N", [(4, 8), (8, 32)])
 def test_with_free_messages_the_bubble_is_less_than_a_third(p, N):
     """80 layers, those of the 65B model."""
     assert simulated_bubble(helped_config(p, N)) <= (p - 1) / N / 3
@@ -265,7 +265,7 @@ FAMILIES = {"gpt": dict(position="learned", bias=True), "llama": dict(
 CASES = [("pp2", "gpt", 2, "keep"), ("pp3", "gpt", 3, "swap"), ("pp3", "llama", 8, "memo"),
          ("pp4", "gpt", 4, "recompute"), ("pp4", "llama", 8, "keep"), ("pp2 tp2", "llama", 8, "swap"),
          ("pp2 dp2", "gpt", 8, "keep")]
-QUICK = CASES[0], CASES[2], CASES[3]
+QUICK = CASES[0], CASES[2]
 
 
 def family_keys(family, layers):
@@ -350,7 +350,7 @@ SHARED = [("pp2 cp2", "llama", "memo", "ring", 2), ("pp3 cp2", "gpt", "keep", "r
 @pytest.mark.parametrize("layout,family,mode,kind,B", [
     pytest.param(*case, marks=[pytest.mark.slow] * (case != SHARED[0])) for case in SHARED])
 def test_so_they_do_with_batches_and_where_ranks_share_a_sequence(layout, family, mode, kind, B):
-    keys = KEYS | FAMILIES[family] | dict(gradient_accumulation_steps=2, batch_size=B, block_size=1024)
+    keys = KEYS | FAMILIES[family] | dict(n_layer=3, batch_size=B, block_size=1024)
     cfg = Config(**keys | layout_keys(layout, kind), msp=True, activation=mode, subsequences=4,
                  subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
     cfg = replace(cfg, shares=even_shares(cfg))
@@ -363,7 +363,9 @@ def test_so_they_do_with_batches_and_where_ranks_share_a_sequence(layout, family
 
 def placements(host, args):
     """Of a run that is ready to train."""
-    run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
+    with pytest.MonkeyPatch.context() as m:
+        bound_arena(m)
+        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
     found = run.decision.placement
     run.close()
     return found

@@ -73,8 +73,7 @@ def both(host, cfg, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches,dtype", [(1, torch.float32), (2, torch.bfloat16)])
 def test_an_optimizer_on_the_host_changes_no_bit(micro_batches, dtype, monkeypatch):
     monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 2**12)  # many edges, at which copies are cut
     cfg = replace(SMALL, gradient_accumulation_steps=micro_batches, grad_clip=0.1)

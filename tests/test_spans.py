@@ -26,7 +26,7 @@ from memo.swap.schedule import Fates, schedule
 from memo.swap.spans import busy_s, length_s, on_one_clock, sent_and_received, simulated_spans, stall_s
 from testing.ranks import pool
 from testing.stages import slept
-from tests.helpers import argv
+from tests.helpers import argv, bound_arena
 
 COMPUTE_S = {"forward": 1.0, "recompute": 0.5, "backward": 2.0}
 
@@ -143,7 +143,9 @@ def test_where_units_take_equally_long_the_bubble_is_near_the_papers(p, N):
 
 def trained(host, argv, console):
     """train.main in a rank of a pool -> its exit code."""
-    with open(f"{console}{host.rank}", "w") as file, contextlib.redirect_stdout(file):
+    with (open(f"{console}{host.rank}", "w") as file, contextlib.redirect_stdout(file),
+          pytest.MonkeyPatch.context() as m):
+        bound_arena(m)
         run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
         with contextlib.closing(run):
             code = complete(run, train.train)
