@@ -6,6 +6,7 @@ import os
 import weakref
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ def read_meta(folder: Path) -> dict:
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
-    meta = load_json(path, remedy)
+    meta: Any = load_json(path, remedy)
 
     def check(name: str, value: object, right: bool, rule: str) -> None:
         if not right:
