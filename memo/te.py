@@ -93,9 +93,10 @@ def installed() -> SimpleNamespace:
     """The package's functions by the names of SIGNATURES; `dtype`: its names of torch's dtypes; `float8(q,
     scale)`: q * scale, q in FP8, scale fp32 (1,); `label`. Errors: Unusable."""
     [top] = imported("transformer_engine")
-    label = f"transformer-engine {top.__version__}"
+    version = getattr(top, "__version__", "")
+    label = f"transformer-engine {version or 'of no version'}"
     remedy = "install a version that requirements-gpu.txt names"
-    if (*map(int, re.findall(r"\d+", top.__version__)[:2]),) < OLDEST:
+    if (*map(int, re.findall(r"\d+", version)[:2]),) < OLDEST:
         raise Unusable(f"{label} is older than {'.'.join(map(str, OLDEST))}; {remedy}")
     _, functions, constants, tensors = imported(
         "transformer_engine.pytorch",  # loads the libraries

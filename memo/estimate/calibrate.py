@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=8 -m memo.profiler --calibrate        eight at once, and their messages
 
 The operations are those that a run calls (memo/ops.py, memo/parallel/tp.py, memo/optim.py), at several sizes,
-each timed on all ranks together; the slowest rank's figure counts.
+each timed on all ranks together; the slowest rank's figure counts. Of messages, which follow products there,
+the mean counts.
 """
 
 import time

@@ -195,11 +195,13 @@ class Machine:
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
-        ranks that follow each other. op: of MESSAGES. Gathers and scattered sums over the network, broadcasts
-        and reductions, go through the ports of all the group's GPUs of a node."""
+        ranks that follow each other. op: of MESSAGES. Over the network gathers, scattered sums, broadcasts
+        and reductions go through the ports of all the group's GPUs of a node. A message that is shorter than
+        all that were measured takes as long as the shortest."""
         assert self.speeds is not None  # seconds are asked for only where they are known
-        if op in self.speeds.table:
-            return self.speeds.seconds(op, nbytes, max(1, nbytes))
+        if nbytes and op in self.speeds.table:
+            nbytes = max(nbytes, self.speeds.table[op][0][0])
+            return self.speeds.seconds(op, nbytes, nbytes)
         node = self.node
         inside = self.speeds.rate("link") * node.nvlink_bytes_per_s
         if span <= node.gpus_per_node:
@@ -233,10 +235,9 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
         hidden = {"hidden": [(1, REST["hidden"])]}  # which is not measured
         hidden = {} if measured["memory_bytes"] is None else hidden
-        speeds = {op: measured["speeds"][like] for op, like in ADDED.items()} | measured["speeds"] | hidden
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(speeds, measured["overhead_s"], measured["itemsize"]),
+                       Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
                        measured["threads"], tuple(measured["capability"]), measured["multiprocessors"])
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
@@ -259,12 +260,9 @@ def known_figures(kind: type) -> set[str]:
 CALIBRATION_FORMAT = 3
 MESSAGES = {"gather", "scatter", "exchange", "shift", "broadcast", "reduce"}
 # that --calibrate measures
-OPERATIONS = {"matmul", "attention forward", "attention backward", "norm forward", "norm backward", "rotary",
-              "gelu forward", "gelu backward", "softmax", "copy", "adamw", "memory", "link", "network"}
-# that calibrations of before lack, and whose speeds they have in their place
-LIKE = {"rms norm": "norm", "swiglu": "gelu", "attention full": "attention"}
-ADDED = {f"{op} {way}": f"{like} {way}" for op, like in LIKE.items() for way in ("forward", "backward")}
-ADDED["merge"] = "copy"
+BOTH_WAYS = ("attention", "attention full", "norm", "rms norm", "gelu", "swiglu")
+OPERATIONS = {f"{op} {way}" for op in BOTH_WAYS for way in ("forward", "backward")} | {
+    "matmul", "rotary", "merge", "softmax", "copy", "adamw", "memory", "link", "network"}
 FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
 
 
@@ -314,7 +312,7 @@ def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
     yield "speeds", isinstance(speeds, dict) and operations <= speeds.keys() <= {
-        FP8_PRODUCTS, *operations, *ADDED}
+        FP8_PRODUCTS, *operations}
     for op, points in speeds.items():
         pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
                                                             for p in points)

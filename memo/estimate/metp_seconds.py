@@ -83,13 +83,22 @@ class MetpSeconds(LayerSeconds):
         return self.machine.message_s(op, nbytes, self.tp) if nbytes else 0.0
 
     def broadcast_s(self, names: str) -> float:
-        """Seconds of a group's matrices and biases, each a message, whose names begin so."""
-        return sum(self.travel_s("broadcast", n * self.carried) for name, n in self.group.items()
-                   if name[0] in names)
+        """Seconds of a group's matrices and biases whose names begin so."""
+        return self.group_s("broadcast", names, self.carried)
 
     def reduce_s(self, names: str) -> float:
         """Seconds of their fp32 gradients' way home."""
-        return sum(self.travel_s("reduce", n * 4) for name, n in self.group.items() if name[0] in names)
+        return self.group_s("reduce", names, 4)
+
+    def group_s(self, op: str, names: str, itemsize: int) -> float:
+        """Each is a message, or one from each rank that has some of its columns: keys may be as wide as those
+        of several ranks."""
+        seconds = 0.0
+        for name, n in self.group.items():
+            ranks = max(1, self.tp // self.layer.kv_heads) if name[0] in "kv" else 1
+            if name[0] in names:
+                seconds += ranks * self.travel_s(op, n * itemsize / ranks)
+        return seconds
 
     def exposed_beside(self, message_s: float, compute_s: float) -> float:
         """Exposed seconds of messages beside operations: see LayerSeconds.exposed_s."""
