@@ -19,7 +19,7 @@ import torch
 from bench.cpu_step import MODELS, autograd_step, llama_of_transformers
 from bench.machine import machine
 from memo.config import Config
-from memo.layer import gpt_layer
+from memo.layer import decoder_layer
 from memo.optim import Optimizer
 from model import GPT, initial_weights
 
@@ -77,7 +77,8 @@ def main():
     print(f"{'S':>7}{'peak RSS of the step':>22}{'bytes a token more':>20}{'the table says':>16}"
           f"{'full logits':>13}   (MiB)")
     for S in lengths:
-        skeletal = LAYERS * sum(t.nbytes for t in gpt_layer(HIDDEN, HEADS).tensors(1, S, 4).values())
+        layer = decoder_layer(HIDDEN, HEADS, HEADS, HIDDEN // HEADS, 4 * HIDDEN)
+        skeletal = LAYERS * sum(t.nbytes for t in layer.tensors(1, S, 4).values())
         row = dict(S=S, V=V, step_bytes=step_bytes("gpt", S, V), skeletal_bytes=skeletal,
                    full_logits_bytes=4 * S * V)
         if rows:

@@ -669,7 +669,7 @@ def test_json_is_the_contracts(capsys):
     assert got["device_bytes"]["capacity"] == 80 * 10**9 and got["host_bytes"]["capacity"] == 1035 * 10**9
     assert {"layer_forward", "layer_offload", "step"} <= set(got["seconds"])
     assert got["max_block_size"] >= 2**20 and 0.5 < got["mfu"] < 0.56 and 0 < got["alpha"] < 0.2
-    code, out, _ = command(*SEVEN, "--json", "--search", "--fast", capsys=capsys)
+    code, out, _ = command(*SEVEN, "--json", "--search", capsys=capsys)
     assert len(json.loads(out)["candidates"]) == 4
 
 
@@ -705,7 +705,7 @@ def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
 
 
 def test_search_takes_the_configs_number_of_ranks(capsys):
-    out = command(*ONE, "config/7b_1m.py", "--gpu=h100-80gb", "--search", "--fast", capsys=capsys)[1]
+    out = command(*ONE, "config/7b_1m.py", "--gpu=h100-80gb", "--search", capsys=capsys)[1]
     assert " 8 x h100-80gb on 1 node" in out
     _, _, err = command("config/7b_1m.py", "--gpu=h100-80gb", "--tp=0", "--search", capsys=capsys)
     assert err == "error: tp=0 must be at least 1\n"

@@ -44,12 +44,13 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation=
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 cp2 dp2"],
-           "learned": ["tp2", "cp2"], "llama": ["tp2", "cp2"], "qwen": ["tp4", "tp2 cp2"]}
+           "learned": ["tp2", "cp2", "tp2 cp2 dp2"], "llama": ["tp2", "cp2"], "qwen": ["tp4", "tp2 cp2"]}
 FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=8, block_size=256)  # two heads of keys
 METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp2 cp2 dp2"], "learned": ["tp4", "tp2 cp2"],
                 "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp4"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts
          for kind in ("ring", "ulysses") if kind == "ring" or "cp" in text]
+KINDS.remove(("learned", "tp2 cp2 dp2", "ulysses"))  # "rope" has both
 KINDS += [(family, text, "metp") for family, layouts in METP_LAYOUTS.items() for text in layouts]
 
 
