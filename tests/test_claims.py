@@ -1,0 +1,89 @@
+"""What README and docs say of the papers, of METP, pipelines and subsequences, and of dry runs, against the
+files in bench/results: each claim is made of the file's figures, and must stand on its page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def result(name):
+    return json.loads((ROOT / f"bench/results/{name}.json").read_text())
+
+
+MEMO, METP, SPPO = (result(f"papers/{paper}") for paper in ("memo", "metp", "sppo"))
+OFF, RIVALS = MEMO["table3"]["off"], MEMO["rivals"]["totals"]
+LONG, SHORT = OFF["all, from 64K on"], OFF["all, 4K to 32K"]
+OF = {model: f"{OFF[f'{model}, from 64K on']['mean']:.1f}" for model in ("7B", "13B", "30B")}
+SPEED, HERE = result("estimate_speed"), result("estimate_here_cpu")["worst"]
+LONGER = [row[-1] for row in METP["figure6"]["tables"][1][1]]
+
+
+def choice(of):
+    return f"alpha {of['alpha']:.2g}" + ", keys made again" * (of["keys"] == "made")
+
+
+def decision(row):
+    both = (f"N = {of['subsequences']}, {choice(of)}" for of in (row["decision"], row["best"]))
+    return f"| {row['S']:,} | ... | {' | '.join(both)} | {row['over_best']:.3f} |"
+
+
+def overlap(p, half, way):
+    """A line of METP's halves where messages take as long as computing."""
+    mine = [one for one in result("metp_time")["overlap"]["found"]
+            if (one["p"], one["half"], one["way"], one["ratio"]) == (p, half, way, 1)]
+    longer = [one["seconds"] / one["over_longer"] for one in mine]
+    cells = (f"{one['over_longer']:.2f} ({one['at_once_s'] / n:.2f})"
+             for one, n in zip(mine, longer, strict=True))
+    return f"| {p}, {half}, {way} | {' | '.join(cells)} |"
+
+
+def choices(name):
+    found = [result("choice")[name]["found"][n]["over_fastest"] for n in ("1", "4", "16", "auto")]
+    return "| {:.3f} | {:.3f} | {:.3f} | N = 1: {:.3f} |".format(*found)
+
+
+CLAIMS = {
+    "README.md": [
+        f"7B (fitted) {OF['7B']}, 13B {OF['13B']}, 30B {OF['30B']}; worst {LONG['worst']:.1f}",
+        f"bytes to {HERE['bytes_ratio_worst']:.2%}, seconds to {HERE['step_ratio']:.0%}"],
+    "docs/results.md": [
+        f"{LONG['mean']:.1f} points off from 64K on (7B {OF['7B']}, 13B {OF['13B']}, 30B {OF['30B']}), "
+        f"{SHORT['mean']:.1f} below",
+        f"from {MEMO['figure6']['crossing'][0]}K tokens on",
+        f"{RIVALS['agree']} of {RIVALS['cells']} cells run out of memory",
+        f"takes {METP['figure4']['saved'][0]}% less memory",
+        f"{min(LONGER):.1f} to {max(LONGER):.1f} times those of memo's TP",
+        f"{SPPO['table4']['tables'][2][1][0][1]} times as fast as Megatron-LM",
+        *(f"| {one['tokens']:,} | {one['mfu']:.0%} | {one['device_share']:.0%} | {one['host_share']:.0%} |"
+          for one in result("estimate_contexts")),
+        *(f"{one['fastest']['mfu']:.1%}, {one['fastest']['binds']} | {one['longest']['tokens']:,}: ... | "
+          f"{one['longest']['mfu']:.1%}, {one['longest']['limit']}" for one in result("estimate_models")),
+        f"{SPEED['7B at 1M, no cache']:.1f} s without a cache, {SPEED['7B at 1M, cached']:.1f} s with it",
+        *(f"| {one['pp']}, {one['subsequences']} | {one['bubble']:.1%} | {one['formula']:.1%} |"
+          for one in result("pipeline")["bubbles"]),
+        *(f"| {one['pp']}, {one['subsequences']} | {one['simulated']:.1%} | {one['bubble']:.1%} | "
+          f"{one['formula']:.1%} |" for one in result("msp")["bubbles"]),
+        *map(decision, result("decision")["results"]), *map(choices, ("default", "gpt2")),
+        *(overlap(p, half, way) for p in (2, 4) for half in ("attention", "MLP")
+          for way in ("forward", "backward"))],
+    "docs/estimate.md": [
+        f"with {MEMO['table3']['tables'][0][1][0][4]:.0f}% MFU", f"{SHORT['mean']:.1f} points off",
+        f"at most {max(MEMO['table3']['above'].values()):.1f} points above"],
+    "docs/baselines.md": [
+        f"{RIVALS['agree']} of {RIVALS['cells']}", f"in {RIVALS['right']} of {RIVALS['pairs']} pairs"],
+    "docs/longest.md": [
+        f"| {machine} | {model} | {got['tokens']:,} | {got['subsequences']} | ... | {got['mfu']:.1%} | "
+        f"{got['repeated']:.0%} |" for machine, of in result("longest")["table"].items()
+        for model, got in of.items() if got["tokens"]]}
+
+
+@pytest.mark.parametrize("page", CLAIMS)
+def test_what_a_page_says_is_what_was_found(page):
+    """"..." stands for a few words."""
+    text = " ".join((ROOT / page).read_text().split())
+    patterns = {claim: ".{0,60}?".join(map(re.escape, claim.split("..."))) for claim in CLAIMS[page]}
+    assert [claim for claim, pattern in patterns.items() if not re.search(pattern, text)] == []
