@@ -29,6 +29,13 @@ def paper_config(model: str, S: int, **keys: Any) -> Config:
     return replace(cfg, host_memory_gb=HOST_BYTES / 1e9, **keys)
 
 
+def config_of(model: str, tokens: int, facts: dict[str, Any] = PAPER, **keys: Any) -> Config:
+    """The config of one of a paper's models, in bf16, with GPT-2's vocabulary and the sequences of a step."""
+    shape = {name: facts["models"][model][name] for name in ("n_layer", "n_embd", "n_head")}
+    return Config(**shape, vocab_size=50257, block_size=tokens, dtype="bfloat16",
+                  gradient_accumulation_steps=SEQUENCES, **keys)
+
+
 def rows_of_table3(model: str, system: str = "memo") -> dict[int, float | str]:
     """{context: MFU in percent, "oom" or "oohm"}."""
     return {r["seq_tokens"]: r.get("mfu", r.get("fail")) for r in PAPER["table3"]

@@ -47,7 +47,9 @@ def main():
     parser.add_argument("parts", nargs="*", choices=[[], *PAPERS, *every], metavar="part", default=[])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    names = [one for one in every if not args.parts or {one, one.partition(".")[0]} & set(args.parts)]
+    wanted = set(args.parts) or set(PAPERS)
+    every.reverse()  # the last takes longest
+    names = [one for one in every if {one, one.partition(".")[0]} & wanted]
     wrong, run = [], map if args.parts else ProcessPoolExecutor(CORES, get_context("spawn")).map
     for one, facts in zip(names, run(made, names), strict=True):
         paper, _, name = one.partition(".")

@@ -199,7 +199,9 @@ def make():
         "and 384K, but the facts at hand do not say at which length it was. A plan takes what is "
         "allocated. \"Least room\": with less the allocator finds none, though a plan would.",
         "With a plan 640K fits on the A800 and 768K does not, as in the paper's Table 4. Without one the "
-        "allocator reorganises at 640K; the paper's ran out of memory from 512K on.",
+        "allocator reorganises at 640K; the paper's ran out of memory from 512K on. This is the plan of "
+        "Megatron-LM's requests; Table 4's \"planned, here\" is memo itself, which needs less and fits at "
+        "768K.",
         "The paper's 6 and 16 reorganisations are not repeated: each step asks for the same bytes in the "
         "same order, so that blocks that were freed once fit all later steps, and one reorganisation is "
         "enough. The trace has no lengths that vary, no workspaces of kernels and no second stream: which of "

@@ -28,9 +28,13 @@ class Part(NamedTuple):
 
 # --- cells ---
 
+def thousands(tokens: int) -> str:
+    return f"{tokens // 1024}K"
+
+
 def points(fraction: float) -> float:
-    """In percent, as the papers print it."""
-    return round(100 * fraction, 2)
+    """In percent, with one digit behind the point; the papers print two."""
+    return round(100 * fraction, 1)
 
 
 def cell(got: Any) -> float | str:
@@ -58,20 +62,28 @@ def off_row(name: str, pairs: list[tuple[Any, Any]]) -> list:
 
 # --- Markdown ---
 
-def shown(value: Any) -> str:
+def shown(value: Any, digits: int) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.{digits}f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    lines = [head, ["---"] * len(head), *([shown(value) for value in row] for row in rows)]
+    """Markdown; the floats of a column have equally many digits behind the point."""
+    digits = [max(len(str(value).partition(".")[2]) if isinstance(value, float) else 0 for value in column)
+              for column in zip(*rows, strict=True)]
+    lines = [head, ["---"] * len(head), *([*map(shown, row, digits)] for row in rows)]
     return "".join("|" + "".join(f" {text} |" if text else " |" for text in line) + "\n" for line in lines)
 
 
 def filled(text: str) -> str:
+    """Lines of the page's width; of a command, which is indented, as it is."""
+    if text.startswith("    "):
+        return text
     return fill(text, 110, break_long_words=False, break_on_hyphens=False) + "\n"
 
 

@@ -7,19 +7,19 @@ the device, and with less of it, for the paper's systems lost memory to fragment
 """
 
 from dataclasses import replace
+from functools import partial
 from math import copysign
 from statistics import mean
 
 import matplotlib.pyplot as plt
 
-from bench.papers.page import DRY, Part, points
-from memo.config import Config
+from bench.papers.page import DRY, Part, points, thousands
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.search import MODES, estimate_or_none, layouts, speed
 from memo.plots import BLUE, GREY, ORANGE, plain
 from testing.baselines import DEEPSPEED, MEGATRON, Layout, Recompute, best, device_bytes, run
-from testing.paper import GPUS, LONG, PAPER, SEQUENCES, rows_of_table3
+from testing.paper import GPUS, LONG, PAPER, SEQUENCES, config_of, rows_of_table3
 
 A800 = hardware.machine("a800-80gb")
 NAMES = {MEGATRON: "Megatron-LM", DEEPSPEED: "DeepSpeed-Ulysses"}
@@ -29,11 +29,8 @@ SHARES = 1.0, 0.9, 0.8, 0.7  # of the device
 EQUAL = 0.01  # of MFU
 MODELS = "7B", "13B", "30B"
 
-
-def config(model, tokens, **keys):
-    """The config of one of the paper's models, whose memo has its states on the device."""
-    shape = {name: PAPER["models"][model][name] for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
-    return Config(**shape, block_size=tokens, dtype="bfloat16", subsequences=1, states="device", **keys)
+# what rivals are modelled with, and memo beside them
+of_rival = partial(config_of, subsequences=1, states="device")
 
 
 def told(found):
@@ -54,7 +51,7 @@ def modelled():
     for model in MODELS:
         for system in NAMES:
             for S, paper in rows_of_table3(model, system).items():
-                cfg, world = config(model, S), GPUS[model]
+                cfg, world = of_rival(model, S), GPUS[model]
                 made[model, S, system] = paper, {
                     way: {share: told(best(system, cfg, there, world, SEQUENCES, all_or_none))
                           for share, there in machines.items()} for way, all_or_none in WAYS.items()}
@@ -93,8 +90,7 @@ def order(cells):
     measured = {cell: paper / 100 for cell, (paper, _) in cells.items() if not isinstance(paper, str)}
     runs = sorted({cell[:2] for cell in measured})
     measured |= {(model, S, "memo"): rows_of_table3(model)[S] / 100 for model, S in runs}
-    ours = {cell: fastest(config(*cell, gradient_accumulation_steps=SEQUENCES), A800, GPUS[cell[0]])
-            for cell in runs}
+    ours = {cell: fastest(of_rival(*cell), A800, GPUS[cell[0]]) for cell in runs}
     lines = []
     for way in WAYS:
         found = {cell: by[way][1.0]["mfu"] for cell, (_, by) in cells.items() if by[way][1.0]["fits"]}
@@ -111,7 +107,7 @@ def recomputing():
     """Table 4's rows that recompute everything, tp4 cp2, beside Megatron-LM in that layout."""
     lines = []
     for tokens in PAPER["table4"]["seq_tokens"]:
-        one = Layout(MEGATRON, config("7B", tokens, tp=4, cp=2), 1, SEQUENCES)
+        one = Layout(MEGATRON, of_rival("7B", tokens, tp=4, cp=2), 1, SEQUENCES)
         everything = Recompute(one.stage_layers)
         got = run(one, replace(A800, memory_bytes=0), all_or_none=True)  # nothing fits: what takes least
         assert got.recompute == everything
@@ -124,7 +120,7 @@ def make():
     cells = modelled()
     rows = []
     for S in rows_of_table3("7B"):
-        row = [f"{S // 1024}K"]
+        row = [thousands(S)]
         for model in MODELS:
             for system in NAMES:
                 paper, by = cells[model, S, system]

@@ -109,7 +109,7 @@ def figure5(stage):
 
 
 def percent_off(found, paper):
-    return f"{100 * (found / paper - 1):+.1f}%"
+    return f"{100 * (found / paper - 1):+z.1f}%"
 
 
 def ratios_of(stage):

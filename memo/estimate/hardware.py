@@ -125,7 +125,7 @@ REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
 # memo/backends.py not named
 EFFICIENCY = {
     # an earlier fit to the paper's 7B rows of Tables 3, 4 and 5 (A800), of a system whose messages do not
-    # hide; bench/papers/memo.py has a fit of today beside it
+    # hide; bench/papers/memo_fit.py has a fit of today beside it
     "ampere": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST,
                "hidden": 0.0},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal
