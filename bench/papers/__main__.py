@@ -7,37 +7,15 @@
 """
 
 import argparse
-import json
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from bench.papers import beyond, memo, metp, sppo
 from bench.papers.page import PAGE, RESULTS, page
+from bench.papers.parts import PAPERS, known, made, path_of
 from memo.files import save_json
 
 CORES = 2  # where all parts are made
-PAPERS = {"memo": memo, "metp": metp, "sppo": sppo, "beyond": beyond}
-
-
-def path_of(paper):
-    return RESULTS / f"{paper}.json"
-
-
-def known(paper):
-    """{part: facts}, as the paper's file has them."""
-    found = json.loads(path_of(paper).read_text()) if path_of(paper).exists() else {}
-    return {name: found[name] for name in PAPERS[paper].PARTS if name in found}
-
-
-def made(one):
-    """The facts of a part, as JSON gives them back."""
-    paper, _, name = one.partition(".")
-    start = time.perf_counter()
-    facts = json.loads(json.dumps(PAPERS[paper].PARTS[name].make()))
-    print(f"{one}: {time.perf_counter() - start:.1f} s", flush=True)
-    return facts
 
 
 def main():
@@ -50,8 +28,8 @@ def main():
     wanted = set(args.parts) or set(PAPERS)
     every.reverse()  # the last takes longest
     names = [one for one in every if {one, one.partition(".")[0]} & wanted]
-    wrong, run = [], map if args.parts else ProcessPoolExecutor(CORES, get_context("spawn")).map
-    for one, facts in zip(names, run(made, names), strict=True):
+    wrong, workers = [], ProcessPoolExecutor(CORES, get_context("spawn"))
+    for one, facts in zip(names, workers.map(made, names), strict=True):
         paper, _, name = one.partition(".")
         part = PAPERS[paper].PARTS[name]
         if args.check:
