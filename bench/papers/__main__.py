@@ -8,14 +8,13 @@
 
 import argparse
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 
 from bench.papers.page import PAGE, RESULTS, page
 from bench.papers.parts import PAPERS, known, made, path_of
 from memo.files import save_json
 
-CORES = 2  # where all parts are made
+CORES = 2  # so many parts are made at a time
 
 
 def main():
@@ -28,7 +27,7 @@ def main():
     wanted = set(args.parts) or set(PAPERS)
     every.reverse()  # the last takes longest
     names = [one for one in every if {one, one.partition(".")[0]} & wanted]
-    wrong, workers = [], ProcessPoolExecutor(CORES, get_context("spawn"))
+    wrong, workers = [], ThreadPoolExecutor(CORES)
     for one, facts in zip(names, workers.map(made, names), strict=True):
         paper, _, name = one.partition(".")
         part = PAPERS[paper].PARTS[name]

@@ -104,9 +104,10 @@ def halves_memory(h, heads, S, p):
     cfg, model = one_layer(h, heads, S, p)
     block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
-    arena.run("attention", block.attention_half, s, model.turn[0], y, slice(None))
+    own = block.own_parts(*block.projections, "proj_w", *block.mlp_names)
+    arena.run("attention", block.attention_half, s, model.turn[0], own, y, slice(None))
     attention = arena.peaks()
-    arena.run("mlp", lambda: block.mlp_half(s, y, block.visits()))
+    arena.run("mlp", lambda: block.mlp_half(s, own, y, block.visits(own)))
     mlp = arena.peaks()
     of_attention = kept["x"] + kept["attn_out"] + kept["lse"]
     return dict(attention=(of_attention, of_attention + attention[0] // 2),

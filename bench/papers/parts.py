@@ -1,6 +1,11 @@
-"""What bench.papers makes, by its names: a module of its own, which the processes that make it import."""
+"""What bench.papers makes, by its names, and what is committed of it.
+
+    python -m bench.papers.parts memo.table5     prints the facts of a part, as JSON
+"""
 
 import json
+import subprocess
+import sys
 import time
 
 from bench.papers import beyond, memo, metp, sppo
@@ -20,9 +25,13 @@ def known(paper):
 
 
 def made(one):
-    """The facts of a part, as JSON gives them back."""
-    paper, _, name = one.partition(".")
+    """The facts of a part, from a process of its own: it takes its threads and ranks with it."""
     start = time.perf_counter()
-    facts = json.loads(json.dumps(PAPERS[paper].PARTS[name].make()))
+    done = subprocess.run([sys.executable, "-m", __name__, one], stdout=subprocess.PIPE, text=True, check=True)
     print(f"{one}: {time.perf_counter() - start:.1f} s", flush=True)
-    return facts
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    paper, _, name = sys.argv[1].partition(".")
+    print(json.dumps(PAPERS[paper].PARTS[name].make()))
