@@ -27,7 +27,8 @@ def known(paper):
 def made(one):
     """The facts of a part, from a process of its own: it takes its threads and ranks with it."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", __name__, one], stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-m", __name__, one]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(f"{one}: {time.perf_counter() - start:.1f} s", flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 
