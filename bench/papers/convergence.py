@@ -54,6 +54,7 @@ def losses_of_transformers(net, cfg):
 def make():
     cfg = load_config([f"--{k}={v}" for k, v in (SHAPE | MODEL).items()])
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # sums are the same wherever the command runs
     net = gpt2_of_transformers(cfg)
     with tempfile.TemporaryDirectory() as folder:
         hf = Path(folder) / "hf"
