@@ -81,9 +81,9 @@ def make():
         "N: subsequences; GiB of a rank's device and of a node's host, which has "
         f"{node.capacity / GIB:.1f} and {node.host_capacity / GIB:,.0f}. As published: MEMO keeps what "
         "attention gives of all layers, METP keeps all on the device, SPPO recomputes nothing and keeps keys "
-        "and values on the device, SP and stages as it likes. Where nothing fits, the layout that lacks "
-        "least. The longest contexts are METP's layout with MEMO's use of the host, where most layers keep "
-        "their input alone and attention is repeated: hence the MFU.",
+        "and values on the device, SP inside a node, the rest stages. Where nothing fits, the layout that "
+        "lacks least. The longest contexts are METP's layout with MEMO's use of the host, where most layers "
+        "keep their input alone and attention is repeated: hence the MFU.",
         "SPPO at 1M lacks both. Keys and values of all layers, with gradients in fp32, would take "
         f"{keys[0]:.0f} GiB of a device for 7B and {keys[1]:.0f} for 65B, with gradients in bf16 two thirds "
         "of that; and what is not recomputed is more than the host has. The paper ran 7B at 1M on 32 GPUs, "

@@ -183,7 +183,8 @@ def figure4():
     head = ["model", "tokens", "METP, GiB", "memo's TP, GiB", "over memo's TP", "over the paper's TP"]
     return dict(tables=[(head, rows)], saved=saved,
                 notes=[f"A layer of GPT-175B at 512K tokens on 8: {saved[0]}% less than the paper's "
-                       f"formula for TP, {saved[1]}% less than memo's own. The paper measured "
+                       f"formula for TP, {saved[1]}% less than memo's own, each without the "
+                       "buffers of messages (Tables 1 and 2 have METP's). The paper measured "
                        f"{100 * CLAIMS['memory_saved_175b_512k_8gpus']:.0f}% less."])
 
 
