@@ -104,7 +104,7 @@ class GPT:
         weights = bucket_views(self.layout, self.buckets, self.bucket_params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
         w, dw = (self.named(tensors, "", TABLES) for tensors in (weights, gradients))
-        self.edges = Edges(cfg, w, dw, self.ops, mesh)
+        self.edges = Edges(cfg, w, dw, self.ops, mesh.weights)
         self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
         self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
         self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)

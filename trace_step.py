@@ -85,7 +85,7 @@ class Short(Edges):
 
 def short_model(cfg: Config, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GPT:
     model = GPT(cfg, device, dtype, mesh=mesh)
-    model.edges = Short(cfg, model.edges.w, model.edges.dw, model.ops, mesh)
+    model.edges = Short(**vars(model.edges))
     return model
 
 

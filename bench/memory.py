@@ -19,7 +19,7 @@ import torch
 from bench.cpu_step import MODELS, autograd_step, llama_of_transformers
 from bench.machine import machine
 from memo.config import Config
-from memo.layer import decoder_layer
+from memo.layer import tensors_of
 from memo.optim import Optimizer
 from model import GPT, initial_weights
 
@@ -32,11 +32,15 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def config_of(who, S, V):
+    shape = dict(n_layer=LAYERS) if who == "gpt" else dict(n_layer=4) | MODELS["llama"]
+    return Config(n_head=HEADS, n_embd=HIDDEN, block_size=S, vocab_size=V, **shape)
+
+
 def one_step(who, S, V):
     """(peak RSS before, after) one whole step at context S, in bytes, of memo's gpt or llama, or of the llama
     of transformers."""
-    shape = dict(n_layer=LAYERS) if who == "gpt" else dict(n_layer=4) | MODELS["llama"]
-    cfg = Config(n_head=HEADS, n_embd=HIDDEN, block_size=S, vocab_size=V, **shape)
+    cfg = config_of(who, S, V)
     tokens, targets = torch.randint(0, V, (2, 1, S))
     if who == "transformers":
         import transformers  # noqa: F401, which takes memory of its own
@@ -77,8 +81,7 @@ def main():
     print(f"{'S':>7}{'peak RSS of the step':>22}{'bytes a token more':>20}{'the table says':>16}"
           f"{'full logits':>13}   (MiB)")
     for S in lengths:
-        layer = decoder_layer(HIDDEN, HEADS, HEADS, HIDDEN // HEADS, 4 * HIDDEN)
-        skeletal = LAYERS * sum(t.nbytes for t in layer.tensors(1, S, 4).values())
+        skeletal = LAYERS * sum(t.nbytes for t in tensors_of(config_of("gpt", S, V), 4).values())
         row = dict(S=S, V=V, step_bytes=step_bytes("gpt", S, V), skeletal_bytes=skeletal,
                    full_logits_bytes=4 * S * V)
         if rows:

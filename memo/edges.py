@@ -7,6 +7,7 @@ the final norm and the head behind them, with logits, loss and the gradient of b
 Both edges share the vocabulary out over the tp ranks: see memo/parallel/tp.py.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -15,18 +16,22 @@ from memo.config import Config
 from memo.layer import head_rows
 from memo.matmul import accumulate_product
 from memo.ops import Ops
-from memo.parallel.mesh import Mesh
+from memo.parallel.axis import Axis
 from memo.parallel.tp import chunks, embedding_backward, embedding_forward, own_ids, softmax
 
 TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
 TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 
 
+@dataclass
 class Edges:
     """`w` and `dw`: this rank's parameters of TABLES and their gradients, by name; None: not here."""
 
-    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, ops: Ops, mesh: Mesh) -> None:
-        self.cfg, self.w, self.dw, self.ops, self.tp = cfg, w, dw, ops, mesh.weights
+    cfg: Config
+    w: SimpleNamespace
+    dw: SimpleNamespace
+    ops: Ops
+    tp: Axis
 
     # --- embedding ---
 

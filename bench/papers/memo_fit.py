@@ -111,11 +111,11 @@ def products():
         (["", *(column for model in MODELS for column in (f"{model}, paper", "one speed", "by rows"))], rows),
         (["points off", "one speed: mean", "worst", "by rows: mean", "worst"], offs)], half=half, notes=[
         f"If products of n rows, a micro batch's of all tp ranks, had n/(n + {half}) of their speed, fitted "
-        f"to 7B's {len(found(0, ['7B']))} rows alone, 7B's own short rows would be {fitted[1]['mean']} "
-        f"points off in the mean instead of {fitted[0]['mean']}. Those of 13B and 30B, which the fit has not "
-        f"seen, would be {others[1]['mean']} off instead of {others[0]['mean']}: so this is left out of the "
-        f"dry run. 7B at 4K without tp, which the search finds, would have {by_rows(alone, half):.1f}% "
-        f"instead of {100 * alone.mfu:.1f}; the paper has {rows[0][1]}."])
+        f"to 7B's {sum(model == '7B' for model, _ in cells)} rows alone, 7B's own short rows would be "
+        f"{fitted[1]['mean']} points off in the mean instead of {fitted[0]['mean']}. Those of 13B and 30B, "
+        f"which the fit has not seen, would be {others[1]['mean']} off instead of {others[0]['mean']}: so "
+        "this is left out of the dry run. 7B at 4K without tp, which the search finds, would have "
+        f"{by_rows(alone, half):.1f}% instead of {100 * alone.mfu:.1f}; the paper has {rows[0][1]}."])
 
 
 PARTS = {"fit": Part("The fit", "fitted to MEMO's 7B rows", DRY, fit),

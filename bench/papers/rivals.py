@@ -85,8 +85,8 @@ def fastest(cfg, machine, world):
 
 def order(cells):
     """[way, pair of systems, cells, those in which the one that the paper measured as the faster is not
-    modelled as slower by more than EQUAL, those in which it is not modelled as slower], of
-    cells that both ran and run, where the paper's differ. memo's are estimates of its fastest layout."""
+    modelled as slower by more than EQUAL, those in which it is not modelled as slower], of cells that both
+    ran and run, where the paper's differ. memo's are estimates of its fastest layout."""
     measured = {cell: paper / 100 for cell, (paper, _) in cells.items() if not isinstance(paper, str)}
     runs = sorted({cell[:2] for cell in measured})
     measured |= {(model, S, "memo"): rows_of_table3(model)[S] / 100 for model, S in runs}

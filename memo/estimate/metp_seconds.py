@@ -80,7 +80,7 @@ class MetpSeconds(LayerSeconds):
 
     def travel_s(self, op: str, nbytes: float) -> float:
         """Of one message; op: as in Machine.message_s."""
-        return self.machine.message_s(op, nbytes, self.tp) if nbytes else 0.0
+        return self.machine.message_s(op, nbytes, self.tp)
 
     def broadcast_s(self, names: str) -> float:
         """Seconds of a group's matrices and biases whose names begin so."""

@@ -94,7 +94,7 @@ def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int
              *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]
     stream = p.stream_bytes(tensors)
     lines += [Line("swap", "stream between the layers", 0, stream)] * bool(stream)
-    leaving = sum(p.in_order.keys_leaving.values())
+    leaving = sum(p.forward_order.keys_leaving.values())
     return lines + [Line("swap", f"keys and values of {leaving} units", 0, keys)] * bool(keys)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, Shares, guest_number
-from memo.swap.in_order import (
-    InOrder,
+from memo.swap.forward_order import (
+    ForwardOrder,
     buffers_in_turns,
-    in_order,
+    forward_order,
     stream_places,
     streamed_of_first,
     units_of_first,
@@ -106,8 +106,8 @@ class Placement:
         return self.n_layer * self.subsequences + sum(piece.layers for piece in self.guests)
 
     @cached_property
-    def in_order(self) -> InOrder:
-        return in_order(self.n_layer, self.subsequences, self.order, self.guests)
+    def forward_order(self) -> ForwardOrder:
+        return forward_order(self.n_layer, self.subsequences, self.order, self.guests)
 
     def units_of_first(self, n: int) -> Counter[int]:
         """{place of a subsequence, or guest, in `lengths`: its units among the first n}."""
@@ -123,7 +123,7 @@ class Placement:
     def units(self) -> list[tuple[int, int]]:
         """(layer, subsequence) of each unit, in the order of the forward; a guest's have its number in the
         place of a subsequence."""
-        return self.in_order.units
+        return self.forward_order.units
 
     @cached_property
     def guest_of(self) -> dict[int, Help]:
@@ -152,12 +152,12 @@ class Placement:
     @property
     def likes(self) -> list[int]:
         """Of each unit the place of its subsequence, or guest, in `lengths`."""
-        return self.in_order.likes
+        return self.forward_order.likes
 
     @property
     def number(self) -> dict[tuple[int, int], int]:
         """{(layer, subsequence): the place of the unit in that order}."""
-        return self.in_order.number
+        return self.forward_order.number
 
     def rows(self, k: int) -> int:
         """Rows of unit k."""
@@ -236,7 +236,8 @@ class Placement:
         lengths = [rows for _, rows in found]
         # neighbours take turns: neither may reach into what the other keeps
         kept = [self.kept_rows(i, name) for i in range(len(self.lengths))]
-        spans = [self.lengths[a] + kept[b] for i, j in self.in_order.neighbours for a, b in ((i, j), (j, i))]
+        spans = [self.lengths[a] + kept[b] for i, j in self.forward_order.neighbours
+                 for a, b in ((i, j), (j, i))]
         span = max(*lengths, *spans)
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
@@ -396,7 +397,7 @@ class Placement:
 
     def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of keys_swapped() of all units."""
-        leaving = self.in_order.keys_leaving
+        leaving = self.forward_order.keys_leaving
         return self.sent_keys_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
 
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:

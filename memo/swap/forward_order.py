@@ -10,7 +10,7 @@ from memo.msp import Shares, guest_number
 from memo.swap.schedule import keys_leave, stream_leaves, units_in_order
 
 
-class InOrder(NamedTuple):
+class ForwardOrder(NamedTuple):
     """Units in the order of the forward. `number`: the place of each; `likes`: the place of its subsequence,
     or guest, in Placement.lengths; `keys_leaving`: {such a place: its units whose keys and values give way to
     another layer's}; `neighbours`: pairs of such places that are one after the other."""
@@ -23,25 +23,26 @@ class InOrder(NamedTuple):
 
 
 @lru_cache(16)  # many placements of a search have the same
-def in_order(layers: int, subsequences: int, order: str, guests: Shares) -> InOrder:
+def forward_order(layers: int, subsequences: int, order: str, guests: Shares) -> ForwardOrder:
     units = units_in_order(layers, subsequences, order, guests)
     numbers = (*range(subsequences), *(guest_number(piece, subsequences) for piece in guests))
     places = {number: k for k, number in enumerate(numbers)}
     likes = [places[i] for _, i in units]
     leaving = Counter(places[i] for layer, i in units if keys_leave((layer, i), layers))
-    return InOrder(units, {unit: k for k, unit in enumerate(units)}, likes, leaving, {*pairwise(likes)})
+    return ForwardOrder(units, {unit: k for k, unit in enumerate(units)}, likes, leaving, {*pairwise(likes)})
 
 
 @lru_cache(64)
 def units_of_first(layers: int, subsequences: int, order: str, guests: Shares, n: int) -> Counter[int]:
     """{place of a subsequence, or guest, in Placement.lengths: its units among the first n}."""
-    return Counter(in_order(layers, subsequences, order, guests).likes[:n])
+    return Counter(forward_order(layers, subsequences, order, guests).likes[:n])
 
 
 @lru_cache(64)
 def streamed_of_first(layers: int, subsequences: int, order: str, guests: Shares, n: int) -> Counter[int]:
     """The same of those whose input leaves, where the stream is copied."""
-    its, leave = in_order(layers, subsequences, order, guests), {*stream_leaves(layers, subsequences, order)}
+    its = forward_order(layers, subsequences, order, guests)
+    leave = {*stream_leaves(layers, subsequences, order)}
     return Counter(i for i, unit in zip(its.likes[:n], its.units, strict=False) if unit in leave)
 
 
@@ -49,7 +50,7 @@ def streamed_of_first(layers: int, subsequences: int, order: str, guests: Shares
 def buffers_in_turns(layers: int, subsequences: int, order: str, guests: Shares, lengths: tuple[int, ...],
                      n: int) -> list[tuple[int, int]]:
     """[(first row, rows)] of n buffers, one after the other, that units of `lengths` take in turns."""
-    rows = [*map(lengths.__getitem__, in_order(layers, subsequences, order, guests).likes)]
+    rows = [*map(lengths.__getitem__, forward_order(layers, subsequences, order, guests).likes)]
     longest = [max(rows[b::n]) for b in range(n)]
     return list(zip(accumulate(longest, initial=0), longest, strict=False))
 
