@@ -13,15 +13,12 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import machine
 from memo.estimate.search import estimate_or_none, search
-from memo.estimate.unit_seconds import layer_seconds
 from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
 from memo.matmul import FP8
 from memo.optim import Optimizer
-from memo.parallel.axis import Axis
-from memo.parallel.mesh import ALONE, Mesh
+from memo.parallel.mesh import ALONE
 from memo.subsequences import subsequence_lengths
-from memo.swap.streams import open_streams
 from model import GPT
 from testing.twin import Twin
 from tests.helpers import CPU, LLAMA, error, perturbed_weights, random_batch
@@ -285,22 +282,6 @@ def test_inputs_that_only_products_read_are_kept_in_fp8():
         scales = {f"{name}_scale": 4 * N * (2 if name == "gelu_out" else 1) for name in halved}
         assert kept("fp8", **keys) == kept("bf16", **keys) | half | scales
     assert kept("fp8", tensor_parallel="metp") == kept("bf16", tensor_parallel="metp")
-
-
-@pytest.mark.parametrize("how", ["megatron", "metp"])
-def test_a_layer_sends_what_the_estimate_says(how):
-    cfg = Config(n_layer=1, n_head=8, n_embd=128, vocab_size=128, block_size=2048, tp=2, matmul="fp8",
-                 tensor_parallel=how)
-    mesh = Mesh(*(Axis(name, 2) for name in ("tp", "hops", "cp")[:3 if cfg.metp else 1]))
-    seconds = layer_seconds(cfg, machine("h100-80gb"), 2)
-    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
-    model.reserve(1, cfg.block_size, streams=open_streams(CPU))
-    model.blocks[0].forward(model.swap.layers[0], model.turn[0], model.swap.x[1])
-    if cfg.metp:
-        assert mesh.hops.sent_bytes == seconds.hop_bytes == 4 * 128**2
-    else:  # two gathers of rows in FP8, two sums of rows in bf16
-        sent = 2 * (seconds.input_width + cfg.n_embd) * seconds.row_bytes
-        assert mesh.weights.sent_bytes == sent == 2 * 1024 * (132 + 256)
 
 
 TWO = dict(subsequences=2, block_size=2048)

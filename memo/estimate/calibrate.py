@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=8 -m memo.profiler --calibrate        eight at once, and their messages
 
 The operations are those that a run calls (memo/ops.py, memo/parallel/tp.py, memo/optim.py), at several sizes,
-each timed on all ranks together; the slowest rank's figure counts. Of messages, which follow products there,
-the mean counts.
+each timed on all ranks together; the slowest rank's figure counts. Messages follow products there: what they
+add to these counts (seconds_behind).
 """
 
 import time
@@ -36,43 +36,46 @@ from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab, available
 
-REPEATS, LEAST_S = 5, 0.02  # measurements of each operation, and the least seconds of one
-BEHIND = 10  # messages of a measurement
+# measurements of each operation, the least seconds of one, and rounds of all of them: what else runs on a
+# machine may last as long as all repeats of one operation
+REPEATS, LEAST_S, ROUNDS = 3, 0.02, 2
+BEHIND = 10  # messages of a measurement, each behind computing
 ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors of elementwise passes
 Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
+
+
+def slowest_seconds(call: Callable, n: int, device: torch.device, host: Axis) -> float:
+    """Seconds of one of n calls, on the slowest rank. All ranks begin together."""
+    synchronize(device)
+    host.max(0.0)
+    start = time.perf_counter()
+    for _ in range(n):
+        call()
+    synchronize(device)
+    return host.max((time.perf_counter() - start) / n)[0]
 
 
 def fastest_seconds(call: Callable, device: torch.device, host: Axis) -> float:
     """Seconds of call() on the slowest rank, the least of REPEATS: what else runs on a machine only adds. All
     ranks measure at once."""
-    def timed(n: int) -> float:
-        synchronize(device)
-        host.max(0.0)  # all ranks begin together
-        start = time.perf_counter()
-        for _ in range(n):
-            call()
-        synchronize(device)
-        return host.max((time.perf_counter() - start) / n)[0]
     call()
-    n = max(1, int(LEAST_S / timed(1)))
-    return min(timed(n) for _ in range(REPEATS))
+    n = max(1, int(LEAST_S / slowest_seconds(call, 1, device, host)))
+    return min(slowest_seconds(call, n, device, host) for _ in range(REPEATS))
 
 
 def seconds_behind(computing: Callable, message: Callable, device: torch.device, host: Axis) -> float:
-    """Seconds that a rank spends in message(), a mean of all ranks, where each computes before: they are not
-    done with that at the same time, and wait for each other. The least of REPEATS."""
-    def timed(n: int) -> float:
-        spent = 0.0
-        for _ in range(n):
-            computing()
-            synchronize(device)
-            start = time.perf_counter()
-            message()
-            synchronize(device)
-            spent += time.perf_counter() - start
-        return float(host.sum(torch.tensor([spent], dtype=torch.float64))) / n / host.size
-    message()
-    return min(timed(BEHIND) for _ in range(REPEATS))
+    """Seconds that message() adds to computing(), which is before it on all ranks: those of both, less those
+    of the computing alone, each on the slowest rank and the least of REPEATS. Ranks that take turns at being
+    late wait for each other, which is in these seconds; a rank that is always late is in those of the
+    computing. The host waits for the device at the end alone. No less than the message takes by itself."""
+    def both() -> None:
+        computing()
+        message()
+    both()
+    seconds = [[slowest_seconds(call, BEHIND, device, host) for call in (both, computing)]
+               for _ in range(REPEATS)]
+    together, alone = map(min, zip(*seconds, strict=True))
+    return max(together - alone, fastest_seconds(message, device, host))
 
 
 @contextmanager
@@ -198,8 +201,9 @@ def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
 def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> dict:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
-    table: dict[str, list[tuple[float, float]]] = {}
+    rates: dict[str, dict[float, float]] = {}
     cuda, doing = device.type == "cuda", ""
+    rows = 2**16 if cuda else 4096  # of products
 
     def say(op: str, amount: float) -> None:
         nonlocal doing
@@ -207,7 +211,8 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
 
     def note(op: str, size: float, amount: float, call: Callable, seconds_of: Callable) -> None:
         say(op, amount)
-        table.setdefault(op, []).append((size, amount / seconds_of(call, device, host)))
+        points, rate = rates.setdefault(op, {}), amount / seconds_of(call, device, host)
+        points[size] = max(rate, points.get(size, rate))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int,
@@ -219,17 +224,19 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                 segment()
                 arena.settle()
                 note(op, size or amount, amount, segment, seconds_of)
-        for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
-            measure(matmuls(size, 2**16 if cuda else 4096, dtype, device, has_fp8(device, dtype)), size, size)
-        for T in (2048, 8192, 32768, 65536) if cuda else (128, 512, 1024, 2048, 4096, 8192):
-            for causal in (True, False):
-                measure(attentions(T, 128 if cuda else 64, dtype, device, "auto", causal), T, T)
-        for nbytes in (2**24, 2**26, 2**28) if cuda else (2**16, 2**19, 2**21, 2**23, 2**25):
-            measure(row_passes(nbytes, dtype, device), None, nbytes)
-        computing, _ = matmuls(1024 if cuda else 128, 2**16 if cuda else 4096, dtype, device)["matmul"]
-        behind = partial(seconds_behind, computing)
-        for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
-            measure(messages(nbytes, axis, device), None, nbytes, behind)
+        for _ in range(ROUNDS):
+            for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
+                measure(matmuls(size, rows, dtype, device, has_fp8(device, dtype)), size, size)
+            for T in (2048, 8192, 32768, 65536) if cuda else (128, 512, 1024, 2048, 4096, 8192):
+                for causal in (True, False):
+                    measure(attentions(T, 128 if cuda else 64, dtype, device, "auto", causal), T, T)
+            for nbytes in (2**24, 2**26, 2**28) if cuda else (2**16, 2**19, 2**21, 2**23, 2**25):
+                measure(row_passes(nbytes, dtype, device), None, nbytes)
+            computing, _ = matmuls(1024 if cuda else 128, rows, dtype, device)["matmul"]
+            behind = partial(seconds_behind, computing)
+            for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
+                measure(messages(nbytes, axis, device), None, nbytes, behind)
+    table = {op: sorted(points.items()) for op, points in rates.items()}
     table["memory"] = table["copy"]
     table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
     shift = table["shift"][-1][1] if axis.size > 1 else 1.0

@@ -197,11 +197,11 @@ class Machine:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
         ranks that follow each other. op: of MESSAGES. Over the network gathers, scattered sums, broadcasts
         and reductions go through the ports of all the group's GPUs of a node. A message that is shorter than
-        all that were measured takes as long as the shortest."""
+        all that were measured takes as long as the shortest; what was measured has the launch in it."""
         assert self.speeds is not None  # seconds are asked for only where they are known
         if nbytes and op in self.speeds.table:
             nbytes = max(nbytes, self.speeds.table[op][0][0])
-            return self.speeds.seconds(op, nbytes, nbytes)
+            return nbytes / self.speeds.rate(op, nbytes)
         node = self.node
         inside = self.speeds.rate("link") * node.nvlink_bytes_per_s
         if span <= node.gpus_per_node:
@@ -257,7 +257,7 @@ def known_figures(kind: type) -> set[str]:
     return {f.name for f in fields(kind) if f.type is not str}
 
 
-CALIBRATION_FORMAT = 3
+CALIBRATION_FORMAT = 4
 MESSAGES = {"gather", "scatter", "exchange", "shift", "broadcast", "reduce"}
 # that --calibrate measures
 BOTH_WAYS = ("attention", "attention full", "norm", "rms norm", "gelu", "swiglu")

@@ -69,8 +69,9 @@ class LayerSeconds:
         self.ring = cfg.token_ranks
         self.Q, self.KV = (heads * self.layer.head_dim for heads in (self.layer.heads, self.layer.kv_heads))
         self.row_bytes, self.itemsize = B * T // cfg.tp * itemsize, itemsize
-        # elements of the run's dtype that take as long on the way as a row of a product's input
-        self.input_width = (C + SCALE_BYTES) / itemsize if cfg.matmul == "fp8" else C
+        # messages of a product's input, each of so many elements of the run's dtype a row
+        widths = (C / itemsize, SCALE_BYTES / itemsize) if cfg.matmul == "fp8" else (C,)
+        self.inputs = [("gather", width) for width in widths]
         # keys and values that several groups of heads read travel once for each of these
         self.at_once = group_heads(cfg, max([*self.before, self.S]))
         self.groups_a_key = max(1, self.layer.heads // self.layer.kv_heads // self.at_once)
@@ -125,8 +126,14 @@ class LayerSeconds:
 
     def message_s(self, ops: list[Operation]) -> float:
         """Exposed seconds of the message of operations with one input."""
-        message = ("gather", self.input_width) if ops[0].kind == "column" else ("scatter", self.C)
-        return self.exposed_s(fsum(map(self.product_s, ops)), message)
+        messages = self.inputs if ops[0].kind == "column" else [("scatter", self.C)]
+        return self.exposed_s(fsum(map(self.product_s, ops)), *messages)
+
+    def message_part(self, op: Operation) -> float:
+        """What counts as the operation's own of the message of its input. Keys and values in no group need
+        none: they are made with the queries."""
+        groups = [one for one in self.together(op) if all(one is not key for key in self.layer.keys)]
+        return sum(one is op for one in groups) / len(groups)
 
     def product_s(self, op: Operation) -> float:
         return self.matmul_s(op.gives, op.takes)
@@ -161,11 +168,17 @@ class LayerSeconds:
             return self.product_s(op) + self.message_s([op]) + copied + gated + self.rounding_s(op, "forward")
         ops = self.together(op)
         rotary = self.pass_s("rotary", op.gives) if op.rotary else 0.0
-        return self.message_s(ops) / len(ops) + self.product_s(op) + rotary + self.rounding_s(op, "forward")
+        message = self.message_part(op) * self.message_s(ops)
+        return message + self.product_s(op) + rotary + self.rounding_s(op, "forward")
 
     def kernels_s(self) -> list[float]:
-        """Seconds of attention's kernels (forward, backward) on this rank's share of the scores."""
-        return [self.kernel_s(way, self.attention_flops, self.S) for way in ("forward", "backward")]
+        """Seconds of attention's kernels (forward, backward) on this rank's share of the scores. In a ring
+        the mask halves the own block alone; of the others all queries see half the keys, or half the queries
+        all."""
+        ring = 1 if self.cfg.context_parallel == "ulysses" else self.ring
+        own, flops = self.attention_flops / ring, self.attention_flops
+        return [self.kernel_s(way, own, self.S) + (self.kernel_s(way, flops - own, self.S, full=True)
+                                                   if ring > 1 else 0.0) for way in ("forward", "backward")]
 
     def kernel_s(self, way: str, flops: float, keys: int, full: bool = False) -> float:
         """Seconds of a forward of so many FLOPs over so many keys of a sequence, or of its backward. `full`:
@@ -209,20 +222,21 @@ class LayerSeconds:
         return seconds + self.head_norms_s("forward") if self.layer.head_norms else seconds
 
     def pieces_of_rows(self) -> int:
-        """Pieces of a rank's own rows, as tp.in_turns cuts them on a GPU."""
-        at_once = 2 if self.tp > 1 else 1
+        """Pieces of a rank's own rows, as tp.in_turns cuts them."""
+        at_once = 2 if self.tp > 1 and not self.machine.cpu else 1
         return max(1, min(self.rows // self.tp // SPLIT_ROWS,
                           max(at_once, -(-at_once * self.rows // CHUNK_ROWS))))
 
     def exposed_s(self, compute_s: float, *messages: tuple[str, float]) -> float:
         """Exposed seconds of gathers and scattered sums of all rows, (op, elements a row), beside `compute_s`
-        seconds of computing. Rows go piece by piece, two under way. At best the first message of the first
-        piece is exposed, and the seconds by which all messages take longer than the computing. The machine's
-        "hidden" is the part of that best case that it reaches; on a CPU, and where it is not known, nothing
-        hides."""
+        seconds of computing. Rows go piece by piece, on a GPU two under way. At best the first message of the
+        first piece is exposed, and the seconds by which all messages take longer than the computing. The
+        machine's "hidden" is the part of that best case that it reaches; on a CPU, and where it is not known,
+        nothing hides."""
         if self.tp == 1:
             return 0.0
-        seconds = [self.machine.message_s(op, width * self.row_bytes * (self.tp - 1), self.tp)
+        piece = self.row_bytes * (self.tp - 1) / self.pieces  # bytes of one element of each row
+        seconds = [self.pieces * self.machine.message_s(op, width * piece, self.tp)
                    for op, width in messages]
         hidden = self.speeds.rate("hidden") if "hidden" in self.speeds.table and self.pieces > 1 else 0.0
         best = seconds[0] / self.pieces + max(0.0, sum(seconds) - compute_s)
@@ -236,7 +250,7 @@ class LayerSeconds:
         for half in reversed(self.halves):
             messages: list[tuple[str, float]] = []
             for ops in reversed(half):
-                inputs = [("gather", self.input_width), ("scatter", self.C)]
+                inputs = [*self.inputs, ("scatter", self.C)]
                 messages += inputs if ops[0].kind == "column" else [("gather", self.C)]
             products = fsum(self.product_s(op) for ops in half for op in ops)
             seconds += self.exposed_s(2 * products, *messages)
@@ -264,27 +278,37 @@ class LayerSeconds:
 
     # --- attention, over the ranks that share the tokens ---
 
-    def hop_s(self, nbytes: float) -> float:
-        return self.machine.message_s("shift", nbytes, self.cp * self.tp, self.cp * self.tp // self.ring)
-
-    def late_s(self, nbytes: float, block_s: float) -> float:
-        """Exposed seconds of a hop, beside `block_s` seconds of attention over the block at hand; on a CPU,
-        which carries the message itself, nothing hides."""
-        return max(0.0, self.hop_s(nbytes) - (0.0 if self.machine.cpu else block_s))
-
-    def exposed_hops_s(self, nbytes: float, block_s: float) -> float:
-        """Exposed seconds of hops of so many bytes, each beside a block."""
-        return (self.ring - 1) * self.late_s(nbytes, block_s)
-
     @property
-    def first_bytes(self) -> float:
-        """Of keys and values, whose first hop in the backward has nothing before it."""
-        return self.kv_bytes
+    def turns(self) -> int:
+        """Groups of heads that attention takes one after the other, each with messages of its own."""
+        return -(-self.layer.heads // self.tp // self.at_once)
 
-    def exchange_s(self, width: int) -> float:
-        """Seconds of an all-to-all of Ulysses, all of them exposed, of a tensor so many elements wide."""
+    def hop_s(self, nbytes: float) -> float:
+        """Seconds of hops to the next rank, of so many bytes of all groups of heads."""
+        ranks = self.cp * self.tp
+        return self.turns * self.machine.message_s("shift", nbytes / self.turns, ranks, ranks // self.ring)
+
+    def late_s(self, messages_s: float, blocks_s: float) -> float:
+        """Exposed seconds of messages beside so many seconds of attention; on a CPU, which carries them
+        itself, nothing hides."""
+        return max(0.0, messages_s - (0.0 if self.machine.cpu else blocks_s))
+
+    def late_hops_s(self, block_s: float) -> float:
+        """Exposed seconds of a forward's hops of keys and values, each beside a block."""
+        return (self.ring - 1) * self.late_s(self.hop_s(self.kv_bytes), block_s)
+
+    def late_hops_back_s(self, block_s: float) -> float:
+        """The same of a backward, whose first hop has nothing before it. Gradients, in fp32, go beside the
+        block behind theirs: beside the own block, the last one, alone."""
+        keys, gradients = self.hop_s(self.kv_bytes), self.hop_s(self.kv_bytes * 4 // self.itemsize)
+        between = (self.ring - 2) * self.late_s(keys + gradients, block_s)
+        return keys + between + self.late_s(gradients, block_s)
+
+    def exchange_s(self, width: int, times: int) -> float:
+        """Seconds of all-to-alls of Ulysses, all of them exposed, of so many tensors that together are so
+        many elements wide."""
         nbytes = width * self.row_bytes * (self.cp - 1) / self.cp
-        message = self.machine.message_s("exchange", nbytes, self.cp * self.tp, self.tp)
+        message = times * self.machine.message_s("exchange", nbytes / times, self.cp * self.tp, self.tp)
         return message + self.copy_s(4 * width)
 
     def exchanges_s(self) -> float:
@@ -292,7 +316,7 @@ class LayerSeconds:
         keys and values that several ranks read goes to each."""
         kv_heads = max(1, self.at_once * self.layer.kv_heads // self.layer.heads)  # of a group
         dealt = self.cp // gcd(kv_heads, self.cp) * self.groups_a_key * self.KV
-        return 2 * self.exchange_s(self.Q) + 2 * self.exchange_s(dealt)
+        return 2 * self.exchange_s(self.Q, self.turns) + 2 * self.exchange_s(dealt, self.turns)
 
     def attention_forward_s(self) -> float:
         kernels = self.kernels_s()[0]
@@ -303,7 +327,7 @@ class LayerSeconds:
         # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a
         # later rank's
         merge = self.copy_s(6 * self.Q) + 0.75 * (self.ring - 1) * self.pass_s("merge", self.Q)
-        return kernels + merge + self.exposed_hops_s(self.kv_bytes, kernels / self.ring)
+        return kernels + merge + self.late_hops_s(kernels / self.ring)
 
     def attention_backward_s(self) -> float:
         kernels = self.kernels_s()[1]
@@ -311,10 +335,8 @@ class LayerSeconds:
             return kernels
         if self.cfg.context_parallel == "ulysses":
             return kernels + 2 * self.exchanges_s()
-        gradients = self.kv_bytes * 4 // self.itemsize  # dk and dv, in fp32
-        late = self.exposed_hops_s(self.kv_bytes + gradients, kernels / self.ring)
         merge = self.copy_s((2 + self.ring * (1 + 8 // self.itemsize)) * (self.Q + 2 * self.KV))
-        return kernels + merge + late + self.hop_s(self.first_bytes)
+        return kernels + merge + self.late_hops_back_s(kernels / self.ring)
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
         """Seconds to recompute rows {tensor: slice}, as in Placement.missing."""

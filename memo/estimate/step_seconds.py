@@ -11,7 +11,8 @@ from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
 from memo.flat import bucket_numels, weights_in_turns
-from memo.layer import INPUT, Tensor, head_rows, tensors_of
+from memo.layer import CHUNK_ROWS, INPUT, Tensor, head_rows, tensors_of
+from memo.subsequences import subsequence_lengths
 from memo.swap.layer_states import EMBEDDING, LAYER_PLACES
 from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
@@ -246,19 +247,29 @@ def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> floa
     units = units_of_passes(cfg, speeds)
     passes = (f"{norm_of(cfg)} {way}" for way in ("forward", "backward"))
     norms = sum(speeds.seconds(op, units[op] * u, u) for op in passes)
-    return matmuls + dw + softmax + rows_of_tp_s(cfg, machine, u) + norms
+    # inputs and their gradients; logsumexps, and a sum of the targets' probabilities, which is a scattered
+    # sum and a gather
+    messages = rows_of_tp_s(cfg, machine, max(1, chunk // cfg.tp) * cfg.tp, [
+        ("gather", C * itemsize), ("scatter", C * itemsize), ("gather", 4 * cfg.tp), ("scatter", 4),
+        ("gather", 4)])
+    return matmuls + dw + softmax + messages + norms
 
 
 def embedding_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
     """Seconds of the embedding and its gradient."""
-    u = cfg.batch_size * cfg.block_size // cfg.cp * cfg.n_embd * itemsize / cfg.tp
-    return rows_of_tp_s(cfg, machine, u) + speeds.seconds("copy", 8 * u * cfg.tp, u)
+    row = cfg.n_embd * itemsize
+    u = cfg.batch_size * cfg.block_size // cfg.cp * row / cfg.tp
+    messages = rows_of_tp_s(cfg, machine, CHUNK_ROWS, [("scatter", row), ("gather", row)])
+    return messages + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
-def rows_of_tp_s(cfg: Config, machine: Machine, nbytes: float) -> float:
-    """Seconds in which all tp ranks get each other's own rows, of `nbytes` each, and send their gradients
-    back."""
-    return sum(machine.message_s(op, nbytes * (cfg.tp - 1), cfg.tp) for op in ("gather", "scatter"))
+def rows_of_tp_s(cfg: Config, machine: Machine, most: int, messages: Sequence[tuple[str, int]]) -> float:
+    """Seconds of messages (op, bytes that each other rank gets of an own row) between the tp ranks, about all
+    rows of these, `most` or fewer of a subsequence at a time."""
+    rows = [cfg.batch_size * n // cfg.cp for n in subsequence_lengths(cfg)]
+    pieces = sum(-(-n // most) for n in rows)
+    sent = sum(rows) / cfg.tp / pieces * (cfg.tp - 1)
+    return pieces * sum(machine.message_s(op, nbytes * sent, cfg.tp) for op, nbytes in messages)
 
 
 def steps_on_host(cfg: Config, machine: Machine) -> bool:

@@ -10,7 +10,7 @@ from memo.config import Config
 from memo.estimate.hardware import Machine
 from memo.estimate.metp_seconds import MetpSeconds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of
-from memo.layer import ATTENTION, keys_dealt
+from memo.layer import keys_dealt
 from memo.subsequences import subsequence_lengths
 
 
@@ -22,15 +22,16 @@ class UnitSeconds(LayerSeconds):
         copied = self.copy_s(2 * self.C)  # the input between the stream and the unit, and dx back
         self.forward_s, self.backward_s = self.forward_s + copied, self.backward_s + copied
         self.messages_s -= self.merging_s("forward") + self.merging_s("backward")
+        dealing = 2 * self.exchange_s(self.dealt, 1) if self.ulysses else 0.0  # of k and v, once
+        self.forward_s, self.messages_s = self.forward_s + dealing, self.messages_s + dealing
         if self.layer.head_norms:  # their backward wants keys as they were before these
-            self.backward_s += fsum(self.product_s(op) for op in self.layer.keys[:1])
-        self.sweep_s = self.pass_s(f"{norm_of(self.cfg)} forward", self.C) + self.keys_s()
-        if self.ulysses:
-            self.sweep_s += 2 * self.exchange_s(self.dealt)
+            self.backward_s += self.keys_again_s("k")
+        self.sweep_s = self.pass_s(f"{norm_of(self.cfg)} forward", self.C) + self.keys_again_s("kv") + dealing
 
-    def keys_s(self) -> float:
-        """Seconds to make k and v from the norm's output."""
-        return fsum(map(self.operation_s, self.layer.keys))
+    def keys_again_s(self, names: str) -> float:
+        """Seconds to make k, or k and v, from the norm's output when nothing else is."""
+        ops = self.layer.keys[:len(names)]
+        return fsum(map(self.operation_s, ops)) + self.message_s([*ops])
 
     @property
     def ulysses(self) -> bool:
@@ -60,8 +61,9 @@ class UnitSeconds(LayerSeconds):
         home, a rank behind. The first hop hides behind the own queries' pieces before, the last one behind
         their own piece."""
         before, own = self.before_s(way) / self.ring, super().kernels_s()[way == "backward"] / self.ring
-        between = (self.ring - 2) * self.late_s(leaving + home, before + own)
-        return self.late_s(leaving, before) + between + self.late_s(home, own)
+        leave, come = self.hop_s(leaving), self.hop_s(home)
+        between = (self.ring - 2) * self.late_s(leave + come, before + own)
+        return self.late_s(leave, before) + between + self.late_s(come, own)
 
     def merging_s(self, way: str) -> float:
         """Seconds to merge partial results, and to add up partial gradients, in fp32."""
@@ -76,8 +78,8 @@ class UnitSeconds(LayerSeconds):
 
     def attention_forward_s(self) -> float:
         seconds = self.kernels_s()[0] + self.merging_s("forward")
-        if self.ulysses:
-            return seconds + 2 * self.exchange_s(self.Q) + 2 * self.exchange_s(self.dealt)
+        if self.ulysses:  # q and out
+            return seconds + 2 * self.exchange_s(self.Q, self.turns)
         if self.ring > 1:
             fp32 = self.row_bytes * 4 // self.itemsize
             lse = fp32 * self.layer.heads
@@ -87,7 +89,7 @@ class UnitSeconds(LayerSeconds):
     def attention_backward_s(self) -> float:
         seconds = self.kernels_s()[1] + self.merging_s("backward")
         if self.ulysses:  # dout, q, out and dq; dk and dv
-            return seconds + 4 * self.exchange_s(self.Q) + 2 * self.exchange_s(self.dealt)
+            return seconds + 4 * self.exchange_s(self.Q, self.turns) + 2 * self.exchange_s(self.dealt, 1)
         if self.ring > 1:
             fp32 = self.row_bytes * 4 // self.itemsize
             leaving = 3 * self.Q * self.row_bytes + fp32 * self.layer.heads
@@ -97,19 +99,23 @@ class UnitSeconds(LayerSeconds):
 
 class MetpUnitSeconds(UnitSeconds, MetpSeconds):
     """See MetpSeconds. The matrices travel once a unit. Keys and values are kept: the backward makes queries
-    again alone."""
+    again alone, and of the groups that read the same keys one makes these."""
 
-    def keys_s(self) -> float:
-        turned = sum(max(self.layer.head_dim * self.groups, op.gives) for op in self.layer.keys if op.rotary)
-        rotary = self.pass_s("rotary", turned) if turned else 0.0
-        return sum(self.parts_s(self.groups, width, self.C) for width in self.widths[1:]) + rotary
+    again = "q"
 
-    def attention_half_backward_s(self) -> float:
-        return super().attention_half_backward_s() - self.keys_s()
+    @property
+    def keyed(self) -> int:
+        return min(self.groups, self.layer.kv_heads)
 
-    def recompute_s(self, missing: dict[str, slice]) -> float:
-        rows = missing.get(ATTENTION, slice(0, 0))
-        return super().recompute_s(missing) - (self.keys_s() if rows.stop > rows.start else 0.0)
+    def keys_again_s(self, names: str) -> float:
+        """In a backward k from matrices that are there; in a sweep both, when theirs travel."""
+        return self.made_s("k") if names == "k" else self.made_s("kv") + self.sweeps_matrices_s()
+
+    def sweeps_matrices_s(self) -> float:
+        """Exposed seconds of what a sweep sends, with the rounding before."""
+        step = self.made_s("kv") / self.keyed
+        later = (self.keyed - 1) * self.exposed_beside(self.group_s("broadcast", "kv"), step)
+        return self.matrices_s("kv") + self.scales_s("kv") + self.first_group_s("kv") + later
 
 
 def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:

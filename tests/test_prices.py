@@ -1,0 +1,124 @@
+"""Each message of a step has its price: the dry run counts what the code sends, and --calibrate measures
+it."""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import inf
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from memo.config import Config
+from memo.decide import Room, problem_of
+from memo.estimate import calibrate
+from memo.estimate.hardware import MESSAGES, Machine, Node, Speeds
+from memo.estimate.step_seconds import compute_seconds, embedding_s, head_s
+from memo.estimate.unit_seconds import layer_seconds
+from memo.parallel.mesh import noted_mesh
+from memo.parallel.rendezvous import Post
+from memo.swap.placing import place_rows
+from memo.swap.streams import open_streams
+from model import GPT
+from testing.ranks import pool
+from tests.helpers import CPU, LLAMA, mesh_of
+
+KEYS = dict(n_layer=2, n_head=8, n_embd=64, vocab_size=150, block_size=4096, batch_size=2)
+FOUR = dict(subsequences=4, unit_order="layer", activation="recompute")  # keys are made again
+METP = dict(tensor_parallel="metp")
+ULYSSES = dict(context_parallel="ulysses")
+
+
+@dataclass(frozen=True)
+class Counting(Machine):
+    """Nothing takes time but messages of one operation: a second each, or a second a byte."""
+
+    op: str = ""
+    by_bytes: bool = False
+
+    def message_s(self, op, nbytes, span, stride=1):
+        return (nbytes if self.by_bytes else 1.0) * (op == self.op and nbytes > 0)
+
+
+def prices(model, cfg):
+    """{operation: (messages, bytes)} that the dry run counts for a micro batch of the model."""
+    swap, itemsize, free = model.swap, model.dtype.itemsize, Speeds({"memory": [(1, inf)]})
+    memory, node = None if model.device.type == "cpu" else 1, Node(8, 1, inf, inf, inf, inf)
+
+    def price(op, by_bytes):
+        machine = Counting("free", node, memory, None, free, capability=(9, 0), op=op, by_bytes=by_bytes)
+        of_step = compute_seconds(swap.placement, layer_seconds(cfg, machine, itemsize).units)
+        ends = (part(cfg, machine, free, itemsize) for part in (embedding_s, head_s))
+        return sum(map(of_step, swap.steps)) + sum(ends)
+    found = {op: (price(op, False), price(op, True)) for op in MESSAGES}
+    return {op: pytest.approx(both) for op, both in found.items() if any(both)}
+
+
+def sent(program):
+    """{operation: (messages, bytes that a rank sends)} of a program's posts. What is summed for all ranks is
+    a scattered sum and a gather."""
+    found = defaultdict(list)
+    for post in (step for step in program if isinstance(step, Post)):
+        n = len(post.communicator.ranks)
+        part = post.nbytes * (n - 1) / n
+        parts = dict(gather=dict(gather=n * part), scatter_sum=dict(scatter=part),
+                     exchange=dict(exchange=part), sum=dict(scatter=part, gather=part))
+        for op, nbytes in parts.get(post.kind, {post.kind: post.nbytes}).items():
+            found[op].append(nbytes)
+    return {op: (len(each), sum(each)) for op, each in found.items()}
+
+
+@pytest.mark.parametrize("keys", [
+    dict(tp=2, device="cpu", block_size=1024), dict(tp=2, matmul="fp8"), dict(tp=4, activation="recompute"),
+    dict(cp=4), ULYSSES | dict(tp=2, cp=2), LLAMA | ULYSSES | dict(cp=4), FOUR | dict(tp=2, cp=2),
+    FOUR | LLAMA | ULYSSES | dict(cp=4), FOUR | dict(tp=2, matmul="fp8", qk_norm=True),
+    METP | dict(tp=2, bias=True), METP | LLAMA | dict(tp=4, qkv_bias=True),
+    METP | dict(tp=2, cp=2, activation="recompute"),
+    METP | dict(tp=2, matmul="fp8", bias=True, activation="recompute"), METP | FOUR | dict(tp=2, cp=2),
+    METP | FOUR | LLAMA | dict(tp=4, qk_norm=True), METP | FOUR | dict(tp=2, matmul="fp8")], ids=str)
+def test_each_message_of_a_step_has_its_price(keys, monkeypatch):
+    """Of the last rank; attention takes one group of heads after the other."""
+    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 2**16)
+    cfg = Config(**KEYS | keys)
+    mesh, program = noted_mesh(cfg.tp * cfg.cp - 1, cfg.tp, cfg.cp, metp=cfg.metp)
+    where = ("cpu", torch.float32) if cfg.device == "cpu" else ("meta", torch.bfloat16)
+    model, (B, T) = GPT(cfg, *where, mesh=mesh), (cfg.batch_size, cfg.block_size // cfg.cp)
+    placement, _ = place_rows(cfg, problem_of(cfg, model.dtype.itemsize, None, Room(0)))
+    model.reserve(B, T, placement if cfg.activation == "recompute" else None, streams=open_streams(CPU))
+    tokens = torch.zeros(B, T, dtype=torch.int64, device=model.device)
+    model.forward(tokens, tokens, scale=1.0)
+    model.backward()
+    assert sent(program) == prices(model, cfg)
+
+
+def test_what_is_measured_of_a_message_is_that_message():
+    mesh, program = noted_mesh(1, 4, 1)
+    for op, (call, nbytes) in calibrate.messages(2**12, mesh.weights, CPU).items():
+        program.clear()
+        call()
+        assert sent(program) == {op: (1, nbytes)}
+
+
+def seconds_behind(host, late):
+    """As measured, of a gather behind sleeping: rank r's n-th sleep takes late(r, n) seconds."""
+    axis, numbers = mesh_of(host, Config(tp=2)).weights, count()
+    with patch.multiple(calibrate, REPEATS=2, BEHIND=2, LEAST_S=0.0):
+        return calibrate.seconds_behind(lambda: time.sleep(late(host.rank, next(numbers))),
+                                        partial(axis.gather, torch.zeros(8)), CPU, host)
+
+
+def always_late(rank, n):
+    return 0.05 * rank
+
+
+def in_turns_late(rank, n):
+    return 0.05 * (n % 2 == rank)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_always_late_is_not_in_the_messages_seconds():
+    always, in_turns = (pool(2).run(seconds_behind, late)[0] for late in (always_late, in_turns_late))
+    assert always < 0.0125 < in_turns  # 0, but for the message, and 0.025
