@@ -1,8 +1,8 @@
 """Figure 11d of MEMO, small and on the CPU: losses of memo that swaps and recomputes, of memo that keeps all,
-and of transformers' GPT-2 with gradient checkpointing under torch's AdamW: same weights, same batches. Wants
-data/stdlib (python data/stdlib/prepare.py makes it)."""
+and of transformers' GPT-2 with gradient checkpointing under torch's AdamW: same weights, same batches."""
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -13,6 +13,7 @@ import train
 from bench.cpu_step import gpt2_of_transformers
 from bench.papers.page import MEASURED, Part
 from memo.batch import open_dataset
+from memo.errors import ConfigError
 from memo.load_config import load_config
 from memo.loggers import read_metrics
 from memo.plots import BLUE, GREEN, GREY, plain, smooth
@@ -51,10 +52,18 @@ def losses_of_transformers(net, cfg):
     return losses
 
 
+def check():
+    """Errors: ConfigError: there is no data/stdlib, or no transformers."""
+    open_dataset(MODEL["dataset"], MODEL["block_size"])
+    if find_spec("transformers") is None:
+        raise ConfigError("transformers=none must be installed, for memo.figure11d compares its losses; try "
+                          "pip install -r requirements-dev.txt")
+
+
 def make():
     cfg = load_config([f"--{k}={v}" for k, v in (SHAPE | MODEL).items()])
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # sums are the same wherever the command runs
+    torch.set_num_threads(1)  # more would sum in another order
     net = gpt2_of_transformers(cfg)
     with tempfile.TemporaryDirectory() as folder:
         hf = Path(folder) / "hf"
@@ -90,4 +99,4 @@ def draw(facts, path):
 
 PART = Part("Figure 11d: convergence", "MEMO's figure 11d", MEASURED, make, draw,
             "Losses of a small GPT-2 by memo (blue, grey) and by transformers (green): one curve. Below: "
-            "their difference.")
+            "their difference.", check)

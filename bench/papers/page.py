@@ -13,10 +13,14 @@ MILLION = 2**20  # tokens
 Facts = dict[str, Any]
 
 
+def nothing() -> None:
+    """What most parts need beside the repository and its requirements."""
+
+
 class Part(NamedTuple):
     """A table or a figure. `source`: what it is in the paper; `how`: DRY, ...; make() -> its facts, as JSON
     holds them: `tables`, [(head, rows)], `notes`, and what `draw`(facts, path) wants, which writes the
-    picture that `caption` is of."""
+    picture that `caption` is of. `check`() raises ConfigError where something is missing that it needs."""
 
     title: str
     source: str
@@ -24,6 +28,7 @@ class Part(NamedTuple):
     make: Callable[[], Facts]
     draw: Callable[[Facts, Path], None] | None = None
     caption: str = ""
+    check: Callable[[], None] = nothing
 
 
 # --- cells ---
@@ -120,6 +125,12 @@ has run memo**, so each part says how its figures came about:
 - *counted*: bytes or elements that a traced layer asks for or sends;
 - *measured on the CPU*: computed here, small.
 
-The papers' own figures are measured on their GPUs. "oom" and "oohm": out of device or host memory. What only
-GPUs could show (speeds, curves of large models, stalls of the allocator) is not here.
+The papers' own figures are measured on their GPUs; here they stand in columns named "paper" or "published",
+and are orange in the pictures. "The facts at hand" are what [testing/](../testing/paper.py) holds of the
+papers. "oom" and "oohm": out of device or host memory. What only GPUs could show (speeds, curves of large
+models, stalls of the allocator) is not here.
+
+Made again, the page is the same, with these exceptions. What is measured has other last digits with another
+CPU or torch, and MEMO's Figure 11d another dataset, which is Python's own library, with another Python. The
+plans of MEMO's Figure 1 and METP's Figure 6 are those of a solver with a time limit.
 """

@@ -10,8 +10,10 @@ import time
 
 from bench.papers import beyond, memo, metp, sppo
 from bench.papers.page import RESULTS
+from memo.files import save_json
 
 PAPERS = {"memo": memo, "metp": metp, "sppo": sppo, "beyond": beyond}
+EVERY = {f"{paper}.{name}": part for paper, module in PAPERS.items() for name, part in module.PARTS.items()}
 
 
 def path_of(paper):
@@ -24,15 +26,31 @@ def known(paper):
     return {name: found[name] for name in PAPERS[paper].PARTS if name in found}
 
 
+def committed(one):
+    """The facts of a part; None where there are none yet."""
+    paper, _, name = one.partition(".")
+    return known(paper).get(name)
+
+
+def keep(one, facts):
+    """Draws a part, and puts its facts into the paper's file."""
+    paper, _, name = one.partition(".")
+    if EVERY[one].draw:
+        EVERY[one].draw(facts, RESULTS / f"{paper}_{name}.png")
+    found = known(paper) | {name: facts}
+    save_json({part: found[part] for part in PAPERS[paper].PARTS if part in found}, path_of(paper))
+
+
 def made(one):
-    """The facts of a part, from a process of its own: it takes its threads and ranks with it."""
+    """The facts of a part, from a process of its own: it takes its threads and ranks with it. Errors:
+    RuntimeError: what that process said last."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", __name__, one]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", __name__, one], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1])
     print(f"{one}: {time.perf_counter() - start:.1f} s", flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    paper, _, name = sys.argv[1].partition(".")
-    print(json.dumps(PAPERS[paper].PARTS[name].make()))
+    print(json.dumps(EVERY[sys.argv[1]].make()))
