@@ -5,8 +5,9 @@ import sys
 import matplotlib.pyplot as plt
 import torch
 
-from bench.papers.page import COUNTED, Part
+from bench.papers.page import COUNTED, Part, thousands
 from memo.config import Config
+from memo.estimate.hardware import GIB
 from memo.layer import head_groups, n_rows, tensors_of
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
@@ -74,8 +75,9 @@ class Metered(FakeArena):
             frame, depth = frame.f_back, depth + 1
 
     def peaks(self):
-        """(peak bytes without messages, peak bytes of messages) of what is recorded since the last call."""
-        live, peak, sizes = dict(messages=0, keys=0, others=0), [0, 0], {}
+        """Peak bytes of what is recorded since the last call: (without messages, of messages, of both
+        together)."""
+        live, peak, sizes = dict(messages=0, keys=0, others=0), [0, 0, 0], {}
         for verb, name, n in self.log:
             kind = "messages" if name in self.messages else "keys" if name in self.keys else "others"
             if verb == "malloc":
@@ -84,23 +86,26 @@ class Metered(FakeArena):
             elif verb == "free" and name in sizes:
                 live[kind] -= sizes[name]
             here = min(live["keys"], self.in_use)
-            peak = [max(peak[0], live["others"] + here), max(peak[1], live["messages"] + live["keys"] - here)]
+            now = live["others"] + here, live["messages"] + live["keys"] - here, sum(live.values())
+            peak = [*map(max, peak, now)]
         self.log.clear()
         return tuple(peak)
 
 
 def layer_memory(h, heads, S, p, kind="metp"):
-    """Elements on a rank: {half: (kept after its forward, peak in it)} without states, and of messages."""
+    """Peak elements on a rank in a layer's forward, with what it keeps and without states: (without messages,
+    with them)."""
     cfg, model = one_layer(h, heads, S, p, kind)
     block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
     arena.run("forward", block.forward, s, model.turn[0], y)
-    whole, messages = arena.peaks()
-    return dict(kept=sum(kept.values()), forward_peak=sum(kept.values()) + whole // 2, messages=messages // 2)
+    alone, _, together = arena.peaks()
+    return [sum(kept.values()) + nbytes // 2 for nbytes in (alone, together)]
 
 
 def halves_memory(h, heads, S, p):
-    """{half: (kept, peak)} of METP's two halves, elements without states, and of messages."""
+    """{half: (kept after its forward, its peak, that of its messages)} of METP's two halves' forward,
+    elements without states."""
     cfg, model = one_layer(h, heads, S, p)
     block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
@@ -110,8 +115,8 @@ def halves_memory(h, heads, S, p):
     arena.run("mlp", lambda: block.mlp_half(s, own, y, block.visits(own)))
     mlp = arena.peaks()
     of_attention = kept["x"] + kept["attn_out"] + kept["lse"]
-    return dict(attention=(of_attention, of_attention + attention[0] // 2),
-                mlp=(kept["mid"], kept["mid"] + mlp[0] // 2), messages=max(attention[1], mlp[1]) // 2)
+    return dict(attention=(of_attention, of_attention + attention[0] // 2, attention[1] // 2),
+                mlp=(kept["mid"], kept["mid"] + mlp[0] // 2, mlp[1] // 2))
 
 
 def paper_metp(h, S, p):
@@ -128,7 +133,6 @@ def paper_tp_layer(h, S, p):
 
 
 S_TABLES = 2**19
-HALVES = {"table1": "mlp", "table2": "attention"}
 
 
 def half_table(half, states_h2):
@@ -136,20 +140,21 @@ def half_table(half, states_h2):
     rows = []
     for name, (h, heads) in MODELS.items():
         for p in RANKS:
-            unit = S_TABLES * h / p
-            ours, paper = halves_memory(h, heads, S_TABLES, p), paper_metp(h, S_TABLES, p)
-            over = (ours[half][1] + states_h2 * h * h / p) / (paper[half][1] + states_h2 * h * h / p)
-            rows.append([name, p, *(round(n / unit, 2) for pair in zip(paper[half], ours[half], strict=True)
-                                    for n in pair), round(ours["messages"] / unit, 2), round(over, 2)])
-    head = ["model", "p", "after forward, paper", "here", "peak, paper", "here", "messages",
+            unit, states = S_TABLES * h / p, states_h2 * h * h / p
+            *ours, messages = halves_memory(h, heads, S_TABLES, p)[half]
+            paper = paper_metp(h, S_TABLES, p)[half]
+            over = (ours[1] + states) / (paper[1] + states)
+            rows.append([name, p, *(round(n / unit, 2) for pair in zip(paper, ours, strict=True)
+                                    for n in pair), round(messages / unit, 2), round(over, 2)])
+    head = ["model", "p", "after forward, paper", "here", "peak, paper", "here", "its messages",
             "peak over the paper's"]
     return head, rows
 
 
-NOTE = (f"{S_TABLES:,} tokens, units of b s h / p without weights, gradients and moments, which are the "
-        "same; the last column counts them. Message buffers stand by themselves, as they are not in the "
-        "formulas; peaks are below these where a layer takes more than p groups of heads, or the MLP its "
-        "rows in pieces.")
+NOTE = (f"The forward of this half of a layer, {S_TABLES:,} tokens, units of b s h / p without weights, "
+        "gradients and moments, which are the same; the last column counts them. The formulas have no "
+        "buffers of messages, so these stand in a column of their own, at their own peak. Peaks are below "
+        "the formulas where a layer takes more than p groups of heads, or the MLP its rows in pieces.")
 
 
 def table1():
@@ -169,38 +174,50 @@ def table2():
 
 
 def figure4():
-    """Peaks of a layer's forward on 8 ranks with its states: METP's over those of tensor parallelism."""
+    """Peaks of a layer's forward on 8 ranks with its states: METP's over those of tensor parallelism, without
+    and with the buffers of messages."""
     rows = []
     for name, (h, heads) in MODELS.items():
         for S in (2**i for i in range(12, 21)):
             p, states = 8, 48 * h * h / 8
-            metp, tp = (layer_memory(h, heads, S, p, kind)["forward_peak"] + states
-                        for kind in ("metp", "megatron"))
-            rows.append([name, f"{S // 1024}K", round(metp * 2 / 2**30, 3), round(tp * 2 / 2**30, 3),
-                         round(metp / tp, 3), round(metp / (paper_tp_layer(h, S, p) + states), 3)])
-    at = next(row for row in rows if row[:2] == ["GPT-175B", "512K"])
-    saved = [round(100 * (1 - ratio), 1) for ratio in (at[5], at[4])]
-    head = ["model", "tokens", "METP, GiB", "memo's TP, GiB", "over memo's TP", "over the paper's TP"]
-    return dict(tables=[(head, rows)], saved=saved,
-                notes=[f"A layer of GPT-175B at 512K tokens on 8: {saved[0]}% less than the paper's "
-                       f"formula for TP, {saved[1]}% less than memo's own, each without the "
-                       "buffers of messages (Tables 1 and 2 have METP's). The paper measured "
-                       f"{100 * CLAIMS['memory_saved_175b_512k_8gpus']:.0f}% less."])
+            every = ([n + states for n in layer_memory(h, heads, S, p, kind)]
+                     for kind in ("metp", "megatron"))
+            formula, row = paper_tp_layer(h, S, p) + states, [name, thousands(S)]
+            for metp, tp in zip(*every, strict=True):
+                row += [round(metp * 2 / GIB, 3), round(tp * 2 / GIB, 3), round(metp / tp, 3),
+                        round(metp / formula, 3)]
+            rows.append(row)
+    short, at = (next(row for row in rows if row[:2] == ["GPT-175B", S]) for S in ("4K", "512K"))
+    saved, own, with_messages, own_with = (round(100 * (1 - at[column]), 1) for column in (5, 4, 9, 8))
+    head = ["model", "tokens", "METP, GiB", "TP", "over it", "paper's TP"]
+    return dict(tables=[([*head, "+ messages: METP", *head[3:]], rows)], saved=[saved, with_messages], notes=[
+        "GiB of a rank; METP's over those of memo's TP, and over the paper's formula for TP; then the same "
+        "with the buffers of messages.",
+        f"A layer of GPT-175B at 512K tokens on 8 takes {saved}% less than the paper's formula for TP "
+        f"without METP's buffers of messages, which its formulas do not have, {with_messages}% less with "
+        f"them; than memo's own TP {own}% and {own_with}% less. The paper measured "
+        f"{100 * CLAIMS['memory_saved_175b_512k_8gpus']:.0f}% less; the facts at hand do not say what it "
+        "counted. The tokens that TP gathers are in its formula, as b s h.",
+        f"With the buffers METP's layer of GPT-175B is {short[9]:.2f} times the formula's at {short[1]}: the "
+        "matrices under way are as large at any length."])
 
 
 def draw_figure4(facts, path):
     fig, ax = plt.subplots(figsize=(8, 4.5), dpi=110, layout="constrained")
+    kinds = (5, "-", "over the paper's TP"), (9, ":", "the same, with messages"), (4, "--", "over memo's TP")
     for name, colour in zip(MODELS, (PALE, GREEN, GREY, BLUE), strict=True):
         mine = [row for row in facts["tables"][0][1] if row[0] == name]
-        for column, style, what in ((5, "-", "the paper's TP"), (4, "--", "memo's TP")):
-            ax.plot(range(len(mine)), [row[column] for row in mine], style, color=colour,
-                    label=f"{name}, over {what}")
+        for column, style, _ in kinds:
+            ax.plot(range(len(mine)), [row[column] for row in mine], style, color=colour)
+        ax.plot([], [], color=colour, label=f"{name}, counted")
+    for _, style, what in kinds:
+        ax.plot([], [], style, color="black", label=what)
     ax.plot(7, 1 - CLAIMS["memory_saved_175b_512k_8gpus"], "o", color=ORANGE, ms=9,
             label="GPT-175B, measured by the paper")
     ax.set_xticks(range(len(mine)), [row[1] for row in mine])
     ax.set(xlabel="tokens of a sequence, 8 ranks", ylim=(0, None),
            ylabel="peak of METP's layer, as a part of TP's")
-    ax.legend(frameon=False, ncols=2, fontsize=8)
+    ax.legend(frameon=False, ncols=2, fontsize=9)
     plain(ax)
     fig.savefig(path)
     plt.close(fig)
@@ -211,5 +228,5 @@ PARTS = {
     "table2": Part("Table 2: attention", "METP's Table 2", COUNTED, table2),
     "figure4": Part("Figure 4: memory of a layer", "METP's figure 4", COUNTED, figure4, draw_figure4,
                     "Peak of a layer's forward with its states, METP over tensor parallelism, eight "
-                    "ranks: over the paper's formula (lines) and memo's own (dashed). Traced, not run; "
-                    "orange: the paper.")}
+                    "ranks: over the paper's formula (lines; dotted: with the buffers of messages) and "
+                    "memo's own (dashed). Counted in a trace, not run; orange: measured by the paper.")}
