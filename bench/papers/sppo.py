@@ -20,18 +20,18 @@ tokens: the optimizer on the host). """
 BF16 = 2
 
 
-def table2():
+def kept():
     """The tensors of a layer in units of B S H elements, and what becomes of each."""
     cfg = sppo_config("65B", 8, 1, 131072, 8)
     unit = cfg.block_size * cfg.n_embd * BF16
     tensors = layer_of(cfg).tensors(1, cfg.block_size, BF16)
-    kept = {name for name in tensors if name in KEYS_VALUES}
-    rows = [[name, round(t.nbytes / unit, 2), "stays: read by all later subsequences" if name in kept else
-             "goes to the host as far as its copy hides, else stays"] for name, t in tensors.items()]
-    stays = sum(row[1] for row in rows if row[0] in kept)
+    rows = [[name, round(t.nbytes / unit, 2), "stays: read by all later subsequences" if name in KEYS_VALUES
+             else "goes to the host as far as its copy hides, else stays"] for name, t in tensors.items()]
+    stays = sum(row[1] for row in rows if row[0] in KEYS_VALUES)
     return dict(tables=[(["tensor", "units of B S H", "in SPPO's form"], rows)], stays=stays, notes=[
-        f"On the device stay {stays:g} units a layer, as the paper counts for keys and values (section "
-        "5.2). The backward adds their gradients, here in fp32: 4 units."])
+        f"A GPT's layer. On the device stay {stays:g} units of it, as many as the paper counts for keys and "
+        f"values. The backward adds their gradients, here in fp32: {2 * stays:g} units. The paper's Table 2 "
+        "is not among the facts at hand; this is what its section 5.2 says, for each of memo's tensors."])
 
 
 def table3():
@@ -107,7 +107,7 @@ def draw_figure7(facts, path):
 
 
 PARTS = {
-    "table2": Part("Table 2: what stays on the device", "SPPO's section 5.2", COUNTED, table2),
+    "kept": Part("Section 5.2: what stays on the device", "SPPO's section 5.2", COUNTED, kept),
     "table3": Part("Table 3: who helps whom", "SPPO's Table 3", SIMULATED, table3),
     "figure5": sppo_sizes.PART,
     "figure7": Part("Figure 7: speed against the number of subsequences", "SPPO's figure 7", DRY, figure7,

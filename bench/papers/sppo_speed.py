@@ -15,8 +15,9 @@ from itertools import product
 
 import matplotlib.pyplot as plt
 
-from bench.papers.page import DRY, MILLION, Part, points
-from bench.papers.rivals import NAMES, fastest, told
+from bench.papers.page import DRY, MILLION, Part, points, thousands
+from bench.papers.rivals import MODELS, NAMES, fastest, told
+from bench.papers.sppo_sizes import FIGURE5, LAYERS, LINK, Stage
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
@@ -26,7 +27,7 @@ from memo.estimate.search import MODES, longest_of_layouts
 from memo.estimate.search import longest as longest_estimate
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from testing.baselines import DEEPSPEED, MEGATRON, best, longest
-from testing.paper import SEQUENCES, SPPO, config_of
+from testing.paper import PAPER, SEQUENCES, SPPO, config_of, rows_of_table3
 
 FORMS = "swap", "memo"
 STAGED = "megatron with stages"
@@ -37,6 +38,7 @@ FIGURE11 = ("13B", 524288), ("65B", 655360)
 # speedups over Megatron-LM; the paper's full offload of 13B is 0.91 of its no offload
 PARTS11 = {"no offload": dict(activation="keep"), "full offload": dict(activation="memo", alpha=1.0),
            "adaptive": dict(activation="swap"), "+ MSP": dict(activation="swap", msp=True)}
+FASTER = 10  # times the network's speed, to see what messages cost
 NAMES11 = {model: f"{model}, {tokens // 1024}K" for model, tokens in FIGURE11}
 FACTS11 = SPPO["speedups"]
 PAPER11 = {"13B": {"full offload": f"{FACTS11['full_offload_13b_512k']} of no offload",
@@ -54,8 +56,8 @@ def sppo_config(model, sp, pp, tokens, N, **keys):
                   unit_order="subsequence", **keys)
 
 
-def gpus(world):
-    return hardware.machine("a100-80gb", ranks=world, **NODE)
+def gpus(world, **figures):
+    return hardware.machine("a100-80gb", ranks=world, **NODE | figures)
 
 
 @cache
@@ -84,7 +86,7 @@ def of_run(one):
 
 def table4():
     """Memory of both forms, and speeds beside the others'."""
-    memory, speeds, ratios, rates = [], [], {}, []
+    memory, speeds, ratios, rates, again = [], [], {}, [], []
     for one in SPPO["table4"]:
         model, sp, pp = one["model"], one["sp"], one["pp"]
         world = sp * pp
@@ -99,6 +101,7 @@ def table4():
                            "host" if swap.cfg.optimizer_on_host else "device"])
             assert all(got.fits for got in forms.values()), name
             rates.append([got.tgs for got in forms.values()])
+            again.append(forms["memo"].seconds["recompute"] / forms["memo"].seconds["step"])
             mine = {"swap": swap.tgs, "fastest": whole.tgs}
             speeds.append([*name, points(swap.mfu), round(swap.tgs, 1), points(whole.mfu),
                            round(whole.tgs, 1),
@@ -111,21 +114,24 @@ def table4():
             for form in OURS]
     low, high = FACTS11["over_megatron_deepspeed"]
     over.append(["SPPO, measured by the paper", *[f"{low} to {high}, over both"] * 2, None])
-    differ = max(abs(memory_tgs[0] / memory_tgs[1] - 1) for memory_tgs in rates)
-    names = "`swap`", "memo", "Megatron", "DeepSpeed", "same pp"
+    differ = max(abs(swap / memo - 1) for swap, memo in rates)
+    names = "SPPO's form", "fastest", "Megatron", "DeepSpeed", "same pp"
     return dict(
-        tables=[(["model, GPUs", "tokens", "N", "bubble", "`swap`: device, GiB", "host", "`memo`: device",
-                  "host", "optimizer"], memory),
+        tables=[(["model, GPUs", "tokens", "N", "bubble", "SPPO's form: device, GiB", "host",
+                  "MEMO's: device", "host", "optimizer"], memory),
                 (["model, GPUs", "tokens", "N", *(column for name in names for column in (name, "TGS"))],
                  speeds),
                 (["times as fast as", *RIVALS.values()], over)],
         notes=[
-            f"Both forms are as fast, to {100 * differ:.1f}%: at these lengths copies hide, and memo "
-            "recomputes for milliseconds of a step. They differ in where activations lie: `memo` fills "
-            "the device before it copies.",
-            "MFU in percent, TGS, of SPPO's form (`swap`) and of memo's fastest layout of one stage and "
-            "whole sequences; of [the baselines](baselines.md), each in its fastest layout that fits, and "
-            "of Megatron-LM with as many stages as SPPO. \"no\": nothing fits.",
+            "The first table: memo in SPPO's stages and subsequences, once in SPPO's form (`swap`, which "
+            "recomputes nothing), once in MEMO's (`memo`, which recomputes what it does not copy). Both are "
+            f"as fast, to {100 * differ:.1g}%: at these lengths copies hide, and recomputing takes at most "
+            f"{100 * max(again):.1g}% of a step. They differ in where activations lie: MEMO's form fills the "
+            "device before it copies.",
+            "The second table, MFU in percent and TGS: SPPO's form; memo's fastest layout of one stage and "
+            "whole sequences; [the baselines](baselines.md), each in its fastest layout that fits; "
+            "Megatron-LM with as many stages as SPPO. \"no\": nothing fits. The facts at hand have the "
+            "paper's configurations and the range of its speedups, no MFU and no TGS.",
             "What differs from the paper. Context parallelism: Megatron-LM's fastest layout here has one "
             "stage, tp inside a node and a ring across nodes, whose hops hide at these lengths, so it has "
             "no bubble; held to SPPO's stages it waits, for 16 micro batches over 8 stages are a bubble "
@@ -155,52 +161,87 @@ def draw_table4(facts, path):
 
 # --- Figure 11 ---
 
+@cache
+def of_part(layout, name, times=1):
+    """The Estimate of the config of sppo_config(*layout) with one of PARTS11, on a network of so many times
+    the speed."""
+    cfg = sppo_config(*layout, **PARTS11[name])
+    machine = gpus(cfg.tp * cfg.cp * cfg.pp, network_bytes_per_s=times * NODE["network_bytes_per_s"])
+    return estimate(cfg, machine, cfg.tp * cfg.cp * cfg.pp, fast_arena)
+
+
+def help_with(layout, times):
+    """(units that are helped, percent that MSP makes a layout faster) on a network of so many times the
+    speed."""
+    alone, helped = (of_part(layout, name, times) for name in ("adaptive", "+ MSP"))
+    units = {(piece.stage, piece.subsequence) for one in helped.stages for piece in one.placement.lent}
+    return len(units), round(100 * (helped.tgs / alone.tgs - 1), 1)
+
+
 def figure11():
-    rows, helped, rates = [], {}, {}
+    rows, helped, found = [], {}, {}
     for model, tokens in FIGURE11:
         one = next(one for one in SPPO["table4"] if one["model"] == model)
-        sp, pp, N = one["sp"], one["pp"], one["tokens_n"][str(tokens)]
-        others = rivals(model, tokens, pp, sp * pp)
-        for name, keys in PARTS11.items():
-            got = estimate(sppo_config(model, sp, pp, tokens, N, **keys), gpus(sp * pp), sp * pp, fast_arena)
+        layout = model, one["sp"], one["pp"], tokens, one["tokens_n"][str(tokens)]
+        others = rivals(model, tokens, one["pp"], one["gpus"])
+        for name in PARTS11:
+            got = of_part(layout, name)
             line = [f"{NAMES11[model]}: {name}", got.fits]
             line += [round(got.tgs, 1), *(round(got.tgs / others[rival]["tgs"], 2) for rival in RIVALS),
                      f"{100 * got.seconds['bubble'] / got.seconds['step']:.1f}%"] if got.fits else [None] * 5
             rows.append([*line, PAPER11[model].get(name)])
-            if name == "adaptive":
-                rates[model] = [100 * mfu for mfu in (got.mfu, *(others[rival]["mfu"] for rival in RIVALS))]
-            if got.cfg.msp:
-                helped[model] = len({(piece.stage, piece.subsequence) for one in got.stages
-                                     for piece in one.placement.lent})
+        found[model] = of_part(layout, "adaptive"), of_part(layout, "full offload"), others
+        helped[model] = [help_with(layout, times) for times in (1, FASTER)]
     head = ["", "fits", "TGS", "over Megatron-LM", "DeepSpeed", "same stages", "bubble",
             "paper, over Megatron-LM"]
-    return dict(tables=[(head, rows)], helped=helped, notes=figure11_notes(rows, helped, rates["65B"]))
+    return dict(tables=[(head, rows)], helped=helped, notes=[
+        offload_note(found), msp_note(helped), megatron_note(*found["65B"])])
 
 
-def figure11_notes(rows, helped, mfus):
-    """`mfus`: of 65B, adaptive, and of its RIVALS."""
-    rate = {row[0]: row[2] for row in rows}
-    lost = {model: 100 * (1 - rate[f"{name}: full offload"] / rate[f"{name}: adaptive"])
-            for model, name in NAMES11.items()}
-    won = {model: 100 * (rate[f"{name}: + MSP"] / rate[f"{name}: adaptive"] - 1)
-           for model, name in NAMES11.items()}
-    return [
-        f"Full offload costs 13B {lost['13B']:.1f}% (the paper: 9%) and 65B {lost['65B']:.1f}% (the paper: "
-        "adaptive is 1.6 times as fast). memo copies layer by layer while the stage computes the next "
-        "one, the paper copies a stage's subsequence when all its layers are done; and here a GPU gets "
-        "12.5 GB/s with all of a node copying, beside a subsequence that computes longer than its copy "
-        "takes.",
-        f"[MSP](pipeline.md#stages-that-help-others-msp) gives 13B {won['13B']:.1f}% (the paper: 17%) and "
-        f"65B {won['65B']:.1f}% (the paper: 3%). Of the 56 units next to the bubbles {helped['13B']} and "
-        f"{helped['65B']} are helped. Elsewhere the messages take longer than help saves: a layer's "
-        "weights, keys and values of all subsequences before, and gradients of both in fp32 on the way "
-        "back. A GPU sends 12.5 GB/s to another node.",
-        f"65B is {FACTS11['adaptive_65b']} times as fast as Megatron-LM in the paper. With SPPO at "
-        f"{mfus[0]:.1f}% of the peak, as here, Megatron-LM would have had "
-        f"{mfus[0] / FACTS11['adaptive_65b']:.1f}%: less than any layout is modelled with, "
-        f"{mfus[1]:.1f}% with one stage, {mfus[3]:.1f}% with SPPO's stages. Fragments may cost as much: in "
-        "MEMO's Table 4 they leave 23.0 of 43.2% at 128K. The facts at hand have no cell of Megatron-LM on "
-        "SPPO's machine."]
+def offload_note(found):
+    lost = [100 * (1 - full.tgs / adaptive.tgs) for adaptive, full, _ in found.values()]
+    papers = (1 - FACTS11["full_offload_13b_512k"],
+              1 - FACTS11["full_offload_65b_640k"] / FACTS11["adaptive_65b"])
+    stage, (gb, *_), (ms, *_) = Stage(8), *FIGURE5[8].values()
+    by_stage, by_layer = (stage.stall_s([1.0] * 7 + [0.0], layers) for layers in (1, LAYERS))
+    return (f"Full offload makes 13B {lost[0]:.1f}% slower (the paper: {papers[0]:.0%}, than without "
+            f"offload) and 65B {lost[1]:.1f}% slower than adaptive (the paper: {papers[1]:.0%}). One "
+            "difference is known: memo copies layer by layer while the stage computes the next one, the "
+            "paper copies a stage's subsequence when all its layers are done. It is small: in [Figure 5's "
+            "simulation](#figure-5-sizes-of-subsequences-and-their-ratios) with N = 8 full offload waits "
+            f"{by_layer:.2f} s of a pass by layers, {by_stage:.2f} s by stages. The paper's copies are not "
+            f"slower, {gb / ms * 1e3:.1f} GB/s in its figure 5, here {LINK / 1e9:g}. No other reason is "
+            "found.")
+
+
+def msp_note(helped):
+    won = [f"{100 * (FACTS11[f'msp_{model}'] / FACTS11[f'adaptive_{model}'] - 1):.0f}%"
+           for model in ("13b", "65b")]
+    (here, fast), (here_65b, fast_65b) = helped.values()
+    return (f"[MSP](pipeline.md#stages-that-help-others-msp) gives 13B {here[1]:.1f}% (the paper: {won[0]}) "
+            f"and 65B {here_65b[1]:.1f}% (the paper: {won[1]}). Of the 56 units next to the bubbles "
+            f"{here[0]} and {here_65b[0]} are helped. Messages keep it from more: a layer's weights, keys "
+            "and values of all subsequences before, and gradients of both in fp32 on the way back. On a "
+            f"network of {FASTER} times the speed {fast[0]} and {fast_65b[0]} units would be helped, and MSP "
+            f"would give {fast[1]:.1f}% and {fast_65b[1]:.1f}%.")
+
+
+def megatron_note(adaptive, _, others):
+    """Of 65B."""
+    ours, fastest_layout, staged = (100 * mfu for mfu in (
+        adaptive.mfu, others[MEGATRON]["mfu"], others[STAGED]["mfu"]))
+    theirs, cells = ours / FACTS11["adaptive_65b"], PAPER["table4"]["mfu_percent"]
+    left = [alone / planned for alone, planned in zip(
+        cells["full_recompute"], cells["full_recompute+plan"], strict=True) if not isinstance(alone, str)]
+    low, model, S = min((mfu, model, S) for model in MODELS for S, mfu in rows_of_table3(
+        model, MEGATRON).items() if not isinstance(mfu, str))
+    return (f"65B is {FACTS11['adaptive_65b']} times as fast as Megatron-LM in the paper. The facts at hand "
+            f"have no MFU of SPPO's machine. If SPPO had {ours:.1f}% there, as here, Megatron-LM would have "
+            f"{theirs:.1f}%: {theirs / fastest_layout:.0%} of the {fastest_layout:.1f}% that its fastest "
+            f"layout is modelled with, {theirs / staged:.0%} of the {staged:.1f}% with SPPO's stages. "
+            f"Fragments as MEMO measured them are not enough: in its Table 4 they leave {min(left):.0%} to "
+            f"{max(left):.0%}. MEMO's Table 3 has Megatron-LM as low as {low}% ({model}, {thousands(S)}), "
+            "without saying why. No reason for the paper's ratio is found.")
 
 
 def draw_figure11(facts, path):
@@ -242,20 +283,24 @@ def figure12():
                        (round(got.layout.cfg.block_size / MILLION, 2), points(got.mfu))),
                      round(ours.cfg.block_size / MILLION, 2), points(ours.mfu),
                      layout_of(ours).replace("=", "")])
-    head = ["GPUs", "paper", "SPPO's form", "N", "MFU", "Megatron-LM", "MFU", "DeepSpeed", "MFU", "memo",
-            "MFU", "in"]
+    head = ["GPUs", "paper, normalised", "SPPO's form", "N", "MFU", "Megatron-LM", "MFU", "DeepSpeed", "MFU",
+            "memo", "MFU", "in"]
+    [(world, most)] = SPPO["max_tokens"]["gpus"].items()
     return dict(tables=[(head, rows)], notes=[
-        "In units of 2^20 tokens, MFU in percent. SPPO's form ends where the keys and values of a stage's "
-        "layers, with their gradients in fp32, fill the device; more stages have fewer layers each. "
-        "Megatron-LM goes further with a ring over all nodes and one input kept of several layers. Ulysses "
-        "ends at 32 heads. memo's longest keeps of most layers their input alone, in host memory, and "
-        "repeats attention."])
+        "In units of 2^20 tokens, MFU in percent. The paper's are normalised; the facts at hand have tokens "
+        f"for {world} GPUs alone, {most:,}, which is {most / MILLION:.1f} in units of 2^20, so the unit of "
+        "the others should be the same. By its Table 4 it ran 7B at 1,048,576 on 32 GPUs. SPPO's form ends "
+        "where the keys and values of a stage's layers, with their gradients in fp32, fill the device; more "
+        "stages have fewer layers each. Megatron-LM goes further with a ring over all nodes and one input "
+        "kept of several layers. Ulysses ends at 32 heads. memo's longest keeps of most layers their input "
+        "alone, in host memory, and repeats attention."])
 
 
 def draw_figure12(facts, path):
     _, rows = facts["tables"][0]
     fig, ax = plt.subplots(figsize=(8, 4.4), dpi=110, layout="constrained")
-    kinds = ((1, "SPPO, the paper", ORANGE), (2, OURS["swap"], BLUE), (9, "memo, one stage", GREEN),
+    kinds = ((1, "SPPO, the paper "
+                 "(normalised)", ORANGE), (2, OURS["swap"], BLUE), (9, "memo, one stage", GREEN),
              (5, NAMES[MEGATRON], GREY), (7, NAMES[DEEPSPEED], PALE))
     for at, (column, label, colour) in enumerate(kinds):
         ax.bar([k + 0.16 * at - 0.32 for k in range(len(rows))], [row[column] for row in rows], 0.15,
@@ -277,4 +322,5 @@ PARTS = {
                      "Tokens per second over Megatron-LM's fastest layout: dry runs (blue), the paper "
                      "(orange)."),
     "figure12": Part("Figure 12: longest contexts", "SPPO's figure 12", DRY, figure12, draw_figure12,
-                     "Longest contexts of 7B: dry runs, the paper's in orange. The axis is logarithmic.")}
+                     "Longest contexts of 7B: dry runs; the paper's in orange, as it normalised them. The "
+                     "axis is logarithmic.")}
