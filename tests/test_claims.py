@@ -14,12 +14,24 @@ def result(name):
     return json.loads((ROOT / f"bench/results/{name}.json").read_text())
 
 
+FAILS = "both_fail", "only_papers_fails", "only_ours_fails"
 MEMO, METP, SPPO = (result(f"papers/{paper}") for paper in ("memo", "metp", "sppo"))
 OFF, RIVALS = MEMO["table3"]["off"], MEMO["rivals"]["totals"]
 LONG, SHORT = OFF["all, from 64K on"], OFF["all, 4K to 32K"]
 OF = {model: f"{OFF[f'{model}, from 64K on']['mean']:.1f}" for model in ("7B", "13B", "30B")}
 SPEED, HERE = result("estimate_speed"), result("estimate_here_cpu")["worst"]
+BEST = MEMO["table5"]["tables"][2][1]
+HOST = [sum(off[fails] for off in MEMO["table5"]["off"].values()) for fails in FAILS]
+FITS = LONG[FAILS[1]] + SHORT[FAILS[1]] + sum(off[FAILS[1]] for name, off in MEMO["table4"]["off"].items()
+                                              if name != "full_recompute")  # which is Megatron-LM's model
 LONGER = [row[-1] for row in METP["figure6"]["tables"][1][1]]
+
+
+def fits(part, column):
+    """The lengths whose cell in the column ran out of memory in the paper, and has an MFU here, behind it."""
+    *most, last = [f"{int(row[0][:-1]):,}K" for row in MEMO[part]["tables"][0][1]
+                   if isinstance(row[column], str) and not isinstance(row[column + 1], str)]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def choice(of):
@@ -53,9 +65,13 @@ CLAIMS = {
     "docs/results.md": [
         f"{LONG['mean']:.1f} points off from 64K on (7B {OF['7B']}, 13B {OF['13B']}, 30B {OF['30B']}), "
         f"{SHORT['mean']:.1f} below",
-        f"from {MEMO['figure6']['crossing'][0]}K tokens on",
+        f"is the paper's at {sum(row[1] == row[2] for row in BEST)} of {len(BEST)} lengths, and "
+        f"{HOST[0]} of {sum(HOST)} cells without host memory are",
+        f"hide from {MEMO['figure6']['crossing'][0]}K tokens on",
+        f"Tables 3 and 4, {FITS} cells that ran out of memory there are predicted to fit",
         f"{RIVALS['agree']} of {RIVALS['cells']} cells run out of memory",
         f"takes {METP['figure4']['saved'][0]}% less memory",
+        f"messages, {METP['figure4']['saved'][1]}% less with them",
         f"{min(LONGER):.1f} to {max(LONGER):.1f} times those of memo's TP",
         f"{SPPO['table4']['tables'][2][1][0][1]} times as fast as Megatron-LM",
         *(f"| {one['tokens']:,} | {one['mfu']:.0%} | {one['device_share']:.0%} | {one['host_share']:.0%} |"
@@ -72,6 +88,8 @@ CLAIMS = {
           for way in ("forward", "backward"))],
     "docs/estimate.md": [
         f"with {MEMO['table3']['tables'][0][1][0][4]:.0f}% MFU", f"{SHORT['mean']:.1f} points off",
+        f"7B at {fits('table3', 1)} (OOM in Table 3), 30B at {fits('table3', 9)} (OOHM in Table 3), and 7B "
+        f"with full recomputation at {fits('table4', 3)} (OOM",
         f"at most {max(MEMO['table3']['above'].values()):.1f} points above"],
     "docs/baselines.md": [
         f"{RIVALS['agree']} of {RIVALS['cells']}", f"in {RIVALS['right']} of {RIVALS['pairs']} pairs"],

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MEMO = json.loads((ROOT / "bench/results/papers/memo.json").read_text())
+MEMO, METP = (json.loads((ROOT / f"bench/results/papers/{paper}.json").read_text())
+              for paper in ("memo", "metp"))
 
 
 @pytest.mark.slow
@@ -26,3 +27,10 @@ def test_the_dry_run_is_as_near_as_it_should_be():
     assert long["mean"] <= 1 and long["worst"] <= 3 and short["mean"] <= 4
     assert totals["cells"] == 96 and totals["agree"] >= 0.8 * totals["cells"]
     assert totals["right"] >= 0.9 * totals["pairs"]
+
+
+def test_metp_sends_what_docs_metp_says():
+    """The elements of docs/metp.md's table: of the MLP, of attention's matrices, of keys and values."""
+    mlp, attention = (METP[part]["tables"][1][1] for part in ("table1", "table2"))
+    for p, (*_, of_mlp), (*_, matrices, _, keys) in zip((2, 4, 8), mlp, attention, strict=True):
+        assert (of_mlp, matrices, keys) == (24 * (p - 1) / p, 12 * (p - 1) / p, 6 * (p - 1) / p)

@@ -18,7 +18,7 @@ from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
 from memo.planner.plan import one_level
 from memo.planner.rehearsal import FakeArena
-from memo.plots import BLUE, GREEN, PALE, plain
+from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from testing.paper import PAPER
 
 LAYERS, C, HEADS, V, TP, CP, BF16 = 32, 4096, 32, 50304, 4, 2, 2
@@ -192,12 +192,14 @@ def make():
     room = node.memory_bytes - CONTEXT_BYTES - 3 * COMMUNICATOR_BYTES
     rows = [row(S, room, states) for S in PAPER["table4"]["seq_tokens"]]
     head = ["", "allocated, GiB", "reserved", "gap", "planned", "least room", "reorganisations in it",
-            "on an A800", "planned"]
-    return dict(tables=[(head, rows)], notes=[
-        f"{STEPS} steps of one sequence beside {states / 2**30:.1f} GiB of states, from traced requests. "
-        "The allocator reserves a fifth more than is allocated: the paper's gap of 4 GB lies between 256K "
-        "and 384K, but the facts at hand do not say at which length it was. A plan takes what is "
-        "allocated. \"Least room\": with less the allocator finds none, though a plan would.",
+            "on an A800", "planned, on it"]
+    return dict(tables=[(head, rows)], room_gib=round((room - states) / 2**30, 1), notes=[
+        f"{STEPS} steps of one sequence beside {states / 2**30:.1f} GiB of states, from traced requests, "
+        "first on a device without end, then in the least room, then on an A800. The allocator reserves a "
+        "fifth more than is allocated: the paper's gap of 4 GB lies between 256K and 384K, but the facts at "
+        "hand do not say at which length it was. A plan takes what is allocated. \"Least room\": with less "
+        "the allocator finds none, though a plan would. Reorganisations: all free blocks given back, and "
+        "asked for anew.",
         "With a plan 640K fits on the A800 and 768K does not, as in the paper's Table 4. Without one the "
         "allocator reorganises at 640K; the paper's ran out of memory from 512K on. This is the plan of "
         "Megatron-LM's requests; Table 4's \"planned, here\" is memo itself, which needs less and fits at "
@@ -208,13 +210,21 @@ def make():
         "these made the paper's, nothing here tells."])
 
 
+PAPERS_ENDS = {"full_recompute": "out of memory in the paper, no plan",
+               "full_recompute+plan": "out of memory in the paper, planned"}
+
+
 def draw(facts, path):
     fig, ax = plt.subplots(figsize=(8, 4.4), dpi=110, layout="constrained")
     _, rows = facts["tables"][0]
-    for at, column, colour, label in ((-0.27, 1, BLUE, "allocated"), (0, 2, PALE, "reserved"),
-                                      (0.27, 4, GREEN, "planned")):
+    for at, column, colour, label in ((-0.27, 1, BLUE, "allocated, simulated"),
+                                      (0, 2, PALE, "reserved, simulated"), (0.27, 4, GREEN, "planned")):
         ax.bar([i + at for i in range(len(rows))], [one[column] for one in rows], 0.26, color=colour,
                label=label)
+    for at, (name, label) in zip((0, 0.27), PAPERS_ENDS.items(), strict=True):
+        failed = [i + at for i, mfu in enumerate(PAPER["table4"]["mfu_percent"][name]) if mfu == "oom"]
+        ax.plot(failed, [1.5] * len(failed), "x" if at else "+", color=ORANGE, ms=9, mew=2, label=label)
+    ax.axhline(facts["room_gib"], color=GREY, lw=0.8, label="what an A800 has")
     ax.set(xticks=range(len(rows)), xticklabels=[one[0] for one in rows], xlabel="context, tokens",
            ylabel="GiB beside the states")
     ax.legend(frameon=False)
@@ -224,5 +234,6 @@ def draw(facts, path):
 
 
 PART = Part("Figure 1 (left): fragments", "MEMO's figure 1 and Table 4, first row", SIMULATED, make, draw,
-            "Temporary tensors and activations of a step of Megatron-LM's 7B, tp4 cp2, full recompute: "
-            "what is allocated, what torch's allocator reserves, what a plan takes. Simulated.")
+            "Temporary tensors and activations of a step of Megatron-LM's 7B, tp4 cp2, full recompute: what "
+            "is allocated, what torch's allocator reserves, what a plan takes. Simulated; orange: where the "
+            "paper's system ran out of memory (Table 4).")
