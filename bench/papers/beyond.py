@@ -97,7 +97,7 @@ def make():
             speeds.append([job, method, papers.get((job, method)), cfg.block_size,
                            points(got.mfu) if got.fits else got.reason, binds if got.fits else lacks(got)])
             sizes.append([job, method, layout_of(got).replace("=", ""), cfg.n_subsequences,
-                          "device, AdamW: host" if steps_on_host(cfg) else cfg.states,
+                          "AdamW: host" if steps_on_host(cfg) else cfg.states,
                           *(round(n / GIB, 1) for n in (got.device_bytes, got.capacity)),
                           *(round(n / GIB) for n in (got.host_bytes, got.host_capacity))])
     keys = [sum(found[at_1m(*job)]["SPPO"].bytes_of(region)[0] for region in ("keys", "key_gradients")) / GIB

@@ -191,7 +191,7 @@ def make():
     states = numel * (2 + 4 + 12 // CP)
     room = node.memory_bytes - CONTEXT_BYTES - 3 * COMMUNICATOR_BYTES
     rows = [row(S, room, states) for S in PAPER["table4"]["seq_tokens"]]
-    head = ["", "allocated, GiB", "reserved", "gap", "planned", "least room", "reorganisations in it",
+    head = ["", "allocated, GiB", "reserved", "gap", "planned", "least room", "reorganised in it",
             "on an A800", "planned, on it"]
     return dict(tables=[(head, rows)], room_gib=round((room - states) / 2**30, 1), notes=[
         f"{STEPS} steps of one sequence beside {states / 2**30:.1f} GiB of states, from traced requests, "

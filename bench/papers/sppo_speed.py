@@ -115,7 +115,7 @@ def table4():
     low, high = FACTS11["over_megatron_deepspeed"]
     over.append(["SPPO, measured by the paper", *[f"{low} to {high}, over both"] * 2, None])
     differ = max(abs(swap / memo - 1) for swap, memo in rates)
-    names = "SPPO's form", "fastest", "Megatron", "DeepSpeed", "same pp"
+    names = "SPPO's", "fastest", "Megatron", "DeepSpeed", "same pp"
     return dict(
         tables=[(["model, GPUs", "tokens", "N", "bubble", "SPPO's form: device, GiB", "host",
                   "MEMO's: device", "host", "optimizer"], memory),
