@@ -1,8 +1,8 @@
 """What memo is compared with, by arithmetic: Megatron-LM, and DeepSpeed-Ulysses with ZeRO-3, each in the
 fastest layout of its own space that fits. Tests and bench have both from here.
 
-Fair to their owners: seconds are those of memo's dry run of the same layer on the same rates of kernels and
-links, and a rival has the device to the last byte: no fragments, no margin.
+Fair to their owners: the same rates of kernels, links and memory as in memo's dry run, for what their own
+code does (testing/baseline_layer.py); and a rival has the device to the last byte: no fragments, no margin.
 
 A layer keeps for its backward what Korthikanti et al. (arXiv 2205.05198, section 4) count, with flash
 attention, which keeps no scores, and without dropout: 32 bytes a token and element of C for GPT (34 with the
@@ -18,20 +18,14 @@ from memo.choose import degrees_of
 from memo.config import Config
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from memo.estimate.pipeline_seconds import hop_s
-from memo.estimate.roofline import LayerSeconds
 from memo.estimate.search import config_with
-from memo.estimate.step_seconds import data_s, embedding_s, head_s, optimizer_s
+from memo.estimate.step_seconds import data_s, embedding_s, optimizer_s
 from memo.formulas import mfu, tgs
 from memo.layer import layer_of
+from testing.baseline_layer import BF16, DEEPSPEED, FP32, MEGATRON, head_s, layer_s, logit_bytes
 
-MEGATRON, DEEPSPEED = "megatron", "deepspeed"
-BF16, FP32 = 2, 4
 OPTIMIZER_BYTES = 12  # of a parameter: weight and two moments in fp32
 MOST_TP = 16
-# A logit at the most. Megatron-LM (megatron/core/tensor_parallel/cross_entropy.py): bf16, and fp32 that turns
-# into the gradient. Megatron-DeepSpeed (megatron/core/sequence_parallel/cross_entropy.py): bf16, and fp32
-# logits, softmax and its logarithm
-LOGIT_BYTES = {MEGATRON: BF16 + FP32, DEEPSPEED: BF16 + 3 * FP32}
 TOKENS_A_RANK = 1024  # a longest context is a multiple of so many times the ranks
 
 
@@ -122,7 +116,8 @@ def activation_bytes(one: Layout, stage: int, recompute: Recompute) -> float:
     layers = inputs + max(whole, together * kept - x if again else 0.0)
     backward = layers + BF16 * one.rows * row_elements(one)[1] / cfg.tp
     # the head's input and its gradient are whole on each tp rank
-    logits = one.rows * (LOGIT_BYTES[one.system] * cfg.padded_vocab_size / cfg.tp + 2 * BF16 * cfg.n_embd)
+    logits = logit_bytes(one.system, cfg)[0] * cfg.padded_vocab_size / cfg.tp
+    logits = one.rows * (logits + 2 * BF16 * cfg.n_embd)
     head = inputs + whole + logits if stage == cfg.pp - 1 else 0.0
     return (min(one.micros, cfg.pp - stage) - 1) * (inputs + whole) + max(backward, head)
 
@@ -137,21 +132,34 @@ def device_bytes(one: Layout, recompute: Recompute) -> float:
 
 # --- seconds ---
 
-def layers_s(one: Layout, machine: Machine) -> tuple[float, float]:
-    """Seconds of (forward, backward) of all layers of a stage, a micro batch: those of memo's layer. Ulysses
-    keeps what its all-to-alls brought, which memo's backward sends again. ZeRO-3 gathers a layer's parameters
-    for each of both, beside the layer before. These messages hide as those of tp do: the machine's "hidden"
-    part of them."""
-    n, world, layer = one.stage_layers, one.world, LayerSeconds(one.cfg, machine, BF16)
-    if one.system == MEGATRON:
-        return n * layer.forward_s, n * layer.backward_s
-    backward_s = layer.backward_s - (layer.exchanges_s() if one.cfg.cp > 1 else 0.0)
-    sent = BF16 * layer.layer.matrix_elements * (world - 1) / world
-    gather, scatter = (machine.message_s(op, sent, world) for op in ("gather", "scatter"))
+def layers_s(one: Layout, machine: Machine, recompute: Recompute) -> tuple[float, float]:
+    """Seconds of (forward, backward) of all layers of a stage, a micro batch, with what recomputes them and
+    ZeRO-3's messages."""
+    forward, backward = layer_s(one.system, one.cfg, machine)
+    stage = one.stage_layers * forward, one.stage_layers * backward + recompute.layers * forward
+    return with_zero(one, machine, *stage) if one.system == DEEPSPEED else stage
+
+
+def with_zero(one: Layout, machine: Machine, forward_s: float, backward_s: float) -> tuple[float, float]:
+    """Seconds of (forward, backward) with ZeRO-3's messages beside them, which hide as those of tp do: the
+    machine's "hidden" part of them. Parameters are gathered once in each of both: recomputed layers keep
+    theirs for the backward behind it (partitioned_param_coordinator.py: stage3_max_reuse_distance).
+    Gradients are copied to a bucket, put together by rank, divided and sent (stage3.py,
+    coalesced_collectives.py)."""
+    cfg, world, speeds = one.cfg, one.world, machine.speeds
+    assert speeds is not None  # seconds are asked for only where they are known
+    layers = one.stage_layers * layer_of(cfg).matrix_elements
+    table = cfg.padded_vocab_size * cfg.n_embd  # is gathered for the embedding and for the head
+
+    def sent_s(op: str, numel: int) -> float:
+        return machine.message_s(op, BF16 * numel * (world - 1) / world, world) if world > 1 else 0.0
 
     def beside(compute_s: float, message_s: float) -> float:
-        return compute_s + message_s - layer.speeds.rate("hidden") * min(compute_s, message_s)
-    return n * beside(layer.forward_s, gather), n * beside(backward_s, gather + scatter)
+        return compute_s + message_s - speeds.rate("hidden") * min(compute_s, message_s)
+    copied = 3 * 2 * BF16 * (layers + table) * (world > 1)
+    scatter = sent_s("scatter", layers + table) + speeds.seconds("copy", copied, copied)
+    return (beside(forward_s, sent_s("gather", layers + 2 * table)),
+            beside(backward_s, sent_s("gather", layers) + scatter))
 
 
 def in_turns_s(stages: Sequence[float], micros: int) -> float:
@@ -162,20 +170,21 @@ def in_turns_s(stages: Sequence[float], micros: int) -> float:
 
 def step_s(one: Layout, machine: Machine, recompute: Recompute) -> float:
     """Seconds of a step. Messages of data parallelism hide as memo's do; Megatron-LM does so with
-    --overlap-grad-reduce and --overlap-param-gather."""
+    --overlap-grad-reduce and --overlap-param-gather, and scales its gradients before
+    (megatron/core/distributed/param_and_grad_buffer.py)."""
     cfg, world, speeds = one.cfg, one.world, machine.speeds
     assert speeds is not None  # seconds are asked for only where they are known
-    forward, backward = layers_s(one, machine)
-    stages = [forward * (1 + recompute.layers / one.stage_layers) + backward] * cfg.pp
+    forward, backward = layers_s(one, machine, recompute)
+    stages = [forward + backward] * cfg.pp
     if cfg.pp > 1:  # no work is beside x and dx
         hops = 2 * hop_s(machine, world, cfg.pp, 0, BF16 * one.rows * cfg.n_embd / cfg.tp)
         stages = [seconds + hops for seconds in stages]
     stages[0] += embedding_s(cfg, machine, speeds, BF16)
-    stages[-1] += head_s(cfg, machine, speeds, BF16)
+    stages[-1] += head_s(one.system, cfg, machine)
     numel = one.stage_layers * layer_of(cfg).matrix_elements + cfg.padded_vocab_size * cfg.n_embd
     numel, data = (numel // world, 1) if one.system == DEEPSPEED else (numel // cfg.tp, one.dp * cfg.cp)
-    ranks = min(world, machine.node.gpus_per_node)
-    return (in_turns_s(stages, one.micros)
+    ranks, scaled = min(world, machine.node.gpus_per_node), 2 * FP32 * numel * (data > 1)
+    return (in_turns_s(stages, one.micros) + speeds.seconds("copy", scaled, scaled)
             + data_s(cfg, machine, numel, BF16, data, world, forward, backward)
             + optimizer_s(cfg, machine, speeds, numel, BF16, data, ranks, forward))
 

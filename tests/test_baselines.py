@@ -6,10 +6,12 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
+from testing.baseline_layer import ROTARY, logit_bytes, passes
 from testing.baselines import (
     DEEPSPEED,
     FP32,
@@ -54,6 +56,69 @@ def test_a_layer_keeps_what_autograd_saves(mlp, kv_heads):
     one = Layout(MEGATRON, replace(cfg, n_inner=256), 1, 1)
     if mlp == "gelu":  # arXiv 2205.05198: 34 s b h, without the two masks of dropout; and statistics in fp32
         assert kept_bytes(one) == 32 * 64 * 64 + 64 * (4 + 4) * FP32
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write, of tensors of at least so many elements."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.nbytes = least, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not func.is_view and func is not torch.ops.aten.unbind.int:
+            read = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
+            wrote = made if isinstance(made, (list, tuple)) else [made]
+            self.nbytes += sum(t.nbytes for t in [*read, *wrote]
+                               if isinstance(t, torch.Tensor) and t.numel() >= self.least)
+        return made
+
+
+def test_rotary_positions_without_fusion():
+    """x cos + (-x2, x1) sin, as autograd goes through it, in both ways."""
+    x, angles = torch.randn(64, 1, 8, 16, dtype=torch.bfloat16, requires_grad=True), torch.randn(64, 1, 1, 16)
+    dy = torch.ones_like(x)
+    for way in ("forward", "backward"):
+        with Traffic(x.numel() // 2) as count:
+            if way == "forward":
+                one, two = x.view(64, 1, 8, 2, 8).unbind(-2)
+                turned = torch.cat((-two, one), dim=-1)
+                y = x * angles.cos().bfloat16() + turned * angles.sin().bfloat16()
+            else:
+                y.backward(dy)
+        assert count.nbytes == ROTARY[DEEPSPEED] * x.nbytes, way
+
+
+@pytest.mark.parametrize("system, ranks", [(MEGATRON, 1), (DEEPSPEED, 1), (DEEPSPEED, 2)])
+def test_bytes_of_the_loss(system, ranks):
+    """Each operation's, from the head's product to that of its gradient, without what is small."""
+    cfg = Config(**SHAPE | dict(cp=ranks, context_parallel="ulysses"))
+    logits, grad = torch.randn(16, 512, dtype=torch.bfloat16), torch.ones(16, 1)
+    with Traffic(logits.numel()) as count:
+        x = logits.float()
+        if ranks > 1:
+            x = torch.softmax(x, -1)
+            x.log()
+        else:
+            most = x.max(-1, keepdim=True).values
+            x = x.sub_(most) if system == MEGATRON else x - most
+            torch.exp(x, out=x)
+            x.div_(x.sum(-1, keepdim=True))
+        x.mul_(grad).bfloat16()
+    assert count.nbytes == logit_bytes(system, cfg)[1] * logits.numel()
+
+
+def test_passes_of_a_layer():
+    """In C of a token, as docs/baselines.md has them; Ulysses copies q, k, v and the output once each way."""
+    cfg = Config(**SHAPE)
+    shared = replace(cfg, cp=2, context_parallel="ulysses")
+    of = {name: [n / cfg.n_embd for n in passes(*those)] for name, those in dict(
+        megatron=(MEGATRON, cfg), whole=(DEEPSPEED, cfg), ulysses=(DEEPSPEED, shared)).items()}
+    assert of == dict(megatron=[24, 34], whole=[40, 50], ulysses=[48, 58])
+    ring = passes(MEGATRON, replace(cfg, cp=2, context_parallel="ring"))
+    assert ring > passes(MEGATRON, cfg)
 
 
 def played(stages, micros):

@@ -7,7 +7,8 @@ the device, and with less of it, for the paper's systems lost memory to fragment
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import combinations
 from math import copysign
 from statistics import mean
 
@@ -16,6 +17,7 @@ import matplotlib.pyplot as plt
 from bench.papers.page import DRY, Part, points, thousands
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
+from memo.estimate.hardware import Speeds
 from memo.estimate.search import MODES, estimate_or_none, layouts, speed
 from memo.plots import BLUE, GREY, ORANGE, plain
 from testing.baselines import DEEPSPEED, MEGATRON, Layout, Recompute, best, device_bytes, run
@@ -23,11 +25,13 @@ from testing.paper import GPUS, LONG, PAPER, SEQUENCES, config_of, rows_of_table
 
 A800 = hardware.machine("a800-80gb")
 NAMES = {MEGATRON: "Megatron-LM", DEEPSPEED: "DeepSpeed-Ulysses"}
+ORDER, SHORT = {"memo": "memo", **NAMES}, {"memo": "memo", MEGATRON: "M", DEEPSPEED: "D"}
 EVERY_WAY, ALL_OR_NONE = "every way to recompute", "nothing or everything"
 WAYS = {EVERY_WAY: False, ALL_OR_NONE: True}
 SHARES = 1.0, 0.9, 0.8, 0.7  # of the device
 EQUAL = 0.01  # of MFU
 MODELS = "7B", "13B", "30B"
+ALL_HIDE, FIRST_FLASH = "all messages of tp and ZeRO-3 hide", "DeepSpeed with FlashAttention 1"
 
 # what rivals are modelled with, and memo beside them
 of_rival = partial(config_of, subsequences=1, states="device")
@@ -76,6 +80,7 @@ def agreement(cells):
     return lines
 
 
+@cache
 def fastest(cfg, machine, world):
     """The Estimate of memo's fastest layout of one stage that fits; all layers in one mode, memo's."""
     every = (estimate_or_none(one, machine, world, fast_arena)
@@ -83,25 +88,87 @@ def fastest(cfg, machine, world):
     return max((got for got in every if got and got.fits), key=speed, default=None)
 
 
-def order(cells):
-    """[way, pair of systems, cells, those in which the one that the paper measured as the faster is not
-    modelled as slower by more than EQUAL, those in which it is not modelled as slower], of cells that both
-    ran and run, where the paper's differ. memo's are estimates of its fastest layout."""
-    measured = {cell: paper / 100 for cell, (paper, _) in cells.items() if not isinstance(paper, str)}
-    runs = sorted({cell[:2] for cell in measured})
-    measured |= {(model, S, "memo"): rows_of_table3(model)[S] / 100 for model, S in runs}
-    ours = {cell: fastest(of_rival(*cell), A800, GPUS[cell[0]]) for cell in runs}
+def speeds_of(cells, way):
+    """{(model, tokens): {system: (the paper's MFU, the modelled one)}} of the systems that ran there and run
+    here in the device's whole memory. memo's are estimates of its fastest layout."""
+    found = {}
+    for (model, S, system), (paper, by) in cells.items():
+        got = by[way][1.0]
+        if not isinstance(paper, str) and got["fits"]:
+            found.setdefault((model, S), {})[system] = paper / 100, got["mfu"]
+    for model, S in found:
+        ours = fastest(of_rival(model, S), A800, GPUS[model])
+        found[model, S] = {"memo": (rows_of_table3(model)[S] / 100, ours.mfu), **found[model, S]}
+    return found
+
+
+def leads(speeds):
+    """[(the faster one in the paper, the other, by how much it is modelled as faster)] of pairs of systems
+    that the paper tells apart."""
+    return [(one, other, copysign(1, speeds[one][0] - speeds[other][0]) * (speeds[one][1] - speeds[other][1]))
+            for one, other in combinations(speeds, 2) if speeds[one][0] != speeds[other][0]]
+
+
+def order(found, way):
+    """Lines [way, which pairs of systems, pairs, those in which the one that the paper measured as the faster
+    is not modelled as slower by more than EQUAL, those in which it is not modelled as slower]; then of whole
+    cells, all of whose pairs are so."""
+    every = {cell: leads(speeds) for cell, speeds in found.items()}
     lines = []
-    for way in WAYS:
-        found = {cell: by[way][1.0]["mfu"] for cell, (_, by) in cells.items() if by[way][1.0]["fits"]}
-        found |= {(*cell, "memo"): got.mfu for cell, got in ours.items() if got}
-        for one, other in (("memo", MEGATRON), ("memo", DEEPSPEED), (MEGATRON, DEEPSPEED)):
-            pairs = [[of[*cell, one] - of[*cell, other] for of in (measured, found)] for cell in runs
-                     if all((*cell, name) in of for of in (measured, found) for name in (one, other))]
-            ahead = [mine * copysign(1, paper) for paper, mine in pairs if paper]
-            right = [sum(by >= least for by in ahead) for least in (-EQUAL, 0)]
-            lines.append([way, f"{NAMES.get(one, one)}, {NAMES[other]}", len(ahead), *right])
+    for pair in combinations(ORDER, 2):
+        ahead = [by for those in every.values() for *two, by in those if {*two} == {*pair}]
+        lines.append([way, ", ".join(ORDER[name] for name in pair), len(ahead),
+                      *(sum(by >= least for by in ahead) for least in (-EQUAL, 0))])
+    whole = [[by for *_, by in those] for those in every.values() if those]
+    lines.append([way, "all that ran", len(whole), *(sum(min(those) >= least for those in whole)
+                                                     for least in (-EQUAL, 0))])
     return lines
+
+
+def in_order(speeds, here):
+    """The systems, the fastest first, with their MFU: the paper's or, `here`, the modelled one."""
+    ranked = sorted(speeds, key=lambda name: -speeds[name][here])
+    return ", ".join(f"{SHORT[name]} {100 * speeds[name][here]:.1f}" for name in ranked)
+
+
+def ordered_cells(found):
+    """Lines of each cell's order in the paper and here, and of the pairs that differ."""
+    lines = []
+    for (model, S), speeds in found.items():
+        wrong = [(SHORT[one], SHORT[other], by) for one, other, by in leads(speeds) if by < 0]
+        told = "; ".join(f"{one}, {other}" + " (to a point the same)" * (by >= -EQUAL)
+                         for one, other, by in wrong)
+        lines.append([model, thousands(S), in_order(speeds, 0), in_order(speeds, 1), told or "none"])
+    return lines
+
+
+def changed(change):
+    """A800 with the rate change(operation, rate) of each operation."""
+    table = {op: [(size, change(op, rate)) for size, rate in rates]
+             for op, rates in A800.speeds.table.items()}
+    return replace(A800, speeds=Speeds(table, A800.speeds.overhead_s))
+
+
+def supposed(cells):
+    """(lines of how the order changes where one thing is supposed to be different, DeepSpeed's cells that ran
+    in the paper, with attention at half its rate), all with nothing or everything recomputed."""
+    hidden = changed(lambda op, rate: 1.0 if op == "hidden" else rate)
+    first = changed(lambda op, rate: rate / 2 if op.startswith("attention") else rate)
+    lines, halved = [], []
+    for name, machines in (("as modelled", {}), (ALL_HIDE, dict.fromkeys(NAMES, hidden)),
+                           (FIRST_FLASH, {DEEPSPEED: first})):
+        other = {}
+        for (model, S, system), (paper, by) in cells.items():
+            was = got = by[ALL_OR_NONE][1.0]
+            if system in machines:
+                cfg = of_rival(model, S)
+                got = told(best(system, cfg, machines[system], GPUS[model], SEQUENCES, all_or_none=True))
+            other[model, S, system] = paper, {ALL_OR_NONE: {1.0: got}}
+            if name == FIRST_FLASH and system == DEEPSPEED and not isinstance(paper, str) and got["fits"]:
+                halved.append([model, thousands(S), paper, points(was["mfu"]), points(got["mfu"])])
+        *pairs, whole = order(speeds_of(other, ALL_OR_NONE), ALL_OR_NONE)
+        lines.append([name, *(sum(line[n] for line in pairs) for n in (2, 3, 4)), *whole[2:]])
+    return lines, halved
 
 
 def recomputing():
@@ -128,33 +195,45 @@ def make():
                 got = by[ALL_OR_NONE][1.0]
                 row += [paper, points(got["mfu"]) if got["fits"] else "oom"]
         rows.append(row)
-    short = {MEGATRON: "M", DEEPSPEED: "D"}
     head = ["", *(column for model in MODELS for system in NAMES for column in (f"{model} "
-                                                                                f"{short[system]}", "here"))]
-    agree, ordered = agreement(cells), order(cells)
+                                                                                f"{SHORT[system]}", "here"))]
+    found = {way: speeds_of(cells, way) for way in WAYS}
+    agree, ordered = agreement(cells), [line for way in WAYS for line in order(found[way], way)]
     same = [line for line in agree if line[:2] == [ALL_OR_NONE, 1.0]]
-    right = [line for line in ordered if line[0] == ALL_OR_NONE]
+    *pairs, whole = [line for line in ordered if line[0] == ALL_OR_NONE]
+    lines, halved = supposed(cells)
+    long = [row for row in halved if int(row[1].rstrip("K")) * 1024 >= LONG]
     told_cells = [dict(model=model, tokens=S, system=system, paper=paper,
                        **{way: by[way][1.0] for way in WAYS})
                   for (model, S, system), (paper, by) in cells.items()]
     totals = dict(cells=sum(line[3] for line in same), agree=sum(line[4] for line in same),
-                  pairs=sum(line[2] for line in right), right=sum(line[3] for line in right),
-                  strictly=sum(line[4] for line in right))
+                  pairs=sum(line[2] for line in pairs), right=sum(line[3] for line in pairs),
+                  strictly=sum(line[4] for line in pairs), ordered=whole[2], ordered_right=whole[3],
+                  ordered_strictly=whole[4])
     return dict(
         tables=[(head, rows),
                 (["recomputed", "device", "system", "cells", "fail or not, as there", "points off from 64K",
                   "below"], agree),
-                (["recomputed", "systems", "pairs of cells", "right order, to a point", "strictly"],
-                 ordered)],
+                (["recomputed", "systems", "pairs, or whole cells", "right order, to a point", "strictly"],
+                 ordered),
+                (["model", "context", "order in the paper", "here", "pairs that differ"],
+                 ordered_cells(found[ALL_OR_NONE])),
+                (["supposed", "pairs", "right order, to a point", "strictly", "whole cells", "to a point",
+                  "strictly"], lines),
+                (["DeepSpeed", "context", "paper", "here", "with FlashAttention 1"], halved)],
         notes=["MFU, percent, the paper's first: M is Megatron-LM, D DeepSpeed-Ulysses with ZeRO-3, each "
                "in its fastest layout that fits, which recomputes nothing or everything, as the paper's "
                "did.",
-               f"Out of memory or not, as in the paper: {totals['agree']} of {totals['cells']} cells. The "
-               f"order of two systems is the paper's in {totals['right']} of {totals['pairs']} pairs, "
-               f"to a point of MFU ({totals['strictly']} strictly). "
+               f"Out of memory or not, as in the paper: {totals['agree']} of {totals['cells']} cells. "
+               f"The order of two systems is strictly the paper's in {totals['strictly']} of "
+               f"{totals['pairs']} pairs, to a point of MFU in {totals['right']}. Of all systems that ran "
+               f"with a model and a context it is so in {totals['ordered_strictly']} and "
+               f"{totals['ordered_right']} of {totals['ordered']}. "
                "[What differs, and why](baselines.md#beside-memos-measurements): the model's rivals lose "
                "nothing to fragments."],
-        totals=totals, cells=told_cells)
+        totals=totals, cells=told_cells, supposed={name: line for name, *line in lines},
+        halved=dict(off=round(mean(abs(row[4] - row[2]) for row in long), 1),
+                    was=round(mean(abs(row[3] - row[2]) for row in long), 1)))
 
 
 def draw(facts, path):

@@ -1,0 +1,117 @@
+"""Seconds of a layer, and of the head, of Megatron-LM and of Megatron-DeepSpeed with DeepSpeed-Ulysses:
+matrix products, attention's kernels and links at the rates of memo's own layer; and every pass that their
+published code makes over memory, at the rate of the machine's memory. A fused kernel reads and writes each
+tensor once.
+
+Source: the repositories as they were when MEMO appeared, in July 2024, with their defaults: Megatron-LM
+fd5cfec with TransformerEngine 8e039fd; Megatron-DeepSpeed 73252c0 with DeepSpeed 83aa184. Passes are counted
+for a micro batch of one sequence; larger ones take more.
+"""
+
+from math import fsum
+
+from memo.config import Config
+from memo.estimate.hardware import Machine
+from memo.estimate.roofline import LayerSeconds
+from memo.estimate.step_seconds import rows_of_tp_s
+from memo.layer import layer_of
+
+MEGATRON, DEEPSPEED = "megatron", "deepspeed"
+BF16, FP32 = 2, 4
+# Tensors read and written where positions are rotated into one. Megatron-LM: fused
+# (megatron/core/models/common/embeddings/rotary_pos_embedding.py). Megatron-DeepSpeed
+# (megatron/model/rotary_pos_embedding.py): two products, half of it negated, a concatenation, a sum
+ROTARY = {MEGATRON: 2, DEEPSPEED: 10}
+
+
+def logit_bytes(system: str, cfg: Config) -> tuple[int, int]:
+    """(bytes of a logit at the most, bytes of it that are read and written from the head's product to that of
+    its gradient). Megatron-LM (megatron/core/tensor_parallel/cross_entropy.py): cast to fp32, largest,
+    difference, exponential, sum, quotient, product with the gradient, cast to bf16, all but the casts in
+    place. Megatron-DeepSpeed likewise, with a difference of its own; with Ulysses
+    (megatron/core/sequence_parallel/cross_entropy.py) cast, softmax, its logarithm, product, cast."""
+    casts, once, twice = 2 * (BF16 + FP32), FP32, 2 * FP32
+    if system == DEEPSPEED and cfg.cp > 1:
+        return BF16 + 3 * FP32, casts + 3 * twice
+    return BF16 + FP32 * (2 if system == DEEPSPEED else 1), casts + 2 * once + 4 * twice
+
+
+def passes(system: str, cfg: Config) -> tuple[float, float]:
+    """Elements of a token that a layer's (forward, backward) reads and writes beside its products and
+    attention's kernels. Of both systems: norms, the sums with the residual stream, and in the backward those
+    of its gradients (megatron/core/transformer/transformer_layer.py, megatron/model/transformer.py); the
+    activation; rotary positions; v, a part of the product's result, made contiguous; in the backward dq, dk
+    and dv put together."""
+    layer, C, F = layer_of(cfg), cfg.n_embd, cfg.inner_width
+    Q, KV = (heads * layer.head_dim for heads in (layer.heads, layer.kv_heads))
+    activation, its_backward = (3 * F, 5 * F) if cfg.mlp == "swiglu" else (2 * F, 3 * F)
+    rotary = ROTARY[system] * (Q + KV)
+    forward = 2 * (2 * C + 3 * C) + activation + rotary + 2 * KV
+    backward = 2 * (3 * C + 3 * C) + its_backward + rotary + 2 * (Q + 2 * KV)
+    if cfg.cp == 1:
+        return forward, backward
+    more, its = (of(cfg.cp, Q, KV) for of in ((ulysses_forward, ulysses_backward) if system == DEEPSPEED
+                                              else (ring_forward, ring_backward)))
+    return forward + more, backward + its
+
+
+def ulysses_forward(ranks: int, Q: int, KV: int) -> float:
+    """single_all_to_all (deepspeed/sequence/layer.py): q, k, v are copied before their messages, attention's
+    output behind its own."""
+    return 2 * (Q + 2 * KV) + 2 * Q
+
+
+def ulysses_backward(ranks: int, Q: int, KV: int) -> float:
+    """The gradient of the output is copied before its message, those of q, k, v behind theirs."""
+    return 2 * Q + 2 * (Q + 2 * KV)
+
+
+def merged(ranks: int) -> float:
+    """Rows of a ring's blocks over a rank's own: all for its own block and for an earlier rank's, half for a
+    later one's; the mean rank's."""
+    return 1 + 0.75 * (ranks - 1)
+
+
+def ring_forward(ranks: int, Q: int, KV: int) -> float:
+    """AttnFuncWithCP (transformer_engine/pytorch/attention.py): k and v put together, an output of zeros to
+    which each block's is added with its weight; for an earlier rank's block half of k and v made contiguous,
+    for a later one's half of q."""
+    return 4 * KV + Q + 3 * merged(ranks) * Q + (ranks - 1) / 2 * (2 * KV + Q)
+
+
+def ring_backward(ranks: int, Q: int, KV: int) -> float:
+    """k and v are copied; each block's dq, dk, dv are added, the first ones copied; halves of k and v, or of
+    q, the output and its gradient made contiguous."""
+    return 4 * KV + (3 * merged(ranks) - 1) * (Q + 2 * KV) + (ranks - 1) / 2 * (2 * KV + 3 * Q)
+
+
+def layer_s(system: str, cfg: Config, machine: Machine) -> tuple[float, float]:
+    """Seconds of a layer's (forward, backward) on a rank, of a micro batch. Messages of tp hide as far as the
+    machine's figures say, a ring's hops beside attention over the block at hand, Ulysses' all-to-alls not at
+    all. A ring sends keys and values, in the backward with their gradients behind them, all in bf16."""
+    layer, ranks = LayerSeconds(cfg, machine, BF16), cfg.cp
+    products = fsum(layer.product_s(op) for op in layer.layer.operations if op.kind in ("column", "row"))
+    late = fsum(layer.message_s(ops) for half in layer.halves for ops in half)
+    kernels, passed = layer.kernels_s(), [*map(layer.copy_s, passes(system, cfg))]
+    forward = products + late + kernels[0] + passed[0]
+    backward = 2 * products + layer.exposed_in_backward_s() + kernels[1] + passed[1]
+    if ranks == 1:
+        return forward, backward
+    if system == DEEPSPEED:
+        share = layer.row_bytes * (ranks - 1) / ranks
+        sent = 2 * fsum(machine.message_s("exchange", width * share, ranks) for width in (layer.Q, layer.KV))
+        return forward + sent, backward + sent
+    keys, beside = 2 * layer.KV * layer.row_bytes, [seconds / ranks for seconds in kernels]
+    forward += (ranks - 1) * layer.late_s(keys, beside[0])
+    return forward, backward + (2 * layer.late_s(keys, beside[1])
+                                + (ranks - 2) * layer.late_s(2 * keys, beside[1]))
+
+
+def head_s(system: str, cfg: Config, machine: Machine) -> float:
+    """Seconds of the final norm, the logits, the loss and their gradients, of all rows at once."""
+    layer = LayerSeconds(cfg, machine, BF16)
+    V, C, speeds = cfg.padded_vocab_size, cfg.n_embd, machine.speeds
+    assert speeds is not None  # seconds are asked for only where they are known
+    nbytes = logit_bytes(system, cfg)[1] * layer.rows * V / cfg.tp
+    return (3 * layer.matmul_s(V, C) + speeds.seconds("copy", nbytes, nbytes) + layer.copy_s((2 + 3) * C)
+            + rows_of_tp_s(cfg, machine, C * layer.row_bytes))
