@@ -160,8 +160,8 @@ def figure6():
         others.append(metp / tp)
         beside.append([name, *(round(ratio, 2) for ratio in others)])
     low, high = CLAIMS["max_sequence_over_others_8gpus"]
-    others = [f"{p} GPUs" for p in RANKS]
-    return dict(tables=[(["model", "tokens, 1 GPU", *others, "times, 1 GPU", *others], rows),
+    more = [f"{p} GPUs" for p in RANKS]
+    return dict(tables=[(["model", "tokens, 1 GPU", *more, "times, 1 GPU", *more], rows),
                         (["on 8 GPUs, over", "memo's TP", "memo's Ulysses", "a TP of 10 units",
                           "a Ulysses of 10 units", "TP, swapping"], beside)],
                 notes=["The longest sequence, nothing recomputed, and how many times that of the fewest "
