@@ -17,15 +17,18 @@ from memo.load_config import load_config
 PAPER, METP, SPPO = (json.loads((Path(__file__).parent / f"{name}_paper.json").read_text())
                      for name in ("memo", "metp", "sppo"))
 GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
-HOST_BYTES = 1.035e12  # of the paper's 2 TB: torch's pinned cache rounds blocks up to powers of two
+# Of the paper's 2 TB: torch's pinned cache rounds blocks up to powers of two. Set to the cells of 7B that ran
+# out of it (bench/papers/memo_fit.py)
+HOST_BYTES = 1.035e12
 LONG = 65536  # tokens from which a sequence takes more than one GPU: below, MEMO's rows are Megatron-LM's
-SEQUENCES = 16  # of a step of Table 3
+SEQUENCES = 16  # of a step: MEMO 5.1, a global batch of 16
 
 
 def paper_config(model: str, S: int, **keys: Any) -> Config:
-    """The preset of a model at another context, on the host memory that the paper could use."""
+    """The preset of a model at another context, with the paper's sequences of a step, on the host memory that
+    the paper could use."""
     cfg = load_config([f"config/{model.lower()}_1m.py", f"--block_size={S}", "--subsequences=1",
-                       "--states=device"])
+                       "--states=device", f"--gradient_accumulation_steps={SEQUENCES}"])
     return replace(cfg, host_memory_gb=HOST_BYTES / 1e9, **keys)
 
 
@@ -42,16 +45,10 @@ def rows_of_table3(model: str, system: str = "memo") -> dict[int, float | str]:
             if r["model"] == model and r["system"] == system}
 
 
-def long_rows_of_table3(model: str) -> list[tuple[int, float]]:
-    """[(context, MFU in percent)] of MEMO that ran, from 64K on."""
-    return [(S, mfu) for S, mfu in rows_of_table3(model).items() if S >= LONG and not isinstance(mfu, str)]
-
-
 def of_that_width(model: str, S: int, world: int = 0) -> list[Estimate]:
-    """The estimates with the preset's tp and the paper's 16 sequences a step, by cp, on the paper's GPUs, or
-    on `world` of them. Each row of the paper is in the best layout that its authors found; they name it for
-    7B alone."""
-    cfg, world = paper_config(model, S, gradient_accumulation_steps=SEQUENCES), world or GPUS[model]
+    """The estimates with the preset's tp, by cp, on the paper's GPUs, or on `world` of them. Each row of the
+    paper is in the best layout that its authors found; they name it for 7B alone."""
+    cfg, world = paper_config(model, S), world or GPUS[model]
     machine = hardware.machine("a800-80gb")
     every = (estimate_or_none(config_with(cfg, cp=cp), machine, world, fast_arena)
              for cp in degrees_of(world // cfg.tp))

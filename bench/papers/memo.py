@@ -5,25 +5,29 @@ files. The hardware is the paper's: A800 nodes, of whose host memory half is los
 from statistics import mean
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 from bench.papers import convergence, fragments, memo_fit, memo_lengths, rivals
 from bench.papers.memo_fit import FROM_64K, SHORT
 from bench.papers.memo_lengths import in_its_width
-from bench.papers.page import DRY, OFF_HEAD, Part, cell, off, off_row, points, thousands
+from bench.papers.page import DRY, OFF_HEAD, Part, cell, off, off_row, thousands
 from bench.papers.rivals import A800, MODELS
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import GIB
 from memo.estimate.search import search
 from memo.plots import BLUE, GREY, ORANGE, plain
-from testing.baselines import DEEPSPEED, MEGATRON
+from testing.baselines import DEEPSPEED, FP32, LOGIT_BYTES, MEGATRON
 from testing.paper import GPUS, LONG, PAPER, of_that_width, paper_config, rows_of_table3
 
 NAME = "MEMO"
 ABOUT = """arXiv 2407.12117. "Its width": the preset's tp (4 for 7B, as the paper says; 8 for the others, of
 which it says nothing), the best cp, the rest dp, 16 sequences a step. "Any layout": the fastest of all that
 memo has. """
+
+
+def exact(got):
+    """As cell(), not rounded: of this is said how far it is off."""
+    return 100 * got.mfu if got.fits else got.reason
 
 
 # --- Table 3 ---
@@ -35,25 +39,50 @@ ANOTHER = """\
 """
 
 
-def with_whole_logits(got):
-    """An Estimate's bytes of the device if its head had all logits at once, in fp32; memo's has a chunk."""
+WHOLE = FP32, LOGIT_BYTES[MEGATRON]  # bytes of a logit, if all of them are there at once
+
+
+def with_whole_logits(got, each):
+    """An Estimate's bytes of the device if its head had all logits at once, of so many bytes each; memo's has
+    a chunk."""
     cfg = got.cfg
-    logits = 4 * cfg.block_size // cfg.cp * cfg.padded_vocab_size // cfg.tp
+    logits = each * cfg.block_size // cfg.cp * cfg.padded_vocab_size // cfg.tp
     return got.device_bytes + max(0, logits - got.bytes_of("transient")[0])
 
 
-def why_they_fit():
-    """Notes on the cells that fit here alone."""
-    limit = max(S for S, paper in rows_of_table3("7B").items() if not isinstance(paper, str))
-    whole = " and ".join(f"{with_whole_logits(in_its_width('7B', S)) / GIB:.1f} GiB at {thousands(S)}"
-                         for S in (limit, limit + 2**17))
-    host = {got.cfg.cp: got.plan.limits["host"] for got in of_that_width("30B", 1408 * 1024)}
-    return ("7B: memo's head makes logits in chunks. If they were there at once, at 4 bytes each, the "
-            f"device's {A800.memory_bytes / GIB:.1f} GiB would end where the paper's did: "
-            f"{whole} would be needed. 30B at 1408K: of what MEMO always swaps, inputs and attention's "
-            f"outputs, the host is full with cp2 (alpha at most {host[2]:.2f}), and not with cp4 "
-            f"({host[4]:.2f}). The facts at hand say neither how the paper's system makes logits nor its "
-            "layout of 30B.")
+def ends_with_whole_logits(found):
+    """Where the device would end with whole logits, of {tokens: the Estimates of the layouts that fit}."""
+    told = []
+    for each in WHOLE:
+        needs = {S: min(with_whole_logits(got, each) for got in every) for S, every in found.items()}
+        fits = sum(nbytes <= A800.memory_bytes for nbytes in needs.values())
+        ends = [f"{nbytes / GIB:.1f} GiB at {thousands(S)}" for S, nbytes in needs.items()][fits - 1:fits + 1]
+        told.append(f"with {each} bytes each {' and '.join(ends)}")
+    return f"{'; '.join(told)}; there are {A800.memory_bytes / GIB:.1f}"
+
+
+def why_7b_fits():
+    ends = ends_with_whole_logits({S: [got for got in of_that_width("7B", S) if got.fits]
+                                   for S in rows_of_table3("7B")})
+    return (f"7B: memo's head makes logits in chunks. If all were there at once, it would need {ends}. So "
+            "with 4 bytes, fp32 alone, 7B would end where the paper's did; with 6, bf16 beside fp32, as "
+            "Megatron-LM is [modelled](baselines.md), it would end earlier. How the paper's system makes "
+            "logits, the facts at hand do not say.")
+
+
+def why_30b_fits():
+    """What is always swapped, where the paper's ran out of host memory, beside a length that ran."""
+    told = []
+    for cp in (2, 4):
+        cfgs = [paper_config("30B", S, cp=cp, alpha=0.0) for S in (1408 * 1024, 1280 * 1024)]
+        slab = (estimate(cfg, A800, GPUS["30B"], fast_arena).host_bytes for cfg in cfgs)
+        slab, blocks = (" and ".join(f"{nbytes / 1e12:.2f}" for nbytes in every)
+                        for every in (slab, map(memo_fit.in_blocks, cfgs)))
+        told.append(f"with cp{cp} {slab} TB of a node, and {blocks} in blocks of powers of two")
+    least, most = (nbytes / 1e12 for nbytes in memo_fit.hosts_with_papers_cells())
+    return ("30B at 1408K: no reason was found. Inputs and attention's outputs, which MEMO always swaps, "
+            f"take there and at 1280K, which ran, {'; '.join(told)}. There are 2 TB for such blocks, and by "
+            f"7B's cells {least:.2f} to {most:.2f} otherwise.")
 
 
 def table3():
@@ -65,10 +94,10 @@ def table3():
             paper, same = columns[model][S], in_its_width(model, S)
             best = search(same.cfg, A800, GPUS[model], fast_arena, best=1)[0]
             for name in (f"{model}, {length}", f"all, {length}"):
-                pairs.setdefault(name, []).append((paper, cell(same)))
+                pairs.setdefault(name, []).append((paper, exact(same)))
             row += [paper, cell(same), same.cfg.cp, cell(best)]
             if S >= 4 * LONG and not isinstance(paper, str):
-                above[model] = max(above[model], round(cell(best) - paper, 2))
+                above[model] = max(above[model], round(exact(best) - paper, 2))
             if isinstance(paper, str) == same.fits:
                 fails.append(f"{model} at {thousands(S)} (paper: {paper}; here: "
                              f"{'fits' if same.fits else same.reason})")
@@ -78,7 +107,7 @@ def table3():
     return dict(tables=[(head, rows), (OFF_HEAD, [off_row(name, pairs[name]) for name in order])],
                 notes=["MFU, percent: the paper's; in its width, with cp; in any layout. Not as in the "
                        "paper: " + "; ".join(fails) + ".",
-                       why_they_fit(),
+                       why_7b_fits(), why_30b_fits(),
                        "The fastest of any layout is above the paper's by "
                        + ", ".join(f"{gap:.1f} ({model})" for model, gap in above.items())
                        + " points at the most from 256K on. Where sequences are short it takes less tp than "
@@ -136,6 +165,16 @@ def averages():
 
 # --- Tables 4 and 5 ---
 
+def why_768k_fits():
+    every = [estimate(paper_config("7B", S, activation="recompute"), A800, 8, fast_arena)
+             for S in PAPER["table4"]["seq_tokens"]]
+    ends = ends_with_whole_logits({got.cfg.block_size: [got] for got in every})
+    return ("The second is memo with `--activation=recompute`, a system of its own: its head makes logits in "
+            f"chunks. With all of them at once it would need {ends}. So with 4 bytes 768K would not fit, as "
+            "in the paper; with 6 nor would 640K, which ran there. Figure 1's plan, of Megatron-LM's "
+            "requests with an fp32 copy of all logits, ends where the paper's does, too.")
+
+
 def table4():
     t4, rows, pairs = PAPER["table4"], [], {}
     modes = {"full_recompute+plan": dict(activation="recompute"), "full_swap+plan": dict(activation="swap"),
@@ -146,11 +185,11 @@ def table4():
         for name in t4["mfu_percent"]:
             paper, rival = t4["mfu_percent"][name][i], unplanned[S]
             if name in modes:
-                ours = cell(estimate(paper_config("7B", S, **modes[name]), A800, 8, fast_arena))
+                ours = exact(estimate(paper_config("7B", S, **modes[name]), A800, 8, fast_arena))
             else:
-                ours = points(rival["mfu"]) if rival["fits"] else "oom"
+                ours = 100 * rival["mfu"] if rival["fits"] else "oom"
             pairs.setdefault(name, []).append((paper, ours))
-            row += [paper, ours]
+            row += [paper, ours if isinstance(ours, str) else round(ours, 1)]
         rows.append(row)
     names = ["recompute", "planned", "swap", "MEMO"]
     head = ["", *(column for name in names for column in (f"{name}, paper", "here"))]
@@ -162,31 +201,29 @@ def table4():
                        "[Megatron-LM](baselines.md), which loses nothing to fragments: the paper's first "
                        "column beside its third is what these cost there. For MEMO at 64K the paper's "
                        "Table 3 has 52.34.",
-                       "The second is memo with `--activation=recompute`, a system of its own: its head "
-                       "makes logits in chunks, so that 768K fits. Figure 1's plan is of Megatron-LM's "
-                       "requests, whose logits are there at once: with it 768K does not fit, as in the "
-                       "paper."])
+                       why_768k_fits()])
 
 
 def table5():
     t5, rows, pairs, best = PAPER["table5"], [], {}, []
-    found = {S: [cell(estimate(paper_config("7B", int(S), alpha=alpha), A800, 8, fast_arena))
+    found = {S: [estimate(paper_config("7B", int(S), alpha=alpha), A800, 8, fast_arena)
                  for alpha in t5["alpha"]] for S in t5["mfu_percent"]}
     for i, alpha in enumerate(t5["alpha"]):
-        rows.append([alpha, *(those[S][i] for S in found for those in (t5["mfu_percent"], found))])
+        rows.append([alpha, *(value for S in found
+                              for value in (t5["mfu_percent"][S][i], cell(found[S][i])))])
     for S, papers in t5["mfu_percent"].items():
         got = estimate(paper_config("7B", int(S)), A800, 8, fast_arena)
-        ran = [mfu if not isinstance(mfu, str) else 0.0 for mfu in papers]
-        pairs[thousands(int(S))] = [*zip(papers, found[S], strict=True)]
-        best.append([thousands(int(S)), t5["alpha"][int(np.argmax(ran))], int(got.alpha * 8) / 8,
-                     round(got.alpha, 3), *(round(limit, 3) for limit in got.plan.limits.values())])
+        pairs[thousands(int(S))] = [*zip(papers, map(exact, found[S]), strict=True)]
+        best.append([thousands(int(S)), memo_fit.papers_best(S), memo_fit.eighths(got), round(got.alpha, 3),
+                     *(round(limit, 3) for limit in got.plan.limits.values())])
     head = ["alpha", *(column for S in found for column in (f"{thousands(int(S))}, paper", "here"))]
     return dict(tables=[(head, rows), (OFF_HEAD, [off_row(name, those) for name, those in pairs.items()]),
                         (["", "paper's best alpha", "here, of eighths", "here", "PCIe allows", "host allows",
                           "device allows"], best)],
                 off={name: off(those) for name, those in pairs.items()},
                 notes=["7B on 8 GPUs, tp4 cp2, MFU in percent by the part of the other activations that is "
-                       "swapped."])
+                       "swapped. This table is in part what was [fitted](#the-fit): the speeds to its MFU "
+                       "among others, PCIe's rate to its best alphas, the host memory to its cells without."])
 
 
 PARTS = {

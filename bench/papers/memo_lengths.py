@@ -52,7 +52,8 @@ def figure6():
     return dict(tables=[(head, rows)], crossing=[layer, attention], notes=[
         f"7B, tp4 cp2: the offload of a whole layer hides behind a layer's forward from {layer}K on, "
         f"behind attention alone from {attention}K on. The paper's Table 5 has it between 192K, where "
-        "alpha = 0.75 is best, and 256K, where 1 is."])
+        "alpha = 0.75 is best, and 256K, where 1 is. PCIe's rate is [set](#the-fit) to these alphas, so that "
+        "the crossing is in part what was fitted."])
 
 
 def draw_figure6(facts, path):
@@ -110,11 +111,11 @@ def figure11ab():
                         for world, got in sharded)
     states = " and ".join(f"{states_bytes(paper_config('65B', MILLION), world) / GIB:.1f} on {world} GPUs"
                           for world in (16, 32))
-    head = ["model", "GPUs", "paper", "as MEMO", "MFU", "repeating", "MFU", "layout", "Megatron-LM",
-            "DeepSpeed", "paper"]
+    head = ["model", "GPUs", "paper", "as MEMO", "MFU", "repeats", "MFU", "layout", "Megatron-LM",
+            "DeepSpeed", "DeepSpeed, paper"]
     return dict(tables=[(head, rows)], notes=[
         "Longest contexts in units of 2^20 tokens, MFU in percent. \"As MEMO\": all attention outputs are "
-        "kept, as in the paper; \"repeating\": memo may keep a layer's input alone where the host is "
+        "kept, as in the paper; \"repeats\": memo may keep a layer's input alone where the host is "
         "full. Its width of tp, the rest cp. The rivals are [models](baselines.md) that lose nothing to "
         "fragments.",
         f"65B: of a device's {A800.memory_bytes / GIB:.1f} GiB parameters, gradients and optimizer take "

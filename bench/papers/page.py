@@ -119,8 +119,9 @@ Tables and figures of the three papers that memo implements, as far as arithmeti
 CPU can repeat them. `make papers` writes this page, its pictures and `bench/results/papers/` anew. **No GPU
 has run memo**, so each part says how its figures came about:
 
-- *dry run*: the arithmetic of [memo.estimate](estimate.md), on the hardware that the paper names. Three
-  efficiencies of the A100 and A800 are fitted, to MEMO's 7B rows alone;
+- *dry run*: the arithmetic of [memo.estimate](estimate.md), on the hardware that the paper names. Five of its
+  figures are [fitted](#the-fit) to MEMO's 7B rows alone: three speeds of the A800, which the A100 has too,
+  PCIe's rate and the host memory of MEMO's nodes;
 - *simulated*: rules played through, as of a schedule or of torch's allocator;
 - *counted*: bytes or elements that a traced layer asks for or sends;
 - *measured on the CPU*: computed here, small.

@@ -87,9 +87,9 @@ LEAST_FP8 = (8, 9)  # the compute capability from which there are FP8 products
 # compute capabilities
 ARCHITECTURES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
 
-# PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (this reproduces the best
-# alphas of its Table 5). In the others pairs of GPUs share a switch's x16 uplink: half of what one link
-# carries, 25e9 (gen 4) or 50e9
+# PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (set to the best alphas of its
+# Table 5: bench/papers/memo_fit.py). In the others pairs of GPUs share a switch's x16 uplink: half of what
+# one link carries, 25e9 (gen 4) or 50e9
 NODES = {
     # MEMO 5.1: 2 TB, NVLink 400 GB/s both ways together, InfiniBand 200 GB/s a node
     "memo-a800": Node(8, 2 * 10**12, 200e9, 10.5e9, 25e9, 300e9),
@@ -120,14 +120,15 @@ FP8_OVER_BF16 = 2
 # ranks' messages that have products beside them (memo/parallel/tp.py) hides: NCCL's kernels take
 # multiprocessors from these products
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
+# an earlier fit to the 7B rows of MEMO's Tables 3, 4 and 5 (A800); bench/papers/memo_fit.py has one of today
+# beside it, and how far either is off
+AMPERE = {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045}
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two
 # products forward and five backward), of its memory bandwidth, of a link. "attention": of every kernel of
 # memo/backends.py not named
 EFFICIENCY = {
-    # an earlier fit to the paper's 7B rows of Tables 3, 4 and 5 (A800), of a system whose messages do not
-    # hide; bench/papers/memo_fit.py has a fit of today beside it
-    "ampere": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST,
-               "hidden": 0.0},
+    # the system that was fitted to is one whose messages do not hide
+    "ampere": {**AMPERE, **REST, "hidden": 0.0},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal
     # and backward: FlashAttention-2 335 and 322 TFLOPS, cuDNN 539 and 516, FlashAttention-3 616 and 561.
     # cuBLAS: assumed
@@ -141,7 +142,7 @@ EFFICIENCY = {
                   "cudnn forward": 0.545, "cudnn backward": 0.522,
                   "flash_attn_4 forward": 0.630, "flash_attn_4 backward": 0.537, **REST},
     # not measured nor published for these kernels: taken as on Ampere
-    "ada": {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045, **REST},
+    "ada": {**AMPERE, **REST},
 }
 
 # device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels,
