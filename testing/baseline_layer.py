@@ -101,10 +101,10 @@ def layer_s(system: str, cfg: Config, machine: Machine) -> tuple[float, float]:
         share = layer.row_bytes * (ranks - 1) / ranks
         sent = 2 * fsum(machine.message_s("exchange", width * share, ranks) for width in (layer.Q, layer.KV))
         return forward + sent, backward + sent
-    keys, beside = 2 * layer.KV * layer.row_bytes, [seconds / ranks for seconds in kernels]
-    forward += (ranks - 1) * layer.late_s(keys, beside[0])
-    return forward, backward + (2 * layer.late_s(keys, beside[1])
-                                + (ranks - 2) * layer.late_s(2 * keys, beside[1]))
+    keys_s, beside = layer.hop_s(2 * layer.KV * layer.row_bytes), [seconds / ranks for seconds in kernels]
+    forward += (ranks - 1) * layer.late_s(keys_s, beside[0])
+    return forward, backward + (2 * layer.late_s(keys_s, beside[1])
+                                + (ranks - 2) * layer.late_s(2 * keys_s, beside[1]))
 
 
 def head_s(system: str, cfg: Config, machine: Machine) -> float:
@@ -114,4 +114,4 @@ def head_s(system: str, cfg: Config, machine: Machine) -> float:
     assert speeds is not None  # seconds are asked for only where they are known
     nbytes = logit_bytes(system, cfg)[1] * layer.rows * V / cfg.tp
     return (3 * layer.matmul_s(V, C) + speeds.seconds("copy", nbytes, nbytes) + layer.copy_s((2 + 3) * C)
-            + rows_of_tp_s(cfg, machine, C * layer.row_bytes))
+            + rows_of_tp_s(cfg, machine, layer.rows, [("gather", BF16 * C), ("scatter", BF16 * C)]))
