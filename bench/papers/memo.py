@@ -16,7 +16,8 @@ from memo.estimate.budget import estimate
 from memo.estimate.hardware import GIB
 from memo.estimate.search import search
 from memo.plots import BLUE, GREY, ORANGE, plain
-from testing.baselines import DEEPSPEED, FP32, LOGIT_BYTES, MEGATRON
+from testing.baseline_layer import FP32, logit_bytes
+from testing.baselines import DEEPSPEED, MEGATRON
 from testing.paper import GPUS, LONG, PAPER, of_that_width, paper_config, rows_of_table3
 
 NAME = "MEMO"
@@ -39,7 +40,8 @@ ANOTHER = """\
 """
 
 
-WHOLE = FP32, LOGIT_BYTES[MEGATRON]  # bytes of a logit, if all of them are there at once
+# bytes of a logit, if all of them are there at once
+WHOLE = FP32, logit_bytes(MEGATRON, paper_config("7B", LONG))[0]
 
 
 def with_whole_logits(got, each):

@@ -111,11 +111,11 @@ def figure11ab():
                         for world, got in sharded)
     states = " and ".join(f"{states_bytes(paper_config('65B', MILLION), world) / GIB:.1f} on {world} GPUs"
                           for world in (16, 32))
-    head = ["model", "GPUs", "paper", "as MEMO", "MFU", "repeats", "MFU", "layout", "Megatron-LM",
+    head = ["model", "GPUs", "paper", "method", "MFU", "repeats", "MFU", "layout", "Megatron-LM",
             "DeepSpeed", "DeepSpeed, paper"]
     return dict(tables=[(head, rows)], notes=[
-        "Longest contexts in units of 2^20 tokens, MFU in percent. \"As MEMO\": all attention outputs are "
-        "kept, as in the paper; \"repeats\": memo may keep a layer's input alone where the host is "
+        "Longest contexts in units of 2^20 tokens, MFU in percent. \"Method\": the paper's, all "
+        "attention outputs are kept; \"repeats\": memo may keep a layer's input alone where the host is "
         "full. Its width of tp, the rest cp. The rivals are [models](baselines.md) that lose nothing to "
         "fragments.",
         f"65B: of a device's {A800.memory_bytes / GIB:.1f} GiB parameters, gradients and optimizer take "
@@ -130,7 +130,7 @@ def draw_figure11ab(facts, path):
     for model, colour in zip(PAPER["models"], (BLUE, GREEN, PALE, GREY), strict=True):
         mine = [row for row in rows if row[0] == model and row[3] != "none"]
         axes[0].plot([row[1] for row in mine], [row[3] for row in mine], "s-", color=colour,
-                     label=f"{model}, dry run as MEMO")
+                     label=f"{model}, dry run of its method")
         axes[1].plot([row[1] for row in mine], [row[4] for row in mine], "s-", color=colour, label=model)
     paper = [(row[1], row[2]) for row in rows if row[2]]
     axes[0].plot(*zip(*paper, strict=True), "o", color=ORANGE, ms=8, label="7B, measured by the paper")
