@@ -55,13 +55,13 @@ def passes(system: str, cfg: Config) -> tuple[float, float]:
     return forward + more, backward + its
 
 
-def ulysses_forward(ranks: int, Q: int, KV: int) -> float:
+def ulysses_forward(_: int, Q: int, KV: int) -> float:
     """single_all_to_all (deepspeed/sequence/layer.py): q, k, v are copied before their messages, attention's
     output behind its own."""
     return 2 * (Q + 2 * KV) + 2 * Q
 
 
-def ulysses_backward(ranks: int, Q: int, KV: int) -> float:
+def ulysses_backward(_: int, Q: int, KV: int) -> float:
     """The gradient of the output is copied before its message, those of q, k, v behind theirs."""
     return 2 * Q + 2 * (Q + 2 * KV)
 

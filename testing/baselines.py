@@ -157,9 +157,9 @@ def with_zero(one: Layout, machine: Machine, forward_s: float, backward_s: float
     def beside(compute_s: float, message_s: float) -> float:
         return compute_s + message_s - speeds.rate("hidden") * min(compute_s, message_s)
     copied = 3 * 2 * BF16 * (layers + table) * (world > 1)
-    scatter = sent_s("scatter", layers + table) + speeds.seconds("copy", copied, copied)
+    sent = sent_s("gather", layers) + sent_s("scatter", layers + table)
     return (beside(forward_s, sent_s("gather", layers + 2 * table)),
-            beside(backward_s, sent_s("gather", layers) + scatter))
+            beside(backward_s, sent) + speeds.seconds("copy", copied, copied))
 
 
 def in_turns_s(stages: Sequence[float], micros: int) -> float:
