@@ -50,20 +50,15 @@ def passes(system: str, cfg: Config) -> tuple[float, float]:
     backward = 2 * (3 * C + 3 * C) + its_backward + rotary + 2 * (Q + 2 * KV)
     if cfg.cp == 1:
         return forward, backward
-    more, its = (of(cfg.cp, Q, KV) for of in ((ulysses_forward, ulysses_backward) if system == DEEPSPEED
-                                              else (ring_forward, ring_backward)))
-    return forward + more, backward + its
+    if system == DEEPSPEED:
+        return forward + ulysses_copies(Q, KV), backward + ulysses_copies(Q, KV)
+    return forward + ring_forward(cfg.cp, Q, KV), backward + ring_backward(cfg.cp, Q, KV)
 
 
-def ulysses_forward(_: int, Q: int, KV: int) -> float:
+def ulysses_copies(Q: int, KV: int) -> float:
     """single_all_to_all (deepspeed/sequence/layer.py): q, k, v are copied before their messages, attention's
-    output behind its own."""
+    output behind its own; in the backward the output's gradient before, those of q, k, v behind."""
     return 2 * (Q + 2 * KV) + 2 * Q
-
-
-def ulysses_backward(_: int, Q: int, KV: int) -> float:
-    """The gradient of the output is copied before its message, those of q, k, v behind theirs."""
-    return 2 * Q + 2 * (Q + 2 * KV)
 
 
 def merged(ranks: int) -> float:

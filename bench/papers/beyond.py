@@ -54,17 +54,15 @@ def lacks(got):
     return judged(got).where.replace("the ", "").replace(" and", ",") + " memory"
 
 
-def steps_on_host(cfg):
-    """Whether the optimizer, and nothing else of the states, is on the host."""
-    return cfg.states == "device" and cfg.optimizer_on_host
-
-
 def at_1m(model, world):
     return f"{model} at 1M, {world} GPUs"
 
 
 def at_most(world):
     return f"7B, longest, {world} GPUs"
+
+
+LONGEST = {at_most(world): world for world in (8, 32, 128)}
 
 
 def published():
@@ -84,8 +82,8 @@ def make():
         of = found[at_1m(model, world)] = {
             method: best_of(layouts_of(method, model, world), world) for method in METHODS}
         of[ALL] = search(config_of(model, MILLION), A800, world, fast_arena, best=1)[0]
-    for world in (8, 32, 128):
-        of = found[at_most(world)] = {}
+    for job, world in LONGEST.items():
+        of = found[job] = {}
         for method in METHODS:
             every = (longest(one, A800, world, fast_arena, whole) for one in layouts_of(method, "7B", world))
             of[method] = max(filter(None, every), key=lambda got: (got.cfg.block_size, got.mfu))
@@ -93,11 +91,11 @@ def make():
     papers, speeds, sizes = published(), [], []
     for job, of in found.items():
         for method, got in of.items():
-            cfg, binds = got.cfg, limit_of(got)[0] if job.startswith("7B, longest") else got.binds
+            cfg, binds = got.cfg, limit_of(got)[0] if job in LONGEST else got.binds
             speeds.append([job, method, papers.get((job, method)), cfg.block_size,
                            points(got.mfu) if got.fits else got.reason, binds if got.fits else lacks(got)])
             sizes.append([job, method, layout_of(got).replace("=", ""), cfg.n_subsequences,
-                          "AdamW: host" if steps_on_host(cfg) else cfg.states,
+                          "AdamW: host" if cfg.states == "device" and cfg.optimizer_on_host else cfg.states,
                           *(round(n / GIB, 1) for n in (got.device_bytes, got.capacity)),
                           *(round(n / GIB) for n in (got.host_bytes, got.host_capacity))])
     keys = [sum(found[at_1m(*job)]["SPPO"].bytes_of(region)[0] for region in ("keys", "key_gradients")) / GIB

@@ -37,8 +37,7 @@ def keep(one, facts):
     paper, _, name = one.partition(".")
     if EVERY[one].draw:
         EVERY[one].draw(facts, RESULTS / f"{paper}_{name}.png")
-    found = known(paper) | {name: facts}
-    save_json({part: found[part] for part in PAPERS[paper].PARTS if part in found}, path_of(paper))
+    save_json(known(paper) | {name: facts}, path_of(paper))
 
 
 def made(one):

@@ -22,7 +22,7 @@ class UnitSeconds(LayerSeconds):
         copied = self.copy_s(2 * self.C)  # the input between the stream and the unit, and dx back
         self.forward_s, self.backward_s = self.forward_s + copied, self.backward_s + copied
         self.messages_s -= self.merging_s("forward") + self.merging_s("backward")
-        dealing = 2 * self.exchange_s(self.dealt, 1) if self.ulysses else 0.0  # of k and v, once
+        dealing = self.dealing_s() if self.ulysses else 0.0  # of k and v, once
         self.forward_s, self.messages_s = self.forward_s + dealing, self.messages_s + dealing
         if self.layer.head_norms:  # their backward wants keys as they were before these
             self.backward_s += self.keys_again_s("k")
@@ -41,6 +41,10 @@ class UnitSeconds(LayerSeconds):
     def dealt(self) -> int:
         """Width of keys in the pieces of all ranks."""
         return keys_dealt(self.cfg) * self.KV
+
+    def dealing_s(self) -> float:
+        """Seconds of the all-to-alls of k and v, or of their gradients."""
+        return 2 * self.exchange_s(self.dealt, 1)
 
     def before_s(self, way: str) -> float:
         """Seconds of attention's kernels over the keys of all subsequences before."""
@@ -89,7 +93,7 @@ class UnitSeconds(LayerSeconds):
     def attention_backward_s(self) -> float:
         seconds = self.kernels_s()[1] + self.merging_s("backward")
         if self.ulysses:  # dout, q, out and dq; dk and dv
-            return seconds + 4 * self.exchange_s(self.Q, self.turns) + 2 * self.exchange_s(self.dealt, 1)
+            return seconds + 4 * self.exchange_s(self.Q, self.turns) + self.dealing_s()
         if self.ring > 1:
             fp32 = self.row_bytes * 4 // self.itemsize
             leaving = 3 * self.Q * self.row_bytes + fp32 * self.layer.heads
