@@ -102,12 +102,13 @@ def test_what_is_measured_of_a_message_is_that_message():
         assert sent(program) == {op: (1, nbytes)}
 
 
-def seconds_behind(host, late):
+def seconds_behind_sleep(host, late):
     """As measured, of a gather behind sleeping: rank r's n-th sleep takes late(r, n) seconds."""
     axis, numbers = mesh_of(host, Config(tp=2)).weights, count()
     with patch.multiple(calibrate, REPEATS=2, BEHIND=2, LEAST_S=0.0):
-        return calibrate.seconds_behind(lambda: time.sleep(late(host.rank, next(numbers))),
-                                        partial(axis.gather, torch.zeros(8)), CPU, host)
+        return calibrate.seconds_of(calibrate.timings_behind(
+            lambda: time.sleep(late(host.rank, next(numbers))),
+            partial(axis.gather, torch.zeros(8)), CPU, host))
 
 
 def always_late(rank, n):
@@ -120,5 +121,5 @@ def in_turns_late(rank, n):
 
 @pytest.mark.ranks
 def test_a_rank_that_is_always_late_is_not_in_the_messages_seconds():
-    always, in_turns = (pool(2).run(seconds_behind, late)[0] for late in (always_late, in_turns_late))
+    always, in_turns = (pool(2).run(seconds_behind_sleep, late)[0] for late in (always_late, in_turns_late))
     assert always < 0.05 < in_turns  # 0, but for the message, and 0.1

@@ -5,7 +5,7 @@
 
 The operations are those that a run calls (memo/ops.py, memo/parallel/tp.py, memo/optim.py), at several sizes,
 each timed on all ranks together; the slowest rank's figure counts. Messages follow products there: what they
-add to these counts (seconds_behind).
+add to these counts (seconds_of).
 """
 
 import time
@@ -42,6 +42,7 @@ REPEATS, LEAST_S, ROUNDS = 3, 0.02, 2
 BEHIND = 10  # messages of a measurement, each behind computing
 ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors of elementwise passes
 Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
+Timings = tuple[float, float, float]  # seconds: by itself, behind computing, that computing alone
 
 
 def slowest_seconds(call: Callable, n: int, device: torch.device, host: Axis) -> float:
@@ -63,19 +64,31 @@ def fastest_seconds(call: Callable, device: torch.device, host: Axis) -> float:
     return min(slowest_seconds(call, n, device, host) for _ in range(REPEATS))
 
 
-def seconds_behind(computing: Callable, message: Callable, device: torch.device, host: Axis) -> float:
-    """Seconds that message() adds to computing(), which is before it on all ranks: those of both, less those
-    of the computing alone, each on the slowest rank and the least of REPEATS. Ranks that take turns at being
-    late wait for each other, which is in these seconds; a rank that is always late is in those of the
-    computing. The host waits for the device at the end alone. No less than the message takes by itself."""
+def timings(call: Callable, device: torch.device, host: Axis) -> Timings:
+    """Of what is no message: nothing is before it."""
+    return fastest_seconds(call, device, host), 0.0, 0.0
+
+
+def timings_behind(computing: Callable, message: Callable, device: torch.device, host: Axis) -> Timings:
+    """Of a message behind computing that all ranks do before it: each on the slowest rank and the least of
+    REPEATS, the last two by turns. The host waits for the device at the end alone."""
     def both() -> None:
         computing()
         message()
+
     both()
     seconds = [[slowest_seconds(call, BEHIND, device, host) for call in (both, computing)]
                for _ in range(REPEATS)]
     together, alone = map(min, zip(*seconds, strict=True))
-    return max(together - alone, fastest_seconds(message, device, host))
+    return fastest_seconds(message, device, host), together, alone
+
+
+def seconds_of(times: Timings) -> float:
+    """Seconds of an operation; of a message those that it adds to computing, and no less than it takes by
+    itself. Ranks that take turns at being late wait for each other, which is in these; a rank that is always
+    late is in those of the computing."""
+    itself, together, alone = times
+    return max(itself, together - alone)
 
 
 @contextmanager
@@ -201,7 +214,8 @@ def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
 def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> dict:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
-    rates: dict[str, dict[float, float]] = {}
+    amounts: dict[tuple[str, float], float] = {}  # FLOPs or bytes of (operation, size)
+    least: dict[tuple[str, float], Timings] = {}  # of all rounds, each of the three by itself
     cuda, doing = device.type == "cuda", ""
     rows = 2**16 if cuda else 4096  # of products
 
@@ -209,21 +223,19 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
 
-    def note(op: str, size: float, amount: float, call: Callable, seconds_of: Callable) -> None:
-        say(op, amount)
-        points, rate = rates.setdefault(op, {}), amount / seconds_of(call, device, host)
-        points[size] = max(rate, points.get(size, rate))
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int,
-                    seconds_of: Callable = fastest_seconds) -> None:
+                    timings_of: Callable = timings) -> None:
             # a segment's first run is recorded, the others have planned memory
             for op, (call, amount) in calls.items():
                 say(op, amount)  # the first run may build the library of the memory plan
                 segment = partial(arena.run, f"{op} {label}", call)
                 segment()
                 arena.settle()
-                note(op, size or amount, amount, segment, seconds_of)
+                point, times = (op, size or amount), timings_of(segment, device, host)
+                amounts[point], known = amount, least.get(point, times)
+                least[point] = tuple(map(min, times, known))
         for _ in range(ROUNDS):
             for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
                 measure(matmuls(size, rows, dtype, device, has_fp8(device, dtype)), size, size)
@@ -233,10 +245,12 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
             for nbytes in (2**24, 2**26, 2**28) if cuda else (2**16, 2**19, 2**21, 2**23, 2**25):
                 measure(row_passes(nbytes, dtype, device), None, nbytes)
             computing, _ = matmuls(1024 if cuda else 128, rows, dtype, device)["matmul"]
-            behind = partial(seconds_behind, computing)
+            behind = partial(timings_behind, computing)
             for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
                 measure(messages(nbytes, axis, device), None, nbytes, behind)
-    table = {op: sorted(points.items()) for op, points in rates.items()}
+    table: dict[str, list] = {}
+    for op, size in sorted(least):
+        table.setdefault(op, []).append((size, amounts[op, size] / seconds_of(least[op, size])))
     table["memory"] = table["copy"]
     table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
     shift = table["shift"][-1][1] if axis.size > 1 else 1.0
