@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, product
 from math import inf
 from unittest.mock import patch
 
@@ -34,41 +34,44 @@ ULYSSES = dict(context_parallel="ulysses")
 
 @dataclass(frozen=True)
 class Counting(Machine):
-    """Nothing takes time but messages of one operation: a second each, or a second a byte."""
+    """Nothing takes time but messages of one kind, (operation, span, stride): a second each, or a byte."""
 
-    op: str = ""
+    kind: tuple = ()
     by_bytes: bool = False
 
     def message_s(self, op, nbytes, span, stride=1):
-        return (nbytes if self.by_bytes else 1.0) * (op == self.op and nbytes > 0)
+        return (nbytes if self.by_bytes else 1.0) * ((op, span, stride) == self.kind and nbytes > 0)
 
 
 def prices(model, cfg):
-    """{operation: (messages, bytes)} that the dry run counts for a micro batch of the model."""
+    """{(operation, span, stride): (messages, bytes)} that the dry run counts for a micro batch of the
+    model."""
     swap, itemsize, free = model.swap, model.dtype.itemsize, Speeds({"memory": [(1, inf)]})
     memory, node = None if model.device.type == "cpu" else 1, Node(8, 1, inf, inf, inf, inf)
 
-    def price(op, by_bytes):
-        machine = Counting("free", node, memory, None, free, capability=(9, 0), op=op, by_bytes=by_bytes)
+    def price(kind, by_bytes):
+        machine = Counting("free", node, memory, None, free, capability=(9, 0), kind=kind, by_bytes=by_bytes)
         of_step = compute_seconds(swap.placement, layer_seconds(cfg, machine, itemsize).units)
         ends = (part(cfg, machine, free, itemsize) for part in (embedding_s, head_s))
         return sum(map(of_step, swap.steps)) + sum(ends)
-    found = {op: (price(op, False), price(op, True)) for op in MESSAGES}
-    return {op: pytest.approx(both) for op, both in found.items() if any(both)}
+    kinds = product(MESSAGES, (2, 4), (1, 2))
+    found = {kind: (price(kind, False), price(kind, True)) for kind in kinds}
+    return {kind: pytest.approx(both) for kind, both in found.items() if any(both)}
 
 
 def sent(program):
-    """{operation: (messages, bytes that a rank sends)} of a program's posts. What is summed for all ranks is
-    a scattered sum and a gather."""
+    """{(operation, span, stride): (messages, bytes that a rank sends)} of a program's posts: see
+    Machine.message_s. What is summed for all ranks is a scattered sum and a gather."""
     found = defaultdict(list)
     for post in (step for step in program if isinstance(step, Post)):
-        n = len(post.communicator.ranks)
+        n, (first, second, *_) = len(post.communicator.ranks), post.communicator.ranks
+        stride = second - first
         part = post.nbytes * (n - 1) / n
         parts = dict(gather=dict(gather=n * part), scatter_sum=dict(scatter=part),
                      exchange=dict(exchange=part), sum=dict(scatter=part, gather=part))
         for op, nbytes in parts.get(post.kind, {post.kind: post.nbytes}).items():
-            found[op].append(nbytes)
-    return {op: (len(each), sum(each)) for op, each in found.items()}
+            found[op, n * stride, stride].append(nbytes)
+    return {kind: (len(each), sum(each)) for kind, each in found.items()}
 
 
 @pytest.mark.parametrize("keys", [
@@ -99,7 +102,7 @@ def test_what_is_measured_of_a_message_is_that_message():
     for op, (call, nbytes) in calibrate.messages(2**12, mesh.weights, CPU).items():
         program.clear()
         call()
-        assert sent(program) == {op: (1, nbytes)}
+        assert sent(program) == {(op, 4, 1): (1, nbytes)}
 
 
 def seconds_behind_sleep(host, late):

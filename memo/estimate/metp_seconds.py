@@ -160,9 +160,10 @@ class MetpSeconds(LayerSeconds):
         return self.late_s((self.ring - 1) * self.hop_s(self.kv_bytes), self.ring * block_s)
 
     def late_hops_back_s(self, block_s: float) -> float:
-        """The same, but for the first group's first hop, which has nothing before it."""
+        """The same, but for first hops that have nothing before them: of the first group, and of each turn
+        of a group behind its first."""
         keys, gradients = self.hop_s(self.kv_bytes), self.hop_s(self.kv_bytes * 4 // self.itemsize)
-        first = keys / self.turns
+        first = keys * (self.turns - self.groups + 1) / self.turns
         return first + self.late_s((self.ring - 1) * (keys + gradients) - first, self.ring * block_s)
 
     # --- forward ---
@@ -249,9 +250,11 @@ class MetpSeconds(LayerSeconds):
         exposed += self.exposed_beside(home, attention)
         group, going = self.every_s("broadcast", "qkvp") / self.groups, self.others_s("reduce", "qkvp")
         exposed += self.exposed_beside(group, mlp) + self.steps_s(group, going, self.groups, one)
-        # behind the last group: the projection's left beside attention, the others' before their products
+        # of the last group: the projection's leave beside attention, as do those of the group before; the
+        # others before their products
         last = norm_backward + sum(self.parts_s(1, self.C, width) for width in self.widths.values())
-        exposed += self.exposed_beside(self.group_s("reduce", "p"), one)
+        exposed += self.exposed_beside(going + self.group_s("reduce", "p"), one)
+        exposed -= self.exposed_beside(going, one)
         exposed += self.exposed_beside(self.group_s("reduce", "qkv"), last)
         sums = self.sums_s(sum(self.part.values()) * (self.tp - 1)
                            + sum(self.times[name[0]] * n for name, n in self.group.items()))

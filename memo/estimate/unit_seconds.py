@@ -26,12 +26,16 @@ class UnitSeconds(LayerSeconds):
         self.forward_s, self.messages_s = self.forward_s + dealing, self.messages_s + dealing
         if self.layer.head_norms:  # their backward wants keys as they were before these
             self.backward_s += self.keys_again_s("k")
+            self.messages_s += self.keys_messages_s("k")
         self.sweep_s = self.pass_s(f"{norm_of(self.cfg)} forward", self.C) + self.keys_again_s("kv") + dealing
 
     def keys_again_s(self, names: str) -> float:
         """Seconds to make k, or k and v, from the norm's output when nothing else is."""
-        ops = self.layer.keys[:len(names)]
-        return fsum(map(self.operation_s, ops)) + self.message_s([*ops])
+        return fsum(map(self.operation_s, self.layer.keys[:len(names)])) + self.keys_messages_s(names)
+
+    def keys_messages_s(self, names: str) -> float:
+        """Exposed seconds of messages among them."""
+        return self.message_s([*self.layer.keys[:len(names)]])
 
     @property
     def ulysses(self) -> bool:
@@ -112,8 +116,11 @@ class MetpUnitSeconds(UnitSeconds, MetpSeconds):
         return min(self.groups, self.layer.kv_heads)
 
     def keys_again_s(self, names: str) -> float:
-        """In a backward k from matrices that are there; in a sweep both, when theirs travel."""
-        return self.made_s("k") if names == "k" else self.made_s("kv") + self.sweeps_matrices_s()
+        return self.made_s(names) + self.keys_messages_s(names)
+
+    def keys_messages_s(self, names: str) -> float:
+        """In a backward the matrices are there; in a sweep they travel."""
+        return 0.0 if names == "k" else self.sweeps_matrices_s()
 
     def sweeps_matrices_s(self) -> float:
         """Exposed seconds of what a sweep sends, with the rounding before."""
