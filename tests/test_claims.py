@@ -3,6 +3,7 @@ files in bench/results: each claim is made of the file's figures, and must stand
 
 import json
 import re
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ OFF, RIVALS, RIVAL_TABLES = MEMO["table3"]["off"], MEMO["rivals"]["totals"], MEM
 LONG, SHORT = OFF["all, from 64K on"], OFF["all, 4K to 32K"]
 OF = {model: f"{OFF[f'{model}, from 64K on']['mean']:.1f}" for model in ("7B", "13B", "30B")}
 SPEED, HERE = result("estimate_speed"), result("estimate_here_cpu")["worst"]
+SEVERAL = result("estimate_subsequences_cpu")["worst"]
 BEST = MEMO["table5"]["tables"][2][1]
 HOST = [sum(off[fails] for off in MEMO["table5"]["off"].values()) for fails in FAILS]
 FITS = LONG[FAILS[1]] + SHORT[FAILS[1]] + sum(off[FAILS[1]] for name, off in MEMO["table4"]["off"].items()
@@ -85,6 +87,14 @@ def lines_of_rivals():
         yield f"{strictly} of {pairs} | {point} | {whole} of {cells} |"
 
 
+def several():
+    """Lines of results.md: estimates over runs with 1, 4 and 8 subsequences and as memo chooses."""
+    runs = result("estimate_subsequences_cpu")["runs"]
+    for i in range(0, len(runs), 4):
+        one, four, eight, auto = (run["step_ratio"] for run in runs[i:i + 4])
+        yield f"| {one:.3f} | {four:.3f} | {eight:.3f} | {auto:.3f} (N = {runs[i + 3]['subsequences']}) |"
+
+
 CLAIMS = {
     "README.md": [
         f"7B (fitted) {OF['7B']}, 13B {OF['13B']}, 30B {OF['30B']}; worst {LONG['worst']:.1f}",
@@ -111,7 +121,8 @@ CLAIMS = {
           for one in result("pipeline")["bubbles"]),
         *(f"| {one['pp']}, {one['subsequences']} | {one['simulated']:.1%} | {one['bubble']:.1%} | "
           f"{one['formula']:.1%} |" for one in result("msp")["bubbles"]),
-        *map(decision, result("decision")["results"]), *map(choices, ("default", "gpt2")),
+        f"within {SEVERAL['bytes_ratio_worst']:.2%}, seconds within {ceil(100 * SEVERAL['step_ratio'])}%",
+        *several(), *map(decision, result("decision")["results"]), *map(choices, ("default", "gpt2")),
         *(overlap(p, half, way) for p in (2, 4) for half in ("attention", "MLP")
           for way in ("forward", "backward"))],
     "docs/estimate.md": [
