@@ -52,20 +52,24 @@ def with_whole_logits(got, each):
     return got.device_bytes + max(0, logits - got.bytes_of("transient")[0])
 
 
-def ends_with_whole_logits(found):
-    """Where the device would end with whole logits, of {tokens: the Estimates of the layouts that fit}."""
-    told = []
+def ends_with_whole_logits(found, papers):
+    """Where the device would end with whole logits, of {tokens: the Estimates of the layouts that fit};
+    `papers`: {tokens: the paper's cell}."""
+    told, last = [], []
     for each in WHOLE:
-        needs = {S: min(with_whole_logits(got, each) for got in every) for S, every in found.items()}
+        needs = {S: min(with_whole_logits(got, each) for got in every) for S, every in found.items() if every}
         fits = sum(nbytes <= A800.memory_bytes for nbytes in needs.values())
         ends = [f"{nbytes / GIB:.1f} GiB at {thousands(S)}" for S, nbytes in needs.items()][fits - 1:fits + 1]
         told.append(f"with {each} bytes each {' and '.join(ends)}")
+        last.append(max(S for S, nbytes in needs.items() if nbytes <= A800.memory_bytes))
+    assert last[0] == max(S for S, cell in papers.items() if not isinstance(cell, str)) > last[1]
     return f"{'; '.join(told)}; there are {A800.memory_bytes / GIB:.1f}"
 
 
 def why_7b_fits():
-    ends = ends_with_whole_logits({S: [got for got in of_that_width("7B", S) if got.fits]
-                                   for S in rows_of_table3("7B")})
+    papers = rows_of_table3("7B")
+    ends = ends_with_whole_logits({S: [got for got in of_that_width("7B", S) if got.fits] for S in papers},
+                                  papers)
     return (f"7B: memo's head makes logits in chunks. If all were there at once, it would need {ends}. So "
             "with 4 bytes, fp32 alone, 7B would end where the paper's did; with 6, bf16 beside fp32, as "
             "Megatron-LM is [modelled](baselines.md), it would end earlier. How the paper's system makes "
@@ -74,14 +78,15 @@ def why_7b_fits():
 
 def why_30b_fits():
     """What is always swapped, where the paper's ran out of host memory, beside a length that ran."""
-    told = []
+    told, (least, most) = [], (nbytes / 1e12 for nbytes in memo_fit.hosts_with_papers_cells())
     for cp in (2, 4):
         cfgs = [paper_config("30B", S, cp=cp, alpha=0.0) for S in (1408 * 1024, 1280 * 1024)]
-        slab = (estimate(cfg, A800, GPUS["30B"], fast_arena).host_bytes for cfg in cfgs)
-        slab, blocks = (" and ".join(f"{nbytes / 1e12:.2f}" for nbytes in every)
-                        for every in (slab, map(memo_fit.in_blocks, cfgs)))
-        told.append(f"with cp{cp} {slab} TB of a node, and {blocks} in blocks of powers of two")
-    least, most = (nbytes / 1e12 for nbytes in memo_fit.hosts_with_papers_cells())
+        slabs = [estimate(cfg, A800, GPUS["30B"], fast_arena).host_bytes / 1e12 for cfg in cfgs]
+        blocks = [memo_fit.in_blocks(cfg) / 1e12 for cfg in cfgs]
+        for needs, room in ((slabs, least), (slabs, most), (blocks, memo_fit.NODE_BYTES / 1e12)):
+            assert needs[0] <= room or needs[1] > room, "a reason: the one fails there, the other does not"
+        slab, block = (" and ".join(f"{n:.2f}" for n in needs) for needs in (slabs, blocks))
+        told.append(f"with cp{cp} {slab} TB of a node, and {block} in blocks of powers of two")
     return ("30B at 1408K: no reason was found. Inputs and attention's outputs, which MEMO always swaps, "
             f"take there and at 1280K, which ran, {'; '.join(told)}. There are 2 TB for such blocks, and by "
             f"7B's cells {least:.2f} to {most:.2f} otherwise.")
@@ -170,7 +175,9 @@ def averages():
 def why_768k_fits():
     every = [estimate(paper_config("7B", S, activation="recompute"), A800, 8, fast_arena)
              for S in PAPER["table4"]["seq_tokens"]]
-    ends = ends_with_whole_logits({got.cfg.block_size: [got] for got in every})
+    papers = PAPER["table4"]["mfu_percent"]["full_recompute+plan"]
+    ends = ends_with_whole_logits({got.cfg.block_size: [got] for got in every},
+                                  {got.cfg.block_size: cell for got, cell in zip(every, papers, strict=True)})
     return ("The second is memo with `--activation=recompute`, a system of its own: its head makes logits in "
             f"chunks. With all of them at once it would need {ends}. So with 4 bytes 768K would not fit, as "
             "in the paper; with 6 nor would 640K, which ran there. Figure 1's plan, of Megatron-LM's "
