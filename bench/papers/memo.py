@@ -57,12 +57,14 @@ def ends_with_whole_logits(found, papers):
     `papers`: {tokens: the paper's cell}."""
     told, last = [], []
     for each in WHOLE:
-        needs = {S: min(with_whole_logits(got, each) for got in every) for S, every in found.items() if every}
-        fits = sum(nbytes <= A800.memory_bytes for nbytes in needs.values())
-        ends = [f"{nbytes / GIB:.1f} GiB at {thousands(S)}" for S, nbytes in needs.items()][fits - 1:fits + 1]
+        needs = [(S, min(with_whole_logits(got, each) for got in every))
+                 for S, every in found.items() if every]
+        fits = sum(nbytes <= A800.memory_bytes for _, nbytes in needs)
+        ends = [f"{nbytes / GIB:.1f} GiB at {thousands(S)}" for S, nbytes in needs[fits - 1:fits + 1]]
         told.append(f"with {each} bytes each {' and '.join(ends)}")
-        last.append(max(S for S, nbytes in needs.items() if nbytes <= A800.memory_bytes))
-    assert last[0] == max(S for S, cell in papers.items() if not isinstance(cell, str)) > last[1]
+        last.append(needs[fits - 1][0])
+    ran = [S for S, cell in papers.items() if not isinstance(cell, str)]
+    assert last[0] == ran[-1] > last[1], "with 4 bytes 7B does not end where the paper's did"
     return f"{'; '.join(told)}; there are {A800.memory_bytes / GIB:.1f}"
 
 

@@ -119,7 +119,7 @@ class MetpUnitSeconds(UnitSeconds, MetpSeconds):
         return self.made_s(names) + self.keys_messages_s(names)
 
     def keys_messages_s(self, names: str) -> float:
-        """In a backward the matrices are there; in a sweep they travel."""
+        """In a backward the matrices are there; in a sweep they travel, with the rounding before."""
         return 0.0 if names == "k" else self.sweeps_matrices_s()
 
     def sweeps_matrices_s(self) -> float:
