@@ -60,6 +60,11 @@ def choices(name):
     return "| {:.3f} | {:.3f} | {:.3f} | N = 1: {:.3f} |".format(*found)
 
 
+def spread(found):
+    least, *_, most = sorted(found)
+    return f"{least:.0f} to {most:.0f}%"
+
+
 def lines_of_rivals():
     """What docs/baselines.md says of the cells of MEMO's rivals."""
     agree, order = ({tuple(row[:n]): row[n:] for row in RIVAL_TABLES[at][1]} for at, n in ((1, 3), (2, 2)))
@@ -75,6 +80,13 @@ def lines_of_rivals():
     yield f"{order[same, ', '.join(systems)][2]} of 20"
     strictly = sum(row[2] for (way, of), row in order.items() if way == every and ", " in of)
     yield f"recompute it is strictly {strictly} of {RIVALS['pairs']}."
+    cells = MEMO["table4"]["tables"][0][1]
+    planned = [(row[3], row[2]) for row in cells if not isinstance(row[3], str)]
+    off = sum(abs(paper - ours) for paper, ours in planned) / len(planned)
+    yield f"the model says {spread(ours for _, ours in planned)}: {off:.1f} points off"
+    late = [100 * one[same]["mfu"] for one in MEMO["rivals"]["cells"] if one["system"] == "deepspeed"
+            and one["tokens"] >= 2**17 and not isinstance(one["paper"], str)]
+    yield f"where the model says {spread(late)}."
     halved = MEMO["rivals"]["halved"]
     yield f"is {halved['off']} points off from 64K on instead of {halved['was']}"
     mfu = {(one["model"], one["tokens"] // 1024, one["system"]): (one["paper"], 100 * one[same]["mfu"])

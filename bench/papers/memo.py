@@ -233,8 +233,8 @@ def table5():
                           "device allows"], best)],
                 off={name: off(those) for name, those in pairs.items()},
                 notes=["7B on 8 GPUs, tp4 cp2, MFU in percent by the part of the other activations that is "
-                       "swapped. This table is in part what was [fitted](#the-fit): the speeds to its MFU "
-                       "among others, PCIe's rate to its best alphas, the host memory to its cells without."])
+                       "swapped. This table is in part what was [fitted](#the-fit): PCIe's rate to its best "
+                       "alphas, the host memory to its cells without. The speeds have not seen it."])
 
 
 PARTS = {

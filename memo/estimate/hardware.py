@@ -120,9 +120,8 @@ FP8_OVER_BF16 = 2
 # ranks' messages that have products beside them (memo/parallel/tp.py) hides: NCCL's kernels take
 # multiprocessors from these products
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
-# an earlier fit to the 7B rows of MEMO's Tables 3, 4 and 5 (A800); bench/papers/memo_fit.py has one of today
-# beside it, and how far either is off
-AMPERE = {"matmul": 0.766, "attention forward": 0.660, "attention backward": 0.6045}
+# fitted to the 7B rows of MEMO's Table 3 from 64K on and of its Table 4 (A800): bench/papers/memo_fit.py
+AMPERE = {"matmul": 0.745, "attention forward": 0.662, "attention backward": 0.603}
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two
 # products forward and five backward), of its memory bandwidth, of a link. "attention": of every kernel of
 # memo/backends.py not named
