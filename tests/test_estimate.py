@@ -611,6 +611,16 @@ def command(*argv, capsys):
     return code, out.out, out.err
 
 
+def test_pages_print_what_the_command_prints(capsys):
+    """Their own dry run, line by line; "..." stands for lines, or the end of one, that are left out."""
+    argv = "config/7b_1m.py --gpus=8 --gpu=a800-80gb --max_context".split()
+    out = " ".join(command(*argv, capsys=capsys)[1].split())
+    for page in "README.md", "docs/estimate.md":
+        block = re.search(r"memory of a rank, GiB.*?max_context[^\n]*", (ROOT / page).read_text(), re.S)[0]
+        lines = [" ".join(line.replace("...", "").split()) for line in block.splitlines()]
+        assert len(lines) > 8 and [line for line in lines if line not in out] == [], page
+
+
 def test_json_is_the_contracts(capsys):
     code, out, _ = command(*SEVEN, "--json", "--max_context", "--host_memory_bytes=1.035e12",
                            "--pcie_bytes_per_s=10.5e9", "--device_memory_bytes=80e9", capsys=capsys)
