@@ -36,6 +36,11 @@ def with_speeds(flops_per_s):
     return replace(A800, speeds=Speeds(table, known.overhead_s))
 
 
+def with_parts(parts):
+    """The A800 with {operation: part of its peak} as speeds."""
+    return with_speeds({op: part * A800.peak_flops_per_s for op, part in parts.items()})
+
+
 # --- Table 3 ---
 
 def cells_that_ran():
@@ -83,8 +88,7 @@ def cells_of_table5():
 def fitted_speeds(cells):
     """{operation: part of the GPU's peak}, to three digits, that comes nearest to [(cfg, MFU in percent)]."""
     def misses(parts):
-        machine = with_speeds({op: part * A800.peak_flops_per_s
-                               for op, part in zip(hardware.AMPERE, parts, strict=True)})
+        machine = with_parts(dict(zip(hardware.AMPERE, parts, strict=True)))
         return [100 * estimate(cfg, machine, 8, lambda cfg, machine: ArenaBytes(0, 0)).mfu - mfu
                 for cfg, mfu in cells]
     found = least_squares(misses, [0.7, 0.65, 0.6], diff_step=0.01).x
@@ -138,9 +142,8 @@ def fit():
                  for every in (cells_of_speeds(), cells_of_table5()))
     found, other, cells = fitted_speeds(ran), fitted_speeds(ran + more), cells_that_ran()
     assert found == hardware.AMPERE, f"memo/estimate/hardware.py uses {hardware.AMPERE}, the fit is {found}"
-    with_more = with_speeds({op: part * A800.peak_flops_per_s for op, part in other.items()})
     both = [with_mfu(cells, lambda got, on=on: 100 * again(got, on, fast_arena).mfu)
-            for on in (A800, with_more)]
+            for on in (A800, with_parts(other))]
     offs = both_gaps(both, [([model], length) for model in MODELS for length in (SHORT, FROM_64K)])
     rates, (least, most) = rates_with_papers_best(), hosts_with_papers_cells()
     pcie = A800.node.pcie_bytes_per_s
