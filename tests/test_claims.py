@@ -107,6 +107,52 @@ def several():
         yield f"| {one:.3f} | {four:.3f} | {eight:.3f} | {auto:.3f} (N = {runs[i + 3]['subsequences']}) |"
 
 
+def short(one):
+    """A layout as tables name it."""
+    return one["layout"].replace("=", "").replace(" dp1", "")
+
+
+def lines_of_lengths():
+    """Tables of docs/longest.md."""
+    found, numbers = result("longest"), ("1", "4", "16", "64")
+    for machine, of in (*found["table"].items(), *found["elsewhere"].items()):
+        for model, got in of.items():
+            size = f"{got['tokens']:,} | {got['subsequences']}" if got["tokens"] else "none"
+            rest = f"... | {got['mfu']:.1%} | {got['repeated']:.0%} |" if got["tokens"] else ""
+            yield f"| {machine} | {model} | {size} | {rest}"
+    for one in found["targets"]:
+        got, unsaid = one["got"], "" if one["may_repeat"] else ", none repeated"
+        wanted = f"{one['wanted_mfu']:.0%}" if one["wanted_mfu"] else "none"
+        repeated = f", {got['repeated']:.0%} repeated" if got["repeated"] else ""
+        yield (f"| {one['machine']} | {one['model']} | {one['wanted_tokens']:,}, {wanted}{unsaid} | "
+               f"{got['tokens']:,}: N = {got['subsequences']}, {short(got)}, "
+               f"MFU {got['mfu']:.1%}{repeated} |")
+    for of in found["whole"].values():
+        yield "Without repetition {} fits {:,} ...(MFU {:.1%}), {} {:,} ({:.1%}).".format(
+            *(value for model, got in of.items() for value in (model, got["tokens"], got["mfu"])))
+    for one in found["cost"]:
+        for layout, by_number in one["layouts"].items():
+            cells = (f" {by_number[N]['mfu']:.1%}" if N in by_number else "" for N in numbers)
+            yield f"| {one['model']} | {short(dict(layout=layout))} |{' |'.join(cells)} |"
+    fewest, many = ([max(of[N]["mfu"] for of in one["layouts"].values() if N in of) for one in found["cost"]]
+                    for N in ("1", "16"))
+    costs = [f"{100 * (a - b):.1f}" for a, b in zip(fewest, many, strict=True)]
+    yield "In the fastest layout of each N, 16 cost {} points (7B) and {} (Llama-3-8B)".format(*costs)
+
+
+def lines_of_states():
+    """The table of docs/states.md: the longest with states in each place, and the fastest at a length."""
+    for target in result("states")["targets"]["found"]:
+        for one in target["places"]:
+            most, there = one["longest"], one["at_tokens"]
+            name = one["states"] + (", cpu" if one.get("optimizer_device") == "cpu" else "")
+            left = (f"{most['tokens']:,}, {most['subsequences']}, {short(most)} | {most['mfu']:.1%}" if most
+                    else "none |")
+            right = (f"{there['subsequences']}, {short(there)} | {there['mfu']:.1%}, "
+                     f"...| {there['repeated']:.0%} |" if there else "none | |")
+            yield f"| {name} | {left} | {right}"
+
+
 CLAIMS = {
     "README.md": [
         f"7B (fitted) {OF['7B']}, 13B {OF['13B']}, 30B {OF['30B']}; worst {LONG['worst']:.1f}",
@@ -148,10 +194,8 @@ CLAIMS = {
         f"to a point of MFU in {RIVALS['right']}", *lines_of_rivals(),
         f"in {RIVALS['ordered_strictly']} of {RIVALS['ordered']} cells, to a point in "
         f"{RIVALS['ordered_right']}"],
-    "docs/longest.md": [
-        f"| {machine} | {model} | {got['tokens']:,} | {got['subsequences']} | ... | {got['mfu']:.1%} | "
-        f"{got['repeated']:.0%} |" for machine, of in result("longest")["table"].items()
-        for model, got in of.items() if got["tokens"]]}
+    "docs/longest.md": [*lines_of_lengths()],
+    "docs/states.md": [*lines_of_states()]}
 
 
 @pytest.mark.parametrize("page", CLAIMS)
