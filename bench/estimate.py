@@ -3,6 +3,7 @@ bench/papers.
 
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
     python -m bench.estimate models       the fastest layout and the longest context of the models of config/
+    python -m bench.estimate speed        seconds of the command itself, and of searches
     python -m bench.estimate here [--device=cuda]     runs here, after --calibrate: bytes and seconds
     python -m bench.estimate subsequences             the same with 1, 4 and 8 subsequences and auto
     python -m bench.estimate all
