@@ -502,6 +502,15 @@ def test_the_longest_fits_and_a_longer_one_does_not():
     assert search.longest(cfg, replace(A800, memory_bytes=10**9), 8, fast_arena) is None
 
 
+def test_a_refusal_names_the_longest_context_of_every_way_to_place_keys_and_stream():
+    cfg = load(["config/llama3_8b_1m.py", "--tp=8", "--cp=1", "--tensor_parallel=metp", "--states=host",
+                "--subsequences=16", "--subsequence_cut=equal", "--unit_order=layer"])
+    unit, most = 1024 * 8, search.longest(cfg, H100, 8, fast_arena).cfg.block_size
+    why = budget.estimate(replace(cfg, block_size=most + unit), H100, 8, fast_arena).why
+    [named] = re.findall(r"the largest block_size that fits is (\d+)$", why)
+    assert most <= int(named) < most + unit
+
+
 def test_the_longest_of_several_subsequences_is_found_where_shorter_ones_cannot_be():
     cfg, unit = load(["config/7b_1m.py", "--subsequences=2500", "--states=device"]), 1024 * 8
 
