@@ -132,10 +132,10 @@ def place_whole(cfg: Config, problems: Iterable[AlphaProblem], rates: Rates | No
     """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; where there
     are no rates, or alpha is given, of the first that takes attention from the fewest units. Those that fit
     so many bytes of the device come first, and those with the stream whole; where none does, the one that
-    lacks least. Errors: OutOfHostMemory where none fits the host: that of the one that needs
-    least of it."""
+    lacks least. Errors: OutOfHostMemory where none fits the host: that of the one that needs least of it,
+    which names the longest context."""
     judged: list[tuple[float, float, Placement, SwapPlan | None]] = []
-    lacking: list[tuple[int, OutOfHostMemory]] = []
+    refused: dict[int, OutOfHostMemory] = {}  # {bytes of the host that are needed at least: why}
     for problem in problems:
         if problem.placement.stream == "copied" and any(not over for over, *_ in judged):
             break
@@ -149,9 +149,9 @@ def place_whole(cfg: Config, problems: Iterable[AlphaProblem], rates: Rates | No
             over = max(0, placement.device_bytes(problem.tensors) - spare_bytes)
             judged.append((over, seconds, placement, plan))
         except OutOfHostMemory as e:
-            lacking.append((problem.least_bytes, e))
+            refused.setdefault(problem.least_bytes, e)
     if not judged:
-        raise min(lacking, key=lambda one: one[0])[1]  # which names the longest context
+        raise refused[min(refused)]
     return min(judged, key=lambda found: found[:2])[2:]
 
 

@@ -21,6 +21,8 @@ OFF, RIVALS, RIVAL_TABLES = MEMO["table3"]["off"], MEMO["rivals"]["totals"], MEM
 LONG, SHORT = OFF["all, from 64K on"], OFF["all, 4K to 32K"]
 OF = {model: f"{OFF[f'{model}, from 64K on']['mean']:.1f}" for model in ("7B", "13B", "30B")}
 SPEED, HERE = result("estimate_speed"), result("estimate_here_cpu")["worst"]
+FARTHEST = "{:.0f} s for 7B and {:.0f} s for Llama-3-8B".format(
+    *(SPEED[f"{model}, longest context on 8 H100"] for model in ("7B", "Llama-3-8B")))
 SEVERAL = result("estimate_subsequences_cpu")["worst"]
 BEST = MEMO["table5"]["tables"][2][1]
 HOST = [sum(off[fails] for off in MEMO["table5"]["off"].values()) for fails in FAILS]
@@ -109,33 +111,33 @@ def several():
         yield f"| {one:.3f} | {four:.3f} | {eight:.3f} | {auto:.3f} (N = {runs[i + 3]['subsequences']}) |"
 
 
-def short(one):
+def short(layout):
     """A layout as tables name it."""
-    return one["layout"].replace("=", "").replace(" dp1", "")
+    return layout.replace("=", "").replace(" dp1", "")
 
 
 def lines_of_lengths():
     """Tables of docs/longest.md."""
-    found, numbers = result("longest"), ("1", "4", "16", "64")
+    found = result("longest")
     for machine, of in (*found["table"].items(), *found["elsewhere"].items()):
         for model, got in of.items():
-            size = f"{got['tokens']:,} | {got['subsequences']}" if got["tokens"] else "none"
-            rest = f"... | {got['mfu']:.1%} | {got['repeated']:.0%} |" if got["tokens"] else ""
-            yield f"| {machine} | {model} | {size} | {rest}"
+            cells = (f"{got['tokens']:,} | {got['subsequences']} | ... | {got['mfu']:.1%} | "
+                     f"{got['repeated']:.0%} |" if got["tokens"] else "none |")
+            yield f"| {machine} | {model} | {cells}"
     for one in found["targets"]:
         got, unsaid = one["got"], "" if one["may_repeat"] else ", none repeated"
         wanted = f"{one['wanted_mfu']:.0%}" if one["wanted_mfu"] else "none"
         repeated = f", {got['repeated']:.0%} repeated" if got["repeated"] else ""
         yield (f"| {one['machine']} | {one['model']} | {one['wanted_tokens']:,}, {wanted}{unsaid} | "
-               f"{got['tokens']:,}: N = {got['subsequences']}, {short(got)}, "
+               f"{got['tokens']:,}: N = {got['subsequences']}, {short(got['layout'])}, "
                f"MFU {got['mfu']:.1%}{repeated} |")
     for of in found["whole"].values():
         yield "Without repetition {} fits {:,} ...(MFU {:.1%}), {} {:,} ({:.1%}).".format(
             *(value for model, got in of.items() for value in (model, got["tokens"], got["mfu"])))
     for one in found["cost"]:
         for layout, by_number in one["layouts"].items():
-            cells = (f" {by_number[N]['mfu']:.1%}" if N in by_number else "" for N in numbers)
-            yield f"| {one['model']} | {short(dict(layout=layout))} |{' |'.join(cells)} |"
+            cells = (f" {by_number[N]['mfu']:.1%}" if N in by_number else "" for N in ("1", "4", "16", "64"))
+            yield f"| {one['model']} | {short(layout)} |{' |'.join(cells)} |"
     fewest, many = ([max(of[N]["mfu"] for of in one["layouts"].values() if N in of) for one in found["cost"]]
                     for N in ("1", "16"))
     costs = [f"{100 * (a - b):.1f}" for a, b in zip(fewest, many, strict=True)]
@@ -143,16 +145,20 @@ def lines_of_lengths():
 
 
 def lines_of_states():
-    """The table of docs/states.md: the longest with states in each place, and the fastest at a length."""
+    """The table of docs/states.md, the lines of a model as one: the longest with states in each place, and
+    the fastest at a length, which the second line names."""
     for target in result("states")["targets"]["found"]:
+        lines = []
         for one in target["places"]:
             most, there = one["longest"], one["at_tokens"]
             name = one["states"] + (", cpu" if one.get("optimizer_device") == "cpu" else "")
-            left = (f"{most['tokens']:,}, {most['subsequences']}, {short(most)} | {most['mfu']:.1%}" if most
-                    else "none |")
-            right = (f"{there['subsequences']}, {short(there)} | {there['mfu']:.1%}, "
-                     f"...| {there['repeated']:.0%} |" if there else "none | |")
-            yield f"| {name} | {left} | {right}"
+            left = (f"{most['tokens']:,}, {most['subsequences']}, {short(most['layout'])} | {most['mfu']:.1%}"
+                    if most else "none |")
+            right = (f"{there['subsequences']}, {short(there['layout'])} | {there['mfu']:.1%}, "
+                     f"...| {there['repeated']:.0%} |" if there else "none | | |")
+            lines.append(f"| {name} | {left} | {right}")
+        first, *rest = lines
+        yield f"{first} | at {target['wanted_tokens']:,} {'...'.join(rest)}"
 
 
 CLAIMS = {
@@ -177,8 +183,8 @@ CLAIMS = {
         *(f"{one['fastest']['mfu']:.1%}, {one['fastest']['binds']} | {one['longest']['tokens']:,}: ... | "
           f"{one['longest']['mfu']:.1%}, {one['longest']['limit']}" for one in result("estimate_models")),
         f"{SPEED['7B at 1M, no cache']:.1f} s without a cache, {SPEED['7B at 1M, cached']:.1f} s with it",
-        "a search over 128 GPUs takes {:.0f} s for 7B, {:.0f} s for 65B; ...{:.0f} s for 7B and {:.0f} s for "
-        "Llama-3-8B".format(*list(SPEED.values())[2:6]),
+        f"takes {SPEED['7B, search over 128 GPUs']:.0f} s for 7B, "
+        f"{SPEED['65B, search over 128 GPUs']:.0f} s for 65B; ...on eight H100 {FARTHEST}",
         *(f"| {one['pp']}, {one['subsequences']} | {one['bubble']:.1%} | {one['formula']:.1%} |"
           for one in result("pipeline")["bubbles"]),
         *(f"| {one['pp']}, {one['subsequences']} | {one['simulated']:.1%} | {one['bubble']:.1%} | "
@@ -188,7 +194,8 @@ CLAIMS = {
         *(overlap(p, half, way) for p in (2, 4) for half in ("attention", "MLP")
           for way in ("forward", "backward"))],
     "docs/estimate.md": [
-        f"with {MEMO['table3']['tables'][0][1][0][4]:.0f}% MFU", f"{SHORT['mean']:.1f} points off",
+        f"takes {FARTHEST}.", f"with {MEMO['table3']['tables'][0][1][0][4]:.0f}% MFU",
+        f"{SHORT['mean']:.1f} points off",
         f"7B at {fits('table3', 1)} (OOM in Table 3), 30B at {fits('table3', 9)} (OOHM in Table 3), and 7B "
         f"with full recomputation at {fits('table4', 3)} (OOM",
         f"at most {max(MEMO['table3']['above'].values()):.1f} points above"],
