@@ -9,7 +9,6 @@ Both ways go tensor by tensor: a few of them are in memory at once. The files of
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -42,21 +41,13 @@ from tokenizers import Tokenizer
 from memo import checkpoint
 from memo.config import Config, as_keys
 from memo.errors import CheckpointError, ConfigError, warn
-from memo.files import load_json, save_json
+from memo.files import load_json, save_bytes, save_json
 from memo.flat import whole
-from memo.huggingface import CONFIG, hf_config, model_keys
+from memo.huggingface import CONFIG, OWN, check_reach, copy_own_files, hf_config, model_keys, overlaid
 from memo.layer import model_parameters
 from memo.load_config import stored_config
 from memo.rope import parse_scaling
-from memo.tokens import (
-    ENDS,
-    GENERATION,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    carry_files,
-    check_vocab_size,
-    load_tokenizer,
-)
+from memo.tokens import TOKENIZER, TOKENIZER_CONFIG, check_vocab_size, load_tokenizer
 from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, save_weights
 
 
@@ -72,10 +63,12 @@ def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
 
 # --- from Hugging Face ---
 
-def check_folder(hf_folder: Path | str, cfg: Config) -> None:
-    """Errors: ConfigError: what stands in `hf_folder` beside its config.json is not of the model `cfg`."""
+def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
+    """Check what stands in `hf_folder` beside its config.json -> its tokenizer, None where there is none.
+    Errors: ConfigError: it is not of the model `cfg`."""
+    check_reach(hf_folder, cfg.block_size)
     check_tied_head(hf_folder, cfg)
-    tokenizer_in(Path(hf_folder), cfg)
+    return tokenizer_in(Path(hf_folder), cfg)
 
 
 def from_hf(hf_folder: Path, out_dir: Path) -> None:
@@ -83,15 +76,17 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
         raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another "
                           "folder")
     cfg = Config(**model_keys(hf_folder), out_dir=str(out_dir))
-    check_folder(hf_folder, cfg)
+    tokenizer = check_folder(hf_folder, cfg)
     weights = HfWeights(hf_folder, cfg)
     # the pieces have shapes only: a tensor is read when it is written
     saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
                 for name, p in model_parameters(cfg).items()], as_keys(cfg), 0)
     saver.wait()
+    copy_own_files(hf_folder, out_dir / OWN)
+    if tokenizer:  # memo's commands read this one
+        save_bytes(tokenizer.to_str().encode(), out_dir / TOKENIZER)
     save_json(as_keys(cfg), out_dir / CONFIG)
-    carry_files(hf_folder, out_dir)
     weights.warn_of_damage()
     print(f"{out_dir}: train with --init_from=resume, generate with memo.sample")
 
@@ -120,10 +115,8 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
         hf_folder.mkdir(parents=True, exist_ok=True)
         kind = getattr(torch, dtype)
         save_weights(hf_folder, shapes, export_tensors(cfg, read, kind), kind)
-        carry_files(out_dir, hf_folder)
-        save_json(hf_config(cfg, dtype, token_ids(out_dir, tokenizer)), hf_folder / CONFIG)
-        if tokenizer:
-            save_json(tokenizer_config(out_dir, cfg, tokenizer), hf_folder / TOKENIZER_CONFIG)
+        end = (ckpt.config.get("tokenizer") or {}).get("end_of_document")
+        describe(hf_folder, out_dir, cfg, dtype, tokenizer, end)
         return cfg
     cfg = checkpoint.read_newest(out_dir, export)
     scaling = parse_scaling(cfg.rope_scaling)
@@ -135,31 +128,37 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
     print(f"{hf_folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
 
 
-def end_token(tokenizer: Tokenizer | None) -> str | None:
-    """The token that ends a document."""
-    return next((token for token in ENDS if tokenizer and tokenizer.token_to_id(token) is not None), None)
-
-
-def token_ids(out_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Where generation begins and ends: as the model came, or the end of a document."""
-    if (out_dir / GENERATION).exists():
-        stored = load_json(out_dir / GENERATION, "remove it")
-        return {name: stored.get(name) for name in ("bos_token_id", "eos_token_id")}
-    end = end_token(tokenizer)
-    found = tokenizer.token_to_id(end) if tokenizer and end else None
-    return dict(bos_token_id=found, eos_token_id=found)
-
-
-def tokenizer_config(out_dir: Path, cfg: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What transformers.AutoTokenizer needs beside a tokenizer.json: as the model came, with the length of
-    its context now."""
-    if (out_dir / TOKENIZER_CONFIG).exists():
-        stored = load_json(out_dir / TOKENIZER_CONFIG, "remove it")
+def describe(hf_folder: Path, out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | None,
+             end: str | None) -> None:
+    """Write what transformers needs beside the weights. A model that came with files keeps them, but for what
+    training has changed. One that was made here gets a config.json and the dataset's `tokenizer`, whose
+    documents end with the token `end`. Errors: ConfigError; OSError."""
+    own = out_dir / OWN
+    if (own / CONFIG).exists():
+        made = overlaid(own, cfg, dtype)
+        copy_own_files(own, hf_folder)
+        path = own / TOKENIZER_CONFIG
+        if path.exists() and cfg.block_size != model_keys(own)["block_size"]:
+            stored = load_json(path, "remove it")
+            save_json(stored | dict(model_max_length=cfg.block_size), hf_folder / TOKENIZER_CONFIG)
     else:
-        end = end_token(tokenizer)
-        stored = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
-        stored |= dict(bos_token=end, eos_token=end) if end else {}
-    return stored | dict(model_max_length=cfg.block_size)
+        begin = begin_of_text(tokenizer) if tokenizer else None
+        ids = {f"{name}_token_id": tokenizer.token_to_id(token) if tokenizer and token else None
+               for name, token in (("bos", begin), ("eos", end))}
+        made = hf_config(cfg, dtype, ids)
+        if tokenizer:
+            save_bytes((out_dir / TOKENIZER).read_bytes(), hf_folder / TOKENIZER)
+            tokens = {name: token for name, token in (("bos_token", begin), ("eos_token", end)) if token}
+            save_json(dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+                           model_max_length=cfg.block_size) | tokens, hf_folder / TOKENIZER_CONFIG)
+    save_json(made, hf_folder / CONFIG)  # last: a folder without it is no model
+
+
+def begin_of_text(tokenizer: Tokenizer) -> str | None:
+    """Find the token that the tokenizer's own template puts before each text, None where there is none."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    begins = whole[:1] != plain[:1] and whole[1:1 + len(plain)] == plain
+    return tokenizer.id_to_token(whole[0]) if begins else None
 
 
 def main(argv: list[str]) -> None:

@@ -7,7 +7,6 @@ made by an attacker: a pipe, an endless device and JSON nested without end are r
 import errno
 import json
 import os
-import re
 import stat
 from contextlib import suppress
 from math import isfinite
@@ -62,14 +61,22 @@ def depth(value: Any) -> int:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The object of a JSON text. Errors: ValueError: it is no JSON, no object, nested deeper than MOST_DEPTH,
-    or holds a number that is not finite."""
+    """Parse a JSON text -> its object. Errors: ValueError: it is no JSON, no object, nested deeper than
+    MOST_DEPTH, or holds a name twice in one object, or a number that is not finite."""
     def finite(digits: str) -> float:
         if not isfinite(number := float(digits)):
             raise ValueError(f"{digits[:20]} is no finite number")
         return number
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in made:
+                raise ValueError(f"{name!r:.100} stands twice in one object")
+            made[name] = value
+        return made
     try:
-        value = json.loads(text, parse_constant=finite, parse_float=finite)
+        value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=once)
         deep = depth(value) > MOST_DEPTH
     except RecursionError:
         deep = True
@@ -90,8 +97,8 @@ def load_json(path: str | Path, remedy: str) -> dict[str, Any]:
 
 def plain_name(name: object) -> bool:
     """Whether `name`, read from a file, names a file in its own folder and nothing else."""
-    return (isinstance(name, str) and re.fullmatch(r"[\w.\-]{1,255}", name, re.ASCII) is not None
-            and name not in (".", ".."))
+    return (isinstance(name, str) and name not in (".", "..") and not set(name) & {"/", "\0"}
+            and 0 < len(name.encode(errors="replace")) <= 255)
 
 
 # --- writing ---

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import ConfigError
-from memo.files import load_json
+from memo.files import MOST_TEXT_CHARS, load_json, open_file, save_bytes
 from memo.layer import model_parameters
 from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
 CONFIG = "config.json"
+OWN = "hf_files"  # of out_dir: the files that came with a model, as they came
 GIVE_FOLDER = "give a local folder of a model in safetensors"
 # Fields that leave the model as it is. Dropout is a way to train, and memo has none; pretraining_tp is an
 # order of sums; the summary_ fields are another head's.
@@ -27,7 +28,17 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
     summary_proj_to_labels summary_first_dropout task_specific_params gradient_checkpointing output_past
     output_attentions output_hidden_states return_dict tokenizer_class problem_type id2label label2id
     _num_labels _name_or_path _attn_implementation attn_implementation _attn_implementation_autoset
-    is_llama_config unsloth_fixed unsloth_version""".split())
+    is_llama_config unsloth_fixed unsloth_version n_special predict_special_tokens transformers.js_config
+    sep_token_id decoder_start_token_id _from_model_config use_bfloat16 torchscript pruned_heads
+    tf_legacy_loss finetuning_task prefix is_decoder is_encoder_decoder chunk_size_feed_forward
+    tie_encoder_decoder max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split())
+# No files of a model's description: weights, in each form that they have
+WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz",
+               ".index.json")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -89,9 +100,14 @@ FAMILIES = {
 # --- config.json -> memo's keys ---
 
 def model_keys(folder: Path | str) -> dict[str, Any]:
-    """memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
+    """Read memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
     path = Path(folder) / CONFIG
-    hf = load_json(path, GIVE_FOLDER)
+    return keys_of(path, load_json(path, GIVE_FOLDER))
+
+
+def keys_of(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate `hf`, the fields of the config.json at `path`, into memo's keys. Errors: those of
+    model_keys()."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}; give the "
@@ -115,7 +131,6 @@ def model_keys(folder: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
                           f"keys and values serves equally many of queries); {GIVE_FOLDER}")
     D = size_field(path, "head_dim", keys["n_embd"] // H if D is None else D)
-    check_window(path, hf, given(hf, family, "sliding_window"), S, keys["n_layer"], kind)
     return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
 
 
@@ -154,21 +169,29 @@ def float_field(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def check_window(path: Path, hf: Mapping[str, Any], window: Any, S: int, L: int, kind: str) -> None:
-    """Errors: ConfigError: some layer attends to fewer tokens than max_position_embeddings."""
+def check_reach(folder: Path | str, S: int) -> None:
+    """Check that every layer of the model in `folder`, where there is one, attends to all of S tokens, the
+    length of the run. Errors: ConfigError: some layer has a shorter window."""
+    path = Path(folder) / CONFIG
+    if not path.exists():
+        return
+    hf = load_json(path, GIVE_FOLDER)
+    L, family = keys_of(path, hf)["n_layer"], FAMILIES[hf["model_type"]]
+    window = None if family is GPT2 else given(hf, family, "sliding_window")
     reach = "memo attends to all tokens before; to train it so, {} there"
     types = hf.get("layer_types")
     if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
         raise ConfigError(f"{path}: layer_types={types!r:.100} must be full_attention in every layer; "
                           + reach.format("make it so"))
-    if kind.startswith("qwen"):
+    if hf["model_type"].startswith("qwen"):
         used = hf.get("use_sliding_window") or False
         if used is False or (used is True and hf.get("max_window_layers", 28) in range(L, 2**31)):
             return
         window = hf.get("sliding_window", 4096)
     if window is not None and not (type(window) is int and window >= S):
-        raise ConfigError(f"{path}: sliding_window={window!r:.100} must be null, or at least "
-                          f"max_position_embeddings={S}; " + reach.format("set it to null"))
+        raise ConfigError(f"{path}: sliding_window={window!r:.100} must be null, or at least block_size={S}, "
+                          "the run's length; " + reach.format("set it to null") + ", or give a shorter "
+                          "--block_size")
 
 
 def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
@@ -239,7 +262,8 @@ def hf_config(cfg: Any, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, A
     made |= {name: getattr(cfg, key) for key, name in family.sizes.items()}
     if family is GPT2:
         return made | dict(activation_function="gelu" if cfg.gelu == "exact" else "gelu_new",
-                           n_inner=cfg.inner_width, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+                           n_ctx=cfg.block_size, n_inner=cfg.inner_width, attn_pdrop=0.0, embd_pdrop=0.0,
+                           resid_pdrop=0.0)
     # transformers 4 reads rope_scaling and rope_theta, transformers 5 rope_parameters
     scaling = {k: v for k, v in parse_scaling(cfg.rope_scaling).items()
                if v or k not in ("attention_factor", "mscale", "mscale_all_dim")}
@@ -251,6 +275,46 @@ def hf_config(cfg: Any, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, A
         made["attention_bias"] = False
     return made | (dict(mlp_bias=False) if kind == "llama" else
                    dict(sliding_window=None) if kind == "mistral" else dict(use_sliding_window=False))
+
+
+def overlaid(own: Path, cfg: Any, dtype: str) -> dict[str, Any]:
+    """Make the config.json of the model that came with the folder `own` and was trained as `cfg`: its own
+    fields, and those that training has changed. Errors: ConfigError."""
+    path = own / CONFIG
+    hf = load_json(path, GIVE_FOLDER)
+    made = hf_config(cfg, dtype, {})
+    before = hf_config(replace(cfg, **keys_of(path, hf)), dtype, {})
+    named = {k: v for k, v in made.items() if k not in ("model_type", "architectures", "torch_dtype")}
+    changed = {k: v for k, v in named.items() if v != before.get(k)}
+    if keys_of(path, hf | changed) != keys_of(path, made):  # a scaling that counts from a length not in it
+        hf = {k: v for k, v in hf.items() if k not in ROPE}
+        changed |= {k: v for k, v in named.items() if k in ROPE}
+    return hf | changed | {"dtype" if "dtype" in hf and "torch_dtype" not in hf else "torch_dtype": dtype}
+
+
+# --- the files that came with a model ---
+
+def own_files(folder: Path) -> dict[str, Path]:
+    """List what lies in a model's folder beside the weights: config.json, the files of its tokenizer and of
+    generation, templates -> {name within the folder: path}."""
+    if not folder.is_dir():
+        return {}
+    found = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*.jinja")]
+    return {str(path.relative_to(folder)): path for path in sorted(found)
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS_END)}
+
+
+def copy_own_files(source: Path, target: Path) -> None:
+    """Copy own_files() of `source` to `target`, byte for byte. Errors: OSError; ConfigError: one is too
+    large."""
+    for name, path in own_files(source).items():
+        with open(open_file(path), "rb") as file:
+            data = file.read(MOST_TEXT_CHARS + 1)
+        if len(data) > MOST_TEXT_CHARS:
+            raise ConfigError(f"{path} must have at most {MOST_TEXT_CHARS:,} bytes, it is copied along as a "
+                              "part of the model's description; move it out of the model's folder")
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        save_bytes(data, target / name)
 
 
 # --- weights ---

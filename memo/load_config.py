@@ -9,7 +9,7 @@ from typing import Any
 
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
 from memo.errors import ConfigError
-from memo.huggingface import model_keys
+from memo.huggingface import OWN, check_reach, model_keys
 from memo.keys import check_value, columns, typed
 from memo.literals import assignments
 from memo.manifest import newest
@@ -96,6 +96,8 @@ def starting_keys(given: dict[str, Any], typed_in: Collection[str],
                 remedy = f"--{name}={given[name]} on the command line changes it, --{name}={value} keeps it"
             raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that "
                               f"init_from={init_from} loads; {remedy}")
+    model = Path(out_dir) / OWN if init_from == "resume" else Path(init_from.removeprefix("hf:"))
+    check_reach(model, given.get("block_size", base["block_size"]))
     return {k: v for k, v in base.items() if k in KEYS}
 
 

@@ -16,13 +16,14 @@ from memo.command import python
 from memo.device import device_name
 from memo.files import save_bytes, save_json
 from memo.formulas import flops_per_sample, parameters
+from memo.huggingface import OWN, copy_own_files
 from memo.layer import n_rows
 from memo.loggers import StepStats, read_metrics, say
 from memo.out_dir import is_locked, lock
 from memo.pipeline_plot import pipeline
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.swap.spans import Span, on_one_clock
-from memo.tokens import carry_files, load_tokenizer
+from memo.tokens import load_tokenizer
 
 if TYPE_CHECKING:
     from memo.run import Run
@@ -93,7 +94,9 @@ def keep_folder(run: "Run") -> None:
 def furnish(run: "Run", folder: Path) -> None:
     """Writes config.json, plan.json, the data's tokenizer.json and what came with the model into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    carry_files(Path(run.hf or run.out), folder)
+    own = Path(run.hf or run.out / OWN)
+    if own.is_dir() and own != folder / OWN:
+        copy_own_files(own, folder / OWN)
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")

@@ -5,6 +5,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
 from memo.files import read_text
+from memo.huggingface import CONFIG, OWN
 from memo.launch import Launch, same_everywhere, together
 from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
@@ -70,7 +72,8 @@ class Checked:
     @property
     def stored(self) -> dict[str, Any]:
         """The keys of config.json and of checkpoints."""
-        return as_keys(self.cfg) | ({"asked": self.asked} if self.asked else {})
+        about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked)
+        return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
 
 
 @dataclass(kw_only=True)
@@ -370,6 +373,8 @@ def open_loggers(run: Run) -> list:
     cannot be written."""
     cfg = run.cfg
     try:
+        if not run.ckpt and (run.out / CONFIG).exists():  # of a run that has left no checkpoint
+            rmtree(run.out / OWN, ignore_errors=True)
         furnish(run, run.out)
         loggers: list = [JsonlLogger(run.out / "metrics.jsonl", run.first)]
     except OSError as e:

@@ -24,16 +24,14 @@ from tqdm import tqdm
 
 from memo.command import progress
 from memo.errors import ConfigError, reason
-from memo.files import open_file, parse_json, read_text, save_bytes
+from memo.files import parse_json, read_text
 from memo.keys import check_value, option
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # of a document: the first of these that a vocabulary has
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
-TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-CARRIED = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "added_tokens.json",
-           "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json")
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 VAL_EVERY = 20          # every 20th document goes to val.bin
 PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to twice it, in parallel
 # the time to train a tokenizer grows with the square of a word's length
@@ -159,14 +157,6 @@ def end_of_document(tokenizer: Tokenizer) -> str:
             return token
     raise ConfigError(f"tokenizer's vocabulary must hold a token that ends a document ({', '.join(ENDS)}); "
                       f"add {ENDS[0]} to it")
-
-
-def carry_files(source: Path, target: Path) -> None:
-    """Copies what belongs to a model's tokenizer and generation, as Hugging Face has it, to `target`."""
-    for name in CARRIED:
-        if (source / name).exists():
-            with open(open_file(source / name), "rb") as file:
-                save_bytes(file.read(), target / name)
 
 
 # --- documents to ids ---

@@ -53,6 +53,9 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.name:.200} in {self.path.name}"
+
     def __getitem__(self, part: Any) -> torch.Tensor:
         with read_errors(self.path), safe_open(self.path, "pt") as file:
             return file.get_slice(self.name)[part]
@@ -67,21 +70,31 @@ def read_errors(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {AGAIN}") from None
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in `folder`: one, or those that an index names, all of them there. Errors:
-    ConfigError."""
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Find the files of weights in `folder` -> {path: the tensors that an index takes from it, None: all}.
+    Errors: ConfigError."""
     if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+        return {folder / WEIGHTS: None}
     if (folder / INDEX).exists():
         files = load_json(folder / INDEX, AGAIN).get("weight_map")
         if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
             raise ConfigError(f"{folder / INDEX}: weight_map must give each tensor the name of a file in its "
                               f"folder; {AGAIN}")
-        return [folder / name for name in sorted(set(files.values()))]
+        return {folder / path: {name for name in files if files[name] == path}
+                for path in sorted(set(files.values()))}
     pickled = any(folder.glob("pytorch_model*.bin"))
     raise ConfigError(f"{folder} holds no {WEIGHTS}; " + (
         "pytorch_model.bin could run code, so save the model again with transformers: "
         "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else GIVE_FOLDER))
+
+
+def tensors_in(path: Path) -> list[Stored]:
+    """List the tensors of a file of safetensors; only its header is read. Errors: ConfigError."""
+    with read_errors(path):
+        regular(os.stat(path))
+        with safe_open(path, "pt") as file:
+            parts = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118  it is no dict
+            return [Stored(path, name, tuple(p.get_shape()), str(p.get_dtype())) for name, p in parts]
 
 
 def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
@@ -90,21 +103,26 @@ def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
     or is not the model's."""
     folder, kind = Path(folder), family_of(cfg)
     found: dict[str, Stored] = {}
-    for path in weight_files(folder):
-        with read_errors(path):
-            regular(os.stat(path))
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  it is no dict
-                    part = file.get_slice(name)
-                    found[name.removeprefix(FAMILIES[kind].prefix)] = Stored(
-                        path, name, tuple(part.get_shape()), str(part.get_dtype()))
+    for path, indexed in weight_files(folder).items():
+        for tensor in tensors_in(path):
+            there = tensor.name.removeprefix(FAMILIES[kind].prefix)
+            if there in found:
+                raise ConfigError(f"{folder}: {there:.200} must be there once, not as {found[there]} "
+                                  f"and as {tensor}; {AGAIN}")
+            found[there] = tensor
+            indexed = indexed and indexed - {tensor.name}
+        if indexed:
+            raise ConfigError(f"{path} has no tensor {min(indexed):.200}, which {INDEX} finds there; {AGAIN}")
     wanted = {w.there: w for w in weights_of(cfg)}
+    wte = weights_of(cfg)[0].there
+    if cfg.tie_embeddings and wte not in found and HEAD in found:  # one matrix, stored under its other name
+        found[wte] = found.pop(HEAD)
     for name in sorted(found):
         if name not in wanted and not name.endswith(CONSTANTS) and (name, cfg.tie_embeddings) != (HEAD, True):
             raise ConfigError(f"{folder}: {name:.200} is not a tensor of a {kind} model with "
                               f"n_layer={cfg.n_layer} as in its {CONFIG}; {GIVE_FOLDER}")
     for there, w in wanted.items():
-        s = found.get(there)
+        s: Stored | None = found.get(there)
         if s and w.name == "wpe" and s.shape[0] > w.shape[0]:  # a shorter context crops the positions
             s = replace(s, shape=(w.shape[0], *s.shape[1:]))
         if s is None or s.dtype not in FLOATS or s.shape != w.shape:

@@ -149,7 +149,7 @@ def test_transformers_loads_the_tokenizer(tmp_path, hf):
     for text in ("some text", "def f(x):\n    return 'é漢' ,x <|endoftext|>\n"):
         assert (theirs(text)["input_ids"] == mine.encode(text).ids
                 and theirs.decode(theirs(text)["input_ids"]) == text)
-    assert (theirs.eos_token, theirs.model_max_length) == ("<|endoftext|>", S)
+    assert theirs.eos_token == "<|endoftext|>"
 
 
 @pytest.mark.slow

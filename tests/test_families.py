@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -21,7 +23,7 @@ from memo import checkpoint, convert, weights
 from memo.config import Config
 from memo.convert import check_folder
 from memo.errors import ConfigError
-from memo.huggingface import FAMILIES, GPT2, LLAMA, hf_config, model_keys
+from memo.huggingface import FAMILIES, GPT2, LLAMA, check_reach, hf_config, keys_of, model_keys, overlaid
 from memo.layer import model_parameters
 from memo.load_config import load_config
 from memo.optim import Optimizer
@@ -116,9 +118,7 @@ def test_in_and_out_again(tmp_path, name):
     a, b = all_tensors(there), all_tensors(back)
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
     assert model_keys(back) == model_keys(there)
-    assert AutoTokenizer.from_pretrained(back).model_max_length == S
-    generation = "generation_config.json"
-    assert (back / generation).read_bytes() == (there / generation).read_bytes()
+    assert AutoTokenizer.from_pretrained(back).eos_token == "<|endoftext|>"
     assert [json.loads((back / "config.json").read_text())[f"{x}_token_id"] for x in ("bos", "eos")] == [1, 0]
 
 
@@ -318,7 +318,7 @@ def test_fields_of_public_models_are_known(tmp_path, config):
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 must be 1.0"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes' must be true or false"),
     (dict(use_sliding_window=True, sliding_window=32, max_window_layers=1),
-     "sliding_window=32 must be null, or at least max_position_embeddings=64"),
+     "sliding_window=32 must be null, or at least block_size=64"),
     (dict(model_type="mistral", sliding_window=32), "sliding_window=32 must be null"),
     (dict(layer_types=["full_attention", "sliding_attention"]),
      "layer_types=.* must be full_attention in every layer"),
@@ -348,7 +348,7 @@ def test_a_sliding_window_that_reaches_all_is_none(hf):
                    dict(sliding_window=8, use_sliding_window=False),
                    dict(sliding_window=8, use_sliding_window=True, max_window_layers=2, layer_types=None)):
         (hf / "config.json").write_text(json.dumps(config | change))
-        model_keys(hf)
+        check_reach(hf, S)
 
 
 # --- folders that do not fit ---
@@ -378,7 +378,7 @@ def cut_vocabulary(hf):
      "config.json cannot be read .No such file.*; give a local folder"),
     (lambda hf: sorted(hf.glob("model-*"))[1].unlink(),
      r"model-00002-of-00003.safetensors cannot be read .No such file"),
-    (rewritten(lambda t: t.pop("model.norm.weight")), r"norm.weight is missing, must be \(48,\)"),
+    (rewritten(lambda t: t.pop("model.norm.weight")), "has no tensor model.norm.weight, which"),
     (rewritten(lambda t: t.update({"model.norm.weight": torch.zeros(47)})),
      r"norm.weight is \(47,\) F32, must be \(48,\)"),
     (rewritten(lambda t: t.update({"model.norm.weight": torch.zeros(48, dtype=torch.float8_e4m3fn)})),
@@ -433,3 +433,135 @@ def test_a_dataset_may_have_a_smaller_vocabulary(tmp_path, dataset):
     assert main([f"--{k}={v}" for k, v in keys.items() if not k.startswith("n_")]
                 + [f"--init_from=hf:{tmp_path / 'hf'}"]) == 0
     assert load_model(tmp_path / "out").cfg.vocab_size == VOCAB + 30
+
+
+# --- the files that came with a model ---
+
+COMMON = {k: v for k, v in SMALL.items() if "token_id" not in k} | dict(num_key_value_heads=2)
+CAME = {  # fields in forms in which they are published
+    "llama": COMMON | dict(
+        bos_token_id=0, eos_token_id=[1, 3, 2], pad_token_id=4, rope_theta=5e5, torch_dtype="float32",
+        rope_scaling={k: v for k, v in LLAMA3.items() if k != "rope_theta"}, transformers_version="4.43.0"),
+    "mistral": COMMON | dict(sliding_window=S, rms_norm_eps=1e-5, rope_theta=1e6, dtype="float32"),
+    "qwen3": COMMON | dict(  # the length of before is max_position_embeddings
+        head_dim=32, attention_bias=False, max_window_layers=2, sliding_window=None, rope_theta=1e6,
+        rope_scaling=dict(rope_type="yarn", factor=4.0), torch_dtype="float32"),
+    "gpt2": dict(vocab_size=V, n_embd=48, n_head=4, n_layer=2, n_positions=S, n_ctx=S, n_special=0,
+                 activation_function="gelu_new", predict_special_tokens=True, torch_dtype="float32")}
+FILES = {"generation_config.json": b'{"temperature": 0.6}', "tokenizer.model.v3": b"\0\1",
+         "additional_chat_templates/tools.jinja": b"{{ tools }}", "tokenizer_config.json": b'{"a":  1}'}
+
+
+def came(folder, kind):
+    """A model in `folder` whose config.json has just the fields of CAME, with files beside it."""
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    config = folder / "config.json"
+    CAME[kind]["model_type"] = kind
+    config.write_text(json.dumps(CAME[kind]))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    config.write_text(json.dumps(CAME[kind]))
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
+    (folder / "pytorch_model.bin").write_bytes(b"weights in another form")
+
+
+def fields(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", CAME)
+def test_a_models_own_files_and_fields_come_back(tmp_path, kind):
+    there, out, back = (tmp_path / folder for folder in ("hf", "out", "back"))
+    came(there, kind)
+    convert.from_hf(there, out)
+    convert.to_hf(out, back)
+    assert fields(back) == fields(there)
+    assert {name: (back / name).read_bytes() for name in FILES} == FILES
+    assert not (back / "pytorch_model.bin").exists()
+    assert all(torch.equal(t, all_tensors(there)[n]) for n, t in all_tensors(back).items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_what_training_changed_is_written_over_the_fields_that_came(tmp_path, kind):
+    came(tmp_path, kind)
+    keys = model_keys(tmp_path)
+    lengths = ("max_position_embeddings", "n_positions", "n_ctx")
+    length = {name: S // 2 for name in CAME[kind] if name in lengths}
+    made = overlaid(tmp_path, Config(**keys | dict(block_size=S // 2)), "bfloat16")
+    rope = {} if kind != "qwen3" else {name: made[name] for name in ("rope_scaling", "rope_parameters")}
+    # where the length of before was not written, it is now, and nothing else beside the length
+    assert {k: v for k, v in made.items() if v != CAME[kind].get(k)} == length | rope | dict(
+        torch_dtype="bfloat16")
+    assert keys_of(tmp_path, made) == keys | dict(block_size=S // 2)
+
+
+def test_windows_are_compared_with_the_runs_length(tmp_path):
+    came(tmp_path, "mistral")
+    given = [f"--init_from=hf:{tmp_path}", "--block_size"]
+    with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least block_size={2 * S}"):
+        load_config([f"{'='.join(given[1:])}={2 * S}", given[0]])
+    (tmp_path / "config.json").write_text(json.dumps(CAME["mistral"] | dict(sliding_window=S // 2)))
+    assert load_config([f"--block_size={S // 2}", given[0]]).block_size == S // 2
+    with pytest.raises(ConfigError, match=f"sliding_window={S // 2} must be"):
+        load_config(given[:1])
+
+
+def test_a_window_is_compared_again_when_a_run_goes_on(tmp_path):
+    came(tmp_path / "hf", "mistral")
+    convert.from_hf(tmp_path / "hf", tmp_path / "out")
+    resume = ["--init_from=resume", f"--out_dir={tmp_path / 'out'}"]
+    load_config(resume)
+    with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least block_size={S + 1}"):
+        load_config([*resume, f"--block_size={S + 1}"])
+
+
+def test_no_token_is_invented(tmp_path):
+    """bos is what the tokenizer's own template puts before a text, or none."""
+    tokenizer = train_tokenizer(["some text"], V)
+    assert convert.begin_of_text(tokenizer) is None
+    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[
+        ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))])
+    assert convert.begin_of_text(tokenizer) == "<|endoftext|>"
+
+
+# --- an index, and where tensors lie ---
+
+def test_a_tensor_twice_names_both(tmp_path, hf, capsys):
+    first, last = sorted(hf.glob("model-*"))[::2]
+    tensors = load_file(last)
+    name = sorted(load_file(first))[0]
+    save_file(tensors | {name: load_file(first)[name] + 1}, last, {"format": "pt"})
+    fails(capsys, f"as {name} in {first.name} and as {name} in {last.name}", "from-hf", hf, tmp_path / "out")
+
+
+def test_the_index_says_where_a_tensor_lies(tmp_path, hf, capsys):
+    index = hf / "model.safetensors.index.json"
+    stored = json.loads(index.read_text())
+    names = sorted(set(stored["weight_map"].values()))
+    odd = {name: f"part {i} (é).safetensors" for i, name in enumerate(names)}  # any name in the folder is one
+    for name, new in odd.items():
+        (hf / name).rename(hf / new)
+    place = {tensor: odd[file] for tensor, file in stored["weight_map"].items()}
+    index.write_text(json.dumps(dict(stored, weight_map=place)))
+    assert check_folder(hf, load_config([f"--init_from=hf:{hf}"]))
+    other = next(file for file in odd.values() if file != place["model.norm.weight"])
+    wrong = place | {"model.norm.weight": other}
+    index.write_text(json.dumps(dict(stored, weight_map=wrong)))
+    fails(capsys, "has no tensor model.norm.weight, which model.safetensors.index.json finds there",
+          "from-hf", hf, tmp_path / "out")
+    twice = json.dumps(dict(stored, weight_map=place)).replace("{", '{"metadata": 1, ', 1)
+    index.write_text(twice)
+    fails(capsys, "'metadata' stands twice in one object", "from-hf", hf, tmp_path / "out")
+
+
+def test_a_tied_model_may_be_stored_under_the_heads_name(tmp_path):
+    saved(tmp_path, LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True)
+    cfg = load_config([f"--init_from=hf:{tmp_path}"])
+    wanted = dict(hf_tensors(tmp_path, cfg))
+    tensors = all_tensors(tmp_path)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    got = dict(hf_tensors(tmp_path, cfg))
+    assert got.keys() == wanted.keys() and all(torch.equal(wanted[n], t) for n, t in got.items())
