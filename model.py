@@ -91,7 +91,7 @@ class GPT:
         self.prefix = over_prefix(attention, *over)  # with several subsequences
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
         self.bucket_names = ["of the embedding", *cfg.layers, "of the head"]
-        self.micro_batches = cfg.gradient_accumulation_steps // mesh.dp.size  # in a step
+        self.micro_batches = cfg.micro_batches(mesh.dp.size) // mesh.dp.size  # in a step
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
         self.coming = weights_in_turns(cfg)
         places, numel = bucket_places(self.buckets, self.coming)

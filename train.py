@@ -139,8 +139,9 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
     that need them."""
     cfg, mesh = run.cfg, run.mesh
     # the weight of one micro batch, on one of the cp ranks, in the mean of all tokens
-    part, loss = 1 / (cfg.gradient_accumulation_steps * cfg.cp), torch.zeros((), device=run.device)
-    micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
+    micro_batches = cfg.micro_batches(mesh.dp.size)
+    part, loss = 1 / (micro_batches * cfg.cp), torch.zeros((), device=run.device)
+    micros = range(mesh.dp.rank, micro_batches, mesh.dp.size)
     # all batches first: the device need not wait for one later
     batches = [batch(run, "train", it, micro) for micro in micros]
     for i, (tokens, targets) in enumerate(batches):
@@ -156,8 +157,8 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
 def train(run: Run, stop: StopSignal) -> None:
     """All steps from run.first on. run.done counts the steps that are done."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
-    offload_bytes = swap.host_bytes * (cfg.gradient_accumulation_steps // mesh.dp.size)
+    tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
+    offload_bytes = swap.host_bytes * run.model.micro_batches
     for it in range(run.first, cfg.max_iters):
         run.step = it
         last = it == cfg.max_iters - 1

@@ -197,7 +197,7 @@ def a_run(out_dir, data, ranks, keys, device, steps):
 
 
 ON_128 = "--gpu=a800-80gb --gpus=128 --gradient_accumulation_steps=16 --search"
-ON_8 = "--gpu=h100-80gb --gpus=8 --search --max_context"
+ON_8 = "--gpu=h100-80gb --gpus=8 --gradient_accumulation_steps=1 --search --max_context"
 HELPING = ("--gpu=a800-80gb --gpus=64 --pp=8 --tp=8 --cp=1 --block_size=1310720 --subsequences=160 "
            "--subsequence_cut=flops --unit_order=subsequence --msp=true --fast")
 SPEED = {"7B at 1M, no cache": "7b_1m --gpu=a800-80gb", "7B at 1M, cached": "7b_1m --gpu=a800-80gb",

@@ -1,4 +1,7 @@
-"""GPT-2 small. The data: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text"""
+"""GPT-2 small. The data: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
+
+A step has 16 sequences a rank; --gradient_accumulation_steps=32 makes them 524,288 tokens, as GPT-2 had.
+"""
 dataset = "text"
 out_dir = "out/gpt2_124m"
 
@@ -12,7 +15,6 @@ gelu = "tanh"
 position = "learned"
 
 batch_size = 16
-gradient_accumulation_steps = 32
 max_iters = 20000
 learning_rate = 6e-4
 min_lr = 6e-5

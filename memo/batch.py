@@ -5,6 +5,7 @@ import json
 import os
 import weakref
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ def prepare_again(folder: Path) -> str:
             f"--out_dir={folder}")
 
 
-def read_meta(folder: Path) -> dict:
-    """The checked meta.json of a dataset folder. Errors: ConfigError: it is missing, or not as
+def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
+    """The checked meta.json of a dataset folder with `splits`. Errors: ConfigError: it is missing, or not as
     memo/tokens.py writes it."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
@@ -95,9 +96,9 @@ def read_meta(folder: Path) -> dict:
     check("dtype", dtype, isinstance(dtype, str) and dtype in DTYPES, " or ".join(DTYPES))
     check("vocab_size", vocab_size, type(vocab_size) is int and 1 <= vocab_size <= 2**32,
           "a whole number, 1 to 2**32")
-    both = isinstance(counts, dict) and all(isinstance(counts.get(split), dict) for split in SPLITS)
-    check("counts", counts, both, "those of train and val")
-    for split in SPLITS:
+    both = isinstance(counts, dict) and all(isinstance(counts.get(split), dict) for split in splits)
+    check("counts", counts, both, "those of " + " and ".join(splits))
+    for split in splits:
         tokens = counts[split].get("tokens")
         check(f"counts.{split}.tokens", tokens, type(tokens) is int and 0 <= tokens < 2**60, "a whole number")
     tokenizer = meta.get("tokenizer", {})
@@ -150,8 +151,9 @@ class Ids:
         return np.frombuffer(got, self.dtype)
 
 
-def open_dataset(dataset: str, block_size: int) -> Data:
-    """Opens `dataset`, a folder's name under data/ or a path, for sequences of `block_size` tokens -> Data.
+def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS) -> Data:
+    """Opens `splits` of `dataset`, a folder's name under data/ or a path, for sequences of `block_size`
+    tokens -> Data.
 
     Errors: ConfigError: there is no dataset, its files do not fit its meta.json, or a split is shorter than
     one window of block_size + 1 tokens.
@@ -161,10 +163,10 @@ def open_dataset(dataset: str, block_size: int) -> Data:
         command = prepare_again(DATA / dataset)
         raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; "
                           f"{command}")
-    meta = read_meta(folder)
+    meta = read_meta(folder, splits)
     dtype = DTYPES[meta["dtype"]]
-    tokens = {split: Ids(folder / f"{split}.bin", dtype, meta["counts"][split]["tokens"]) for split in SPLITS}
-    shortest = min(SPLITS, key=lambda split: len(tokens[split]))
+    tokens = {split: Ids(folder / f"{split}.bin", dtype, meta["counts"][split]["tokens"]) for split in splits}
+    shortest = min(splits, key=lambda split: len(tokens[split]))
     if block_size + 1 > (n := len(tokens[shortest])):
         raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of "
                           f"{folder / shortest}.bin; try --block_size={n - 1} or a dataset with more text")

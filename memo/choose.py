@@ -26,9 +26,9 @@ SHRINKS = 0.95  # at most so much of what lacks is left where four times the sub
 # --- how many stages ---
 
 class Judged(NamedTuple):
-    """Of a config with numbers: seconds of a step, 0 where they are not known; where it does not fit, the
-    bytes that lack, and of what, in words; whether activations are copied, or stages wait for each other, so
-    that more subsequences may be faster."""
+    """Of a config with numbers: seconds of a step for each of its micro batches, 0 where they are not known;
+    where it does not fit, the bytes that lack, and of what, in words; whether activations are copied, or
+    stages wait for each other, so that more subsequences may be faster."""
 
     seconds: float
     lacking: float = 0
@@ -78,9 +78,8 @@ def with_stages(cfg: Config, world: int) -> list[Config]:
         each, more = divmod(world, cfg.cp * cfg.tp)
         if cfg.msp and each <= 1:
             replace(cfg, pp=1)  # says that msp needs more
-        most = max(pp for pp in stage_numbers(cfg, world) if each % pp == 0)
         remedy = (f"{max(1, each) * cfg.cp * cfg.tp} ranks" if more else
-                  f"--gradient_accumulation_steps={each // most}, or another tp or cp")
+                  "--gradient_accumulation_steps=auto, or another tp or cp")
         rule = (f"pp*dp*cp({cfg.cp})*tp({cfg.tp}) must "
                 f"be WORLD_SIZE({world}), pp a power of two up to n_layer={cfg.n_layer}, and dp must "
                 f"divide gradient_accumulation_steps={cfg.gradient_accumulation_steps}"
@@ -112,7 +111,8 @@ def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[
         other = min(others, key=lambda one: judge(one).seconds)
         said = f"pp={other.pp} fits too"
         if seconds := judge(best).seconds:
-            said = f"with pp={other.pp} a step takes {judge(other).seconds / seconds:.2f} times as long"
+            times = judge(other).seconds / seconds
+            said = f"with pp={other.pp} the same tokens take {times:.2f} times as long"
     n = best.n_subsequences
     return best, f"pp={best.pp} chosen, {said}" + f"; {n} subsequence{'s' * (n > 1)} {why}" * bool(why)
 

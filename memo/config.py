@@ -52,7 +52,8 @@ class Config:
                        section="data", least=1)
     batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6,
                           why="they are read one by one")
-    gradient_accumulation_steps: int = key(1, "forward and backward passes in a step", least=1, most=10**6,
+    gradient_accumulation_steps: int = key("auto", "forward and backward passes in a step, over all ranks; "
+                                           "auto takes one for each dp rank", least=1, most=10**6,
                                            why="at a millisecond each a step takes 17 minutes")
 
     tp: int = key(1, "ranks that share each layer: tensor and sequence parallelism, inside a node",
@@ -264,6 +265,10 @@ class Config:
     def optimizer_on_host(self) -> bool:
         """Whether master weights, moments and steps are the host's."""
         return self.optimizer_device == "cpu" or self.states == "host"
+
+    def micro_batches(self, dp: int) -> int:
+        """Count a step's micro batches, over all ranks; `dp` of them get others each."""
+        return dp if self.gradient_accumulation_steps == "auto" else self.gradient_accumulation_steps
 
     @property
     def undecided(self) -> bool:

@@ -97,7 +97,7 @@ def not_finite(run: Run, loss: float, grad_norm: float) -> NotFinite:
     good = "there is no good checkpoint yet"
     if saved:
         good = f"the last good checkpoint is {saved}, before step {saved.name}"
-    offsets = [o for micro in range(cfg.gradient_accumulation_steps)
+    offsets = [o for micro in range(cfg.micro_batches(run.mesh.dp.size))
                for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
     return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the "
                      f"train split) must be finite; nothing was saved over: {good}; try a lower "

@@ -107,9 +107,7 @@ def evaluation_config(args: Namespace, trained: Config, longest: int, world: int
     S = trained.block_size if trained.position == "learned" else -(-longest // unit) * unit
     keys = {k: getattr(trained, k) for k in MODEL_KEYS}
     keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
-    dp = max(1, world // (args.cp * args.tp))
-    cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset,
-                               gradient_accumulation_steps=dp))
+    cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
     degrees(cfg, world)
     return cfg
 

@@ -22,11 +22,10 @@ def degrees(cfg: Config, world: int) -> int:
         raise ConfigError(f"{pp}dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
                           f"torchrun --nproc_per_node={ranks} (or a multiple) on one node, or "
                           f"change {also}tp or cp")
-    if cfg.gradient_accumulation_steps % dp:
-        more = -(-cfg.gradient_accumulation_steps // dp) * dp
-        raise ConfigError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} % dp={dp} != 0 (a "
-                          "step's micro batches are dealt to the dp ranks); try "
-                          f"--gradient_accumulation_steps={more}")
+    if (given := cfg.micro_batches(dp)) % dp:
+        raise ConfigError(f"gradient_accumulation_steps={given} % dp={dp} != 0 (a step's micro batches are "
+                          f"dealt to the dp ranks); try auto, or "
+                          f"--gradient_accumulation_steps={-(-given // dp) * dp}")
     return dp
 
 

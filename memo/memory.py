@@ -32,7 +32,7 @@ from memo.estimate.host import HOST_STATES_BYTES, copied_bytes, node_bytes, stag
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
 from memo.estimate.report import as_dict as estimate_dict
 from memo.estimate.report import billions
-from memo.estimate.step_seconds import micro_batches
+from memo.estimate.step_seconds import micros_of_rank
 from memo.formulas import percent
 from memo.launch import Launch
 from memo.msp import Help, shares_lines
@@ -70,7 +70,7 @@ def host_limit(cfg: Config, launch: Launch, itemsize: int) -> int:
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
     if not cfg.optimizer_on_host:
         return share
-    each = HOST_STATES_BYTES + itemsize * (cfg.states == "host" and micro_batches(cfg, launch.world) > 1)
+    each = HOST_STATES_BYTES + itemsize * (cfg.states == "host" and micros_of_rank(cfg, launch.world) > 1)
     needs = stage_state_bytes(cfg, launch.world, each)[cfg.stage]
     if needs > share:
         key, other = ("states=host", "states=sharded") if cfg.states == "host" else (

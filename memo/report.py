@@ -39,7 +39,7 @@ def print_first_lines(run: "Run") -> None:
     pp = f"pp={cfg.pp} " * (cfg.pp > 1)
     table = memory.memory_table(cfg, run.decision, run.lines, run.expected)
     train_tokens = len(run.data.tokens["train"])
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
     why_ops = f": {m.why_ops}" if m.why_ops and run.device.type == "cuda" else ""
     print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
@@ -154,7 +154,7 @@ def sample_with(run: "Run") -> str | None:
     if not (run.out / "tokenizer.json").exists():
         return None
     tokenizer, S = load_tokenizer(run.out / "tokenizer.json"), run.cfg.block_size
-    words = tokenizer.decode(run.data.tokens["val"][:64].tolist()).lstrip("@").split()[:3]
+    words = tokenizer.decode(run.data.tokens["train"][:64].tolist()).lstrip("@").split()[:3]
     room = S - len(tokenizer.encode(" ".join(words)).ids)
     if not words or room < 1:
         return None

@@ -78,7 +78,8 @@ def check_heads(cfg: "Config") -> None:
 def check_sizes(cfg: "Config") -> None:
     """What nothing could hold is refused here, before anything of that size is planned."""
     B, S = cfg.batch_size, cfg.block_size
-    found = (B * S // cfg.cp, cfg.gradient_accumulation_steps * B * S,
+    steps = 1 if cfg.gradient_accumulation_steps == "auto" else cfg.gradient_accumulation_steps
+    found = (B * S // cfg.cp, steps * B * S,
              parameters(cfg) + (S * cfg.n_embd if cfg.position == "learned" else 0))
     for (what, (most, why)), value in zip(MOST_TOGETHER.items(), found, strict=True):
         if value > most:

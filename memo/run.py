@@ -14,7 +14,7 @@ import torch
 from memo import checkpoint, memory, profiler
 from memo.attention import resolve_attention
 from memo.backends import check_matmul
-from memo.batch import Data, open_dataset
+from memo.batch import SPLITS, Data, open_dataset
 from memo.choose import fewest, numbers_of, with_stages
 from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
 from memo.console import Attempts
@@ -69,12 +69,6 @@ class Checked:
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
 
-    @property
-    def stored(self) -> dict[str, Any]:
-        """The keys of config.json and of checkpoints."""
-        about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked)
-        return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
-
 
 @dataclass(kw_only=True)
 class Run(Checked):
@@ -97,6 +91,13 @@ class Run(Checked):
     failed_saves: int = 0  # in a row
     attempt: Attempts = field(default_factory=Attempts)
     drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The keys of config.json and of checkpoints."""
+        about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked,
+                     gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
+        return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
 
     def close(self) -> None:
         """Waits for the save under way, and gives back streams, memory and groups."""
@@ -133,7 +134,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
     least = with_stages(cfg, launch.world)[0]
-    data = open_dataset(cfg.dataset, cfg.block_size)
+    data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1])
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
         raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "

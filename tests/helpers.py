@@ -149,9 +149,11 @@ def degrees_of(text):
 
 def step(model, optimizer, cfg):
     """Loss of a step, as all ranks know it; gradients are reduced."""
-    mesh, loss, part = model.mesh, torch.zeros(()), 1 / (cfg.gradient_accumulation_steps * cfg.cp)
+    mesh, loss = model.mesh, torch.zeros(())
+    micro_batches = cfg.micro_batches(mesh.dp.size)
+    part = 1 / (micro_batches * cfg.cp)
     mine = torch.cat(local_positions(cfg, cfg.block_size, mesh))
-    micros = range(mesh.dp.rank, cfg.gradient_accumulation_steps, mesh.dp.size)
+    micros = range(mesh.dp.rank, micro_batches, mesh.dp.size)
     for micro in micros:
         whole = random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro)
         batch = (t[:, mine].contiguous() for t in whole)

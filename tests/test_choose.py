@@ -84,9 +84,10 @@ def test_it_stops_where_more_only_cost_time_and_orders_come_last():
 
 
 @pytest.mark.parametrize(("seconds", "lacks", "taken", "why"), [
-    ({1: 9.0, 2: 6.0, 4: 5.0, 8: 7.0}, (), 4, "with pp=2 a step takes 1.20 times as long; 64 subsequences"),
-    ({1: 9.0, 2: 5.1, 4: 5.0, 8: 7.0}, (), 2, "with pp=4 a step takes 0.98 times"),  # equals: the fewest
-    ({1: 1.0, 2: 6.0, 4: 5.0, 8: 7.0}, (1, 4), 2, "with pp=8 a step takes 1.17 times"),
+    ({1: 9.0, 2: 6.0, 4: 5.0, 8: 7.0}, (), 4,
+     "with pp=2 the same tokens take 1.20 times as long; 64 subsequences"),
+    ({1: 9.0, 2: 5.1, 4: 5.0, 8: 7.0}, (), 2, "with pp=4 the same tokens take 0.98"),  # equals: the fewest
+    ({1: 1.0, 2: 6.0, 4: 5.0, 8: 7.0}, (1, 4), 2, "with pp=8 the same tokens take 1.17 times"),
     ({}, (1,), 2, "pp=4 fits too"), ({}, (1, 2, 4), 8, "no other fits"),
     ({}, (1, 2, 4, 8), 8, "no number of stages fits the device")])
 def test_the_fewest_stages_of_the_fastest_that_fit(seconds, lacks, taken, why):
@@ -121,9 +122,12 @@ def test_stages_leave_alone_what_is_given():
     layer = made(2**20, pp="auto", unit_order="layer", gradient_accumulation_steps=4)
     assert [one.pp for one in with_stages(layer, 4)] == [1]
     with pytest.raises(ConfigError, match=r"^pp=auto has no room .* WORLD_SIZE\(24\), .*; try "
-                                          r"--gradient_accumulation_steps=3, or another tp or cp$"):
-        with_stages(made(tp=8, pp="auto"), 24)
-    alone = made(2**15, pp="auto", n_layer=8)  # others do not deal a single micro batch out
+                                          r"--gradient_accumulation_steps=auto, or another tp or cp$"):
+        with_stages(made(tp=8, pp="auto", gradient_accumulation_steps=1), 24)
+    dealt = made(tp=8, pp="auto", n_layer=8)  # each dp rank gets one micro batch
+    assert [(one.pp, one.micro_batches(3 // one.pp)) for one in with_stages(dealt, 24)] == [(1, 3)]
+    # others do not deal a single micro batch out
+    alone = made(2**15, pp="auto", n_layer=8, gradient_accumulation_steps=1)
     for lacks, said in ((0, "no other is possible; 16 subsequences"),
                         (1, "no other is possible; it does not fit the host")):
         one, why = choose(alone, lambda one, lacks=lacks: Judged(1.0, lacks, "the host"), 8)

@@ -62,6 +62,16 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
 
 
 @pytest.mark.slow
+def test_no_module_of_the_current_folder_is_imported(tmp_path):
+    """Unless memo lies there: a folder of a model of others may hold any file."""
+    for name in ("safetensors", "tokenizers", "torch", "numpy", "difflib", "tqdm"):
+        (tmp_path / f"{name}.py").write_text("print('THEIRS')")
+    done = subprocess.run([sys.executable, "-m", "memo.convert", "from-hf", ".", "out"], capture_output=True,
+                          text=True, cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    assert (done.returncode, done.stdout) == (2, "") and "config.json cannot be read" in done.stderr
+
+
+@pytest.mark.slow
 def test_an_installed_command_is_python_m():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts.values()) == {"memo.command:installed"}

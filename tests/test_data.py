@@ -584,3 +584,14 @@ def test_a_batch_goes_to_a_gpu_through_pinned_memory_and_nobody_waits():
     # from pageable memory a copy must be waited for
     assert to_device(Host(), gpu, pin=False) == (False, gpu, False)
     assert to_device(Host(), cpu, pin=True) == (False, cpu, False)
+
+
+def test_a_dataset_without_validation_trains_where_none_is_asked_for(tmp_path):
+    folder = fake_dataset(tmp_path / "d")
+    (folder / "val.bin").unlink()
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["counts"]["val"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert list(open_dataset(str(folder), 8, ["train"]).tokens) == ["train"]
+    with pytest.raises(ConfigError, match="counts=.* must be those of train and val"):
+        open_dataset(str(folder), 8)

@@ -477,7 +477,7 @@ def test_search_gives_the_fastest_that_fit():
     every = [search.estimate_or_none(one, A800, 16, fast_arena) for one in search.layouts(cfg, A800, 16)]
     assert found[0].tgs == max(got.tgs for got in every if got and got.fits)
     with pytest.raises(ConfigError, match=r"^--gpus=7: no layout divides them"):
-        search.search(load(["config/7b_1m.py"]), A800, 7, fast_arena)
+        search.search(load(["config/7b_1m.py", "--gradient_accumulation_steps=1"]), A800, 7, fast_arena)
 
 
 def test_what_has_no_room_does_not_fit():
@@ -674,7 +674,8 @@ def test_search_does_not_ask_for_the_configs_own_layout(argv, capsys):
     assert command(*with_layout, capsys=capsys)[0] == 2
     code, out, err = command(*with_layout, "--search", capsys=capsys)
     assert code == 0 and "layout" in out and not err
-    code, out, err = command(*with_layout, "--gpus=6", "--search", capsys=capsys)
+    one = "--gradient_accumulation_steps=1"
+    code, out, err = command(*with_layout, "--gpus=6", one, "--search", capsys=capsys)
     assert code == 2 and err.startswith("error: --gpus=6: no layout divides them") and err.count("\n") == 1
 
 
@@ -689,7 +690,8 @@ def test_search_takes_the_configs_number_of_ranks(capsys):
     (("--gpu=a100",), r"^error: --gpu=a100: unknown gpu; the nearest known: a100-80gb"),
     (("--gpu=a800-80gb", "--node=dgx-h10"), r"unknown node; the nearest known: dgx-h100"),
     (("--gpu=a800-80gb", "--gpus=12"), r"^error: dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(12\)"),
-    (("--gpu=a800-80gb", "--gpus=7", "--search"), r"^error: --gpus=7: no layout divides them"),
+    (("--gpu=a800-80gb", "--gpus=7", "--search", "--gradient_accumulation_steps=1"),
+     r"^error: --gpus=7: no layout divides them"),
     (("--gpu=a800-80gb", "--gpus=eight"), r"^error: --gpus=eight must be a number"),
     (("--gpu=a800-80gb", "--gpus=-8"), r"^error: --gpus=-8 must be at least 1$"),
     (("--gpu=a800-80gb", "--gpus=1.5"), r"^error: --gpus=1.5 must be a whole number$"),

@@ -20,11 +20,13 @@ from memo.config import Config
 from memo.errors import ConfigError
 from memo.launch import Agreed, Launch, Pulse, read_launch, same_everywhere, together
 from memo.layout import communicators, degrees
+from memo.load_config import load_config
 from memo.parallel import axis as axis_module
 from memo.parallel.axis import ALL_GATHER, REDUCE_SCATTER, Axis
 from memo.parallel.mesh import ALONE, open_mesh
 from memo.planner.allocator import Arena
 from testing.ranks import Ranks, pool
+from tests.helpers import ROOT
 
 CPU = torch.device("cpu")
 
@@ -73,7 +75,7 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
     (dict(cp=2, tp=4), 1,
      r"^dp\(1\)\*cp\(2\)\*tp\(4\) != WORLD_SIZE\(1\); start it with torchrun --nproc_per_node=8"),
     (dict(gradient_accumulation_steps=3), 2,
-     r"^gradient_accumulation_steps=3 % dp=2 != 0 .*; try --gradient_accumulation_steps=4$"),
+     r"^gradient_accumulation_steps=3 % dp=2 != 0 .*; try auto, or --gradient_accumulation_steps=4$"),
     (dict(pp=2), 1,
      r"^pp\(2\)\*dp\(1\)\*cp\(1\)\*tp\(1\) != WORLD_SIZE\(1\); start it with torchrun "
      r"--nproc_per_node=2 \(or a multiple\) on one node, or change pp, tp or cp$"),
@@ -90,6 +92,11 @@ def test_layouts_that_do():
     for tp, cp, accumulation, world, dp in ((1, 1, 1, 1, 1), (2, 2, 1, 4, 1), (2, 1, 4, 8, 4),
                                             (1, 4, 6, 8, 2)):
         assert degrees(Config(tp=tp, cp=cp, gradient_accumulation_steps=accumulation), world) == dp
+    for preset in sorted((ROOT / "config").glob("*.py")):  # each starts on any multiple of its ranks
+        cfg = load_config([str(preset)])
+        for n in (1, 2, 3, 5, 16):
+            dp = degrees(cfg, n * cfg.tp * cfg.cp)
+            assert dp == n and cfg.micro_batches(dp) % dp == 0
 
 
 def places(host):

@@ -238,7 +238,7 @@ def test_it_is_only_tight_where_each_stage_would_fit_without_its_margin():
 def test_the_search_tries_stages_and_the_fastest_may_have_some():
     machine = hardware.machine("rtx4090", "pcie-server", network_bytes_per_s=1e9, gpus_per_node=1)
     cfg = load_config(["config/7b_1m.py", "--n_layer=6", "--block_size=131072", "--n_embd=2048",
-                       "--n_head=16"])
+                       "--n_head=16", "--gradient_accumulation_steps=1"])
     tried = {one.pp for one in search.layouts(cfg, machine, 4)}
     assert tried == {1, 2, 4} and {one.pp for one in search.layouts(cfg, machine, 12)} == {1, 2, 4}
     found = search.search(cfg, machine, 4, fast_arena)

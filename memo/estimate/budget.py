@@ -272,7 +272,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
         seconds = pipeline_s(stages, machine, world, itemsize, layer)
     elif layer:
         seconds = step_s(cfg, machine, world, itemsize, layer, stages[0].placement, stages[0].numel)
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    tokens = cfg.batch_size * cfg.micro_batches(dp) * cfg.block_size
     peak = machine.peak_flops_per_s if itemsize == 2 else None
     rate = tgs(tokens, world, seconds["step"]) if seconds else None
     shown = fullest(stages, machine.memory_bytes or inf, host_share(cfg, machine, world))
@@ -344,7 +344,7 @@ def again(got: Estimate, machine: Machine, arena: ArenaOf) -> Estimate:
 
 def judged(got: Estimate) -> Judged:
     """An Estimate as choose() takes it."""
-    seconds = got.seconds.get("step", 0.0)
+    seconds = got.seconds.get("step", 0.0) / got.cfg.micro_batches(got.dp)
     if got.fits:
         return Judged(seconds, copies=got.alpha is not None or got.cfg.pp > 1)  # a bubble shrinks too
     host = max(0, got.host_bytes - got.host_capacity)

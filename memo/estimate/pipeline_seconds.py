@@ -16,7 +16,7 @@ from memo.estimate.step_seconds import (
     data_s,
     embedding_s,
     head_s,
-    micro_batches,
+    micros_of_rank,
     optimizer_s,
     stage_seconds,
 )
@@ -106,7 +106,7 @@ def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOf
                   layers[-1] * fsum(each) + sum(layers[:-1]) * each[0])
     if stages[0].cfg.msp:  # which fills the bubbles at best
         longest = sum(layers) * fsum(each) / len(stages)
-    return micro_batches(stages[0].cfg, world) * longest
+    return micros_of_rank(stages[0].cfg, world) * longest
 
 
 def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
@@ -128,7 +128,7 @@ def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize
     parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
     parts["head and embedding"] = fsum(mean[kind] for kind in PIPELINE_ENDS)
     parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
-    parts = {name: micro_batches(cfg, world) * seconds for name, seconds in parts.items()}
+    parts = {name: micros_of_rank(cfg, world) * seconds for name, seconds in parts.items()}
 
     def at_last(stage: "Stage", of: dict[str, float]) -> tuple[float, float]:
         forward, backward = of["forward"], of["recompute"] + of["backward"]

@@ -7,7 +7,7 @@ from memo.config import Config
 from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from memo.estimate.host import STATES_BYTES
-from memo.estimate.step_seconds import micro_batches
+from memo.estimate.step_seconds import micros_of_rank
 from memo.flat import (
     bucket_places,
     gradients_in_turns,
@@ -37,7 +37,7 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     on the activations)."""
     data = world // (cfg.pp * cfg.tp)
     layout, buckets = local_layout(cfg, cfg.tp, data)
-    T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micro_batches(cfg, world)
+    T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micros_of_rank(cfg, world)
     numel, on_host = buckets[-1][1], cfg.optimizer_on_host
     whole = data == 1 and itemsize == 4 and not on_host and not cfg.layers_come  # the weights are the masters
     optimizer = (STATES_BYTES - 4 * whole) * numel // data

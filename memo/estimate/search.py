@@ -55,7 +55,7 @@ def most_tgs(got: Estimate, machine: Machine) -> float:
     if machine.speeds is None:
         return inf
     cfg = got.cfg
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+    tokens = cfg.batch_size * cfg.micro_batches(got.dp) * cfg.block_size
     layer = layer_seconds(cfg, machine, itemsize_of(cfg, machine))
     return tgs(tokens, got.world, least_s(got.stages, got.world, layer))
 
@@ -158,8 +158,8 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
             return [again(nearest, machine, arena)]
     raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, "
                       f"2*cp*tp block_size={cfg.block_size}, dp gradient_accumulation_steps="
-                      f"{cfg.gradient_accumulation_steps}); try another number, or a larger "
-                      "gradient_accumulation_steps")
+                      f"{cfg.gradient_accumulation_steps}); try another number, or "
+                      "--gradient_accumulation_steps=auto")
 
 
 def nearest_of(every: Sequence[Config], machine: Machine, world: int) -> Estimate | None:

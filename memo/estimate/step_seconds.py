@@ -138,7 +138,7 @@ def state_seconds(cfg: Config, machine: Machine, speeds: Speeds, world: int, ite
         return STAY
     data = world // cfg.tp
     embedding, layer, *_, head = bucket_numels(cfg, data)
-    shard, sums = layer / data, float(micro_batches(cfg, world) > 1)
+    shard, sums = layer / data, float(micros_of_rank(cfg, world) > 1)
 
     def moved_s(nbytes: float) -> float:  # in fp32 where they are on the device: of the master weights
         if cfg.states == "host":
@@ -313,15 +313,16 @@ def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, 
     return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
 
 
-def micro_batches(cfg: Config, world: int) -> int:
-    """Of a rank, in a step."""
-    return cfg.gradient_accumulation_steps * cfg.pp * cfg.cp * cfg.tp // world
+def micros_of_rank(cfg: Config, world: int) -> int:
+    """Count the micro batches of a rank in a step."""
+    dp = world // (cfg.pp * cfg.cp * cfg.tp)
+    return cfg.micro_batches(dp) // dp
 
 
 def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
            layer: LayerSeconds | LayerOfUnits, placement: Placement, numel: int) -> dict[str, float]:
     """{part: seconds} of a step in one stage, which add up to its "step"."""
-    p, tensors, micros = placement, tensors_of(cfg, itemsize), micro_batches(cfg, world)
+    p, tensors, micros = placement, tensors_of(cfg, itemsize), micros_of_rank(cfg, world)
     computed = compute_seconds(p, layer.units, state_seconds(cfg, machine, layer.speeds, world, itemsize))
     recompute = sum(computed(Step("recompute", unit)) for unit in p.units)
     swept = [i for layer, i in p.units if p.keys == "made" and keys_leave((layer, i), p.n_layer)]
