@@ -1,10 +1,8 @@
 """Batches from a dataset folder: random windows whose places depend on the seed and the step only."""
 
 import hashlib
-import json
 import os
 import weakref
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,20 @@ import numpy as np
 import torch
 
 from memo.errors import ConfigError, reason
-from memo.files import load_json, open_file
+from memo.files import fingerprint, load_json, open_file
 from memo.parallel.cp import interleaved
 from memo.tokens import DATA, DTYPES, load_tokenizer
 
 SPLITS = ("train", "val")
-FINGERPRINT_IDS = 2**16
 
 
 class Data:
-    """An open dataset: `tokens` maps train and val to their Ids; `vocab_size`, `meta`, `folder`."""
+    """An open dataset: `tokens` maps train and val to their Ids, `fingerprints` "train data" and "val data"
+    to theirs; `vocab_size`, `meta`, `folder`."""
 
-    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]") -> None:
+    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]", fingerprints: dict) -> None:
         self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
+        self.fingerprints = fingerprints
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
         """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. The places
@@ -58,14 +57,6 @@ class Data:
                               f"{offsets[row] + first + column} must be below meta.json's "
                               f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
         return found
-
-    def fingerprint(self) -> int:
-        """A hash of meta.json and of each split's tokens; of a large split 256 stretches."""
-        value = zlib.crc32(json.dumps(self.meta, sort_keys=True).encode())
-        for ids in self.tokens.values():
-            for start in range(0, len(ids), max(FINGERPRINT_IDS, len(ids) // 256)):
-                value = zlib.crc32(ids[start:start + FINGERPRINT_IDS].data, value)
-        return value
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
@@ -101,6 +92,8 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
     for split in splits:
         tokens = counts[split].get("tokens")
         check(f"counts.{split}.tokens", tokens, type(tokens) is int and 0 <= tokens < 2**60, "a whole number")
+    known = meta.setdefault("fingerprints", {})  # an older memo stored none
+    check("fingerprints", known, isinstance(known, dict) and {*map(type, known.values())} <= {str}, "texts")
     tokenizer = meta.get("tokenizer", {})
     check("tokenizer", tokenizer, isinstance(tokenizer, dict), "an object")
     return meta
@@ -151,9 +144,9 @@ class Ids:
         return np.frombuffer(got, self.dtype)
 
 
-def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS) -> Data:
+def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False) -> Data:
     """Opens `splits` of `dataset`, a folder's name under data/ or a path, for sequences of `block_size`
-    tokens -> Data.
+    tokens -> Data. `whole`: whether all of it is compared with what was prepared, not stretches alone.
 
     Errors: ConfigError: there is no dataset, its files do not fit its meta.json, or a split is shorter than
     one window of block_size + 1 tokens.
@@ -171,4 +164,10 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS) 
         raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of "
                           f"{folder / shortest}.bin; try --block_size={n - 1} or a dataset with more text")
     check_tokenizer(folder, meta)
-    return Data(folder, meta, tokens)
+    known = {split: fingerprint(ids.path, whole) for split, ids in tokens.items()}
+    for split, here in known.items():
+        stored = known[split] = meta["fingerprints"].get(split, here)
+        if stored[:len(here)] != here:
+            raise ConfigError(f"{folder / split}.bin is not what was prepared: its fingerprint is {here}, "
+                              f"meta.json has {stored[:len(here)]!r}; {prepare_again(folder)}")
+    return Data(folder, meta, tokens, {f"{split} data": known[split] for split in known})

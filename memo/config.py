@@ -50,6 +50,8 @@ class Config:
 
     dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json",
                        section="data", least=1)
+    check_data: bool = key(False, "compare all of the data with what was prepared, not stretches alone")
+    allow_other_data: bool = key(False, "resume a checkpoint that was trained with other data")
     batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6,
                           why="they are read one by one")
     gradient_accumulation_steps: int = key("auto", "forward and backward passes in a step, over all ranks; "

@@ -77,6 +77,7 @@ from memo.launch import Launch, rank_errors, read_launch, same_everywhere, toget
 from memo.layout import degrees
 from memo.load_config import stored_config
 from memo.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
+from memo.origin import code
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.plots import loss_by_position, needle_map
@@ -168,12 +169,10 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
     """What is asked, the same on all ranks, and the model. Errors: ConfigError, RunFailed."""
     found, passed_over = check_ranks(host, partial(check_evaluation, argv, launch))
     cfg, device = found.cfg, found.device
-    here = dict(torch=torch.__version__, device=device.type, dtype=str(found.dtype),
-                checkpoint=found.ckpt.iter)
-    if host.size > 1:  # it reads much of the data
-        here[f"hash of dataset {cfg.dataset}"] = found.questions.data.fingerprint()
+    here = code() | found.questions.data.fingerprints | dict(
+        device=device.type, dtype=str(found.dtype), checkpoint=found.ckpt.iter)
     same_everywhere(host, as_keys(cfg) | vars(found.args) | here,
-                    "start all ranks with the same command, on hosts that are alike")
+                    "start all ranks with the same command, memo and data, on hosts that are alike")
     for why in passed_over.values():
         warn(f"checkpoint passed over: {why}")
     if launch.threads:

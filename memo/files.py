@@ -5,6 +5,7 @@ made by an attacker: a pipe, an endless device and JSON nested without end are r
 """
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -18,6 +19,7 @@ from memo.errors import ConfigError, reason
 MOST_TEXT_CHARS = 2**28  # of a text that is read at once: above the largest request log of a step
 MOST_JSON_CHARS = 2**26  # values may take thirty times as much memory
 MOST_DEPTH = 32          # of lists and objects inside each other
+STRETCHES, STRETCH_BYTES = 256, 2**17  # that stand for a large file
 
 
 # --- reading ---
@@ -99,6 +101,20 @@ def plain_name(name: object) -> bool:
     """Whether `name`, read from a file, names a file in its own folder and nothing else."""
     return (isinstance(name, str) and name not in (".", "..") and not set(name) & {"/", "\0"}
             and 0 < len(name.encode(errors="replace")) <= 255)
+
+
+def fingerprint(path: str | Path, whole: bool) -> str:
+    """16 digits of the sha256 of a file's length and of stretches all over it, which are soon read; with
+    `whole` 16 more, of all its bytes. Errors: OSError."""
+    with open(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for start in range(0, size, max(STRETCH_BYTES, size // STRETCHES)):
+            file.seek(start)
+            digest.update(file.read(STRETCH_BYTES))
+        file.seek(0)
+        rest = hashlib.file_digest(file, "sha256").hexdigest()[:16] if whole else ""
+    return digest.hexdigest()[:16] + rest
 
 
 # --- writing ---

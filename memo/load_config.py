@@ -98,7 +98,7 @@ def starting_keys(given: dict[str, Any], typed_in: Collection[str],
                               f"init_from={init_from} loads; {remedy}")
     model = Path(out_dir) / OWN if init_from == "resume" else Path(init_from.removeprefix("hf:"))
     check_reach(model, given.get("block_size", base["block_size"]))
-    return {k: v for k, v in base.items() if k in KEYS}
+    return {k: v for k, v in base.items() if k in KEYS and k != "allow_other_data"}  # it is for one command
 
 
 def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str, Any]:

@@ -133,14 +133,15 @@ class ConsoleLogger:
 
 class WandbLogger:
     """Weights & Biases. Without an account it logs offline, into `out_dir`. No failure of it
-    stops the run."""
+    stops the run. `id`: of the run there, which goes on where there is one."""
 
-    def __init__(self, cfg: Config, config_dict: dict[str, Any]) -> None:
+    def __init__(self, cfg: Config, config_dict: dict[str, Any], id: str | None = None) -> None:
         self.run: Any = None  # wandb's
         try:
             import wandb
             keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir,
-                        config=config_dict, settings=wandb.Settings(init_timeout=WANDB_S))
+                        id=id, resume="allow", allow_val_change=True, config=config_dict,
+                        settings=wandb.Settings(init_timeout=WANDB_S))
             mode: Any = os.environ.get("WANDB_MODE")
             try:
                 mode = mode or ("online" if wandb.login(prompt=False) else "offline")

@@ -86,8 +86,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if type(stored.get("iter")) is not int or stored["iter"] != int(folder.name):
         raise Damaged(folder, f"{path}: iter={shown(stored.get('iter'))} must be {folder.name}, the name of "
                               "the folder")
-    if not isinstance(config, dict):
-        raise Damaged(folder, f"{path}: config must be an object")
+    if not isinstance(config, dict) or not isinstance(config.get("origin", {}), dict):
+        raise Damaged(folder, f"{path}: config must be an object, and origin in it")
     if not isinstance(files, dict) or METADATA not in files:
         raise Damaged(folder, f"{path}: files must be an object that names {METADATA}")
     for name, sizes in files.items():

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from memo import memory
 from memo.command import python
+from memo.config import KEYS
 from memo.device import device_name
 from memo.files import save_bytes, save_json
 from memo.formulas import flops_per_sample, parameters
 from memo.huggingface import OWN, copy_own_files
 from memo.layer import n_rows
 from memo.loggers import StepStats, read_metrics, say
+from memo.origin import differences
 from memo.out_dir import is_locked, lock
 from memo.pipeline_plot import pipeline
 from memo.plots import loss_curve, memory_plan, timeline
@@ -28,6 +30,7 @@ from memo.tokens import load_tokenizer
 if TYPE_CHECKING:
     from memo.run import Run
 
+UNSAID = {"dataset", "out_dir", "init_from", "check_data", "allow_other_data"}  # where they change
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
 FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timeline.png", "pipeline.png",
          "memory_plan.png")
@@ -42,6 +45,8 @@ def print_first_lines(run: "Run") -> None:
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
     why_ops = f": {m.why_ops}" if m.why_ops and run.device.type == "cuda" else ""
+    was = run.ckpt.config if run.ckpt else {}
+    changed = differences(was | was.get("origin", {}), {k: run.stored[k] for k in KEYS} | run.origin)
     print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
           f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
@@ -51,7 +56,9 @@ def print_first_lines(run: "Run") -> None:
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {peak}, attention={m.attention.label}, "
           f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(cfg, run.stage_records),
-          f"run         steps {run.first} to {cfg.max_iters} in {run.out}", sep="\n", flush=True)
+          f"run         steps {run.first} to {cfg.max_iters} in {run.out}",
+          *(f"changed     {both}" for name, both in changed.items() if name not in UNSAID),
+          sep="\n", flush=True)
 
 
 def title(run: "Run") -> str:

@@ -1,7 +1,7 @@
 """A run before its first step: the checks of each rank, what all ranks agree on, the Run."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from memo.attention import resolve_attention
 from memo.backends import check_matmul
 from memo.batch import SPLITS, Data, open_dataset
 from memo.choose import fewest, numbers_of, with_stages
+from memo.command import progress
 from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
 from memo.console import Attempts
 from memo.convert import check_folder
@@ -27,7 +28,7 @@ from memo.estimate.budget import Estimate, chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
-from memo.files import read_text
+from memo.files import plain_name, read_text
 from memo.huggingface import CONFIG, OWN
 from memo.launch import Launch, same_everywhere, together
 from memo.layout import check_streams, stage_of
@@ -35,6 +36,7 @@ from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
+from memo.origin import code, differences
 from memo.out_dir import check_shared, lock
 from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
@@ -63,6 +65,7 @@ class Checked:
     one_host: bool  # whether all ranks are on this host
     force: bool  # whether to start although memory lacks
     kernels: dict[str, Any]  # keys that name those of the run
+    origin: dict[str, Any]  # see memo/origin.py
     host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations; 0: not known yet
     expected: Any = None  # the Estimate, or None
     asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
@@ -95,7 +98,9 @@ class Run(Checked):
     @property
     def stored(self) -> dict[str, Any]:
         """The keys of config.json and of checkpoints."""
-        about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked,
+        wandb_id = self.ckpt and self.ckpt.config.get("wandb_id")  # a run goes on in Weights & Biases as well
+        about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked, origin=self.origin,
+                     wandb_id=wandb_id if plain_name(wandb_id) else self.owner[-8:],
                      gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
         return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
 
@@ -134,7 +139,9 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
     Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
     least = with_stages(cfg, launch.world)[0]
-    data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1])
+    with progress(lambda: f"reading dataset {cfg.dataset}") if launch.rank == 0 else nullcontext():
+        data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
+                            cfg.check_data)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
         raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "
@@ -151,15 +158,22 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
         check_folder(hf, cfg)
     if ckpt is not None or hf:
         check_same_tokenizer(data, hf or out, f"the weights of init_from={cfg.init_from}")
+    was = ckpt.config.get("origin", {}) if ckpt else {}
+    if (other := differences(was, data.fingerprints).get("train data")) and not cfg.allow_other_data:
+        raise ConfigError(f"dataset={cfg.dataset}: fingerprint of {other} in the checkpoint; give the run "
+                          "its own data, or go on with these: --allow_other_data=true")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
     check_matmul(cfg, gpu_facts(device)["capability"], dtype.itemsize)
+    origin = code() | data.fingerprints | {
+        "ranks": launch.world, "device in use": device_name(device), "dtype in use": str(dtype),
+        "attention in use": attention.name, "ops in use": ops.name}
     cfg = stage_of(cfg, launch.rank, launch.world)
     found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
-                    kernels=dict(attention=attention.name, ops=ops.name))
+                    kernels=dict(attention=attention.name, ops=ops.name), origin=origin)
     if not cfg.undecided:
         return check_room(found, launch, trace_step)
     with_fewest = stage_of(replace(least, vocab_size=cfg.vocab_size), launch.rank, launch.world)
@@ -326,16 +340,12 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
         argv = [*argv, "--init_from=resume"]
     found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
     cfg, device = found.cfg, found.device
-    here = {"torch": torch.__version__, "its device": device.type, "its dtype": str(found.dtype),
-            "checkpoint": found.ckpt and found.ckpt.iter}
+    here = found.origin | {"device in use": device.type, "checkpoint": found.ckpt and found.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here,
-                    "start all ranks with the same command, on hosts that are alike")
+                    "start all ranks with the same command, memo and data, on hosts that are alike")
     if cfg.undecided:
         found = with_numbers(found, launch, host, trace_step, partial(by_room, found, launch))
         cfg = found.cfg
-    if host.size > 1:  # it reads much of the data
-        same_everywhere(host, {f"hash of dataset {cfg.dataset}": found.data.fingerprint()},
-                        "give all hosts the same data")
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
     held_lock = together(host, lambda: lock(found.out, owner) if found.speaks else None)
@@ -383,5 +393,5 @@ def open_loggers(run: Run) -> list:
                           "choose another --out_dir") from None
     loggers.append(ConsoleLogger(cfg.max_iters, run.first))
     if cfg.wandb_log:
-        loggers.append(WandbLogger(cfg, as_keys(cfg)))
+        loggers.append(WandbLogger(cfg, as_keys(cfg), run.stored["wandb_id"]))
     return loggers

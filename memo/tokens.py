@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from memo.command import progress
 from memo.errors import ConfigError, reason
-from memo.files import parse_json, read_text
+from memo.files import fingerprint, parse_json, read_text
 from memo.keys import check_value, option
 
 DATA = Path(__file__).parents[1] / "data"
@@ -277,9 +277,10 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
         if not counts["train"]["documents"]:
             raise ConfigError("the source holds no text; give one with at least one document that is not "
                               "empty")
+        fingerprints = {split: fingerprint(partial / f"{split}.bin", whole=True) for split in counts}
         tokenizer.save(str(partial / "tokenizer.json"))
         sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
-        meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts,
+        meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, fingerprints=fingerprints,
                     tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end))
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         (out_dir / "meta.json").unlink(missing_ok=True)

@@ -326,8 +326,8 @@ def test_other_tokens_under_the_same_name_are_found_out(dataset, tmp_path):
     ids.tofile(tmp_path / "1" / "data" / "val.bin")
     first, second = pool(2).run(in_its_own_folder, str(tmp_path), argv("data", tmp_path / "out", cp=2))
     assert first == second
-    assert first.startswith(f"Agreed: rank 1 ({socket.gethostname()}) has hash of dataset data=")
-    assert first.endswith("; give all hosts the same data")
+    assert first.startswith(f"Agreed: rank 1 ({socket.gethostname()}) has val data=")
+    assert first.endswith("; start all ranks with the same command, memo and data, on hosts that are alike")
 
 
 def in_its_own_folder(host, folder, argv):

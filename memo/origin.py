@@ -1,0 +1,34 @@
+"""What a run's numbers come from beside its keys: memo's sources, torch, kernels, data. All ranks must have
+the same; a checkpoint keeps it, and a run that resumes says what has changed."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memo import __version__
+from memo.keys import shown
+
+
+def code() -> dict[str, str]:
+    """The code of this process: memo's version with 16 digits of the sha256 of its own files, and torch's."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    files = [*root.glob("memo/**/*.py"), *root.glob("memo/**/*.cpp"),
+             *(root / f"{name}.py" for name in ("model", "train", "trace_step"))]
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode() + path.read_bytes())
+    return {"memo": f"{__version__}, sources {digest.hexdigest()[:16]}", "torch": torch.__version__}
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """{name: both values} of what differs from what it was, where that is known. Of data that an older memo
+    has prepared the first half of the fingerprint is known."""
+    told = {}
+    for name, value in now.items():
+        before = was.get(name, value)
+        half = name.endswith(" data") and 16 in (len(value), len(str(before)))
+        if (value[:16] != str(before)[:16]) if half else value != before:
+            told[name] = f"{name}={shown(value)}, was {shown(before)}"
+    return told
