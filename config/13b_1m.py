@@ -3,7 +3,7 @@
 torchrun --nproc_per_node=8 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
          train.py config/13b_1m.py
 """
-dataset = "text"
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
 out_dir = "out/13b_1m"
 
 n_layer = 40

@@ -1,8 +1,8 @@
-"""GPT-2 small. The data: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
+"""GPT-2 small.
 
 A step has 16 sequences a rank; --gradient_accumulation_steps=32 makes them 524,288 tokens, as GPT-2 had.
 """
-dataset = "text"
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
 out_dir = "out/gpt2_124m"
 
 n_layer = 12

@@ -4,7 +4,7 @@ rotary positions and without biases.
 torchrun --nproc_per_node=8 --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
          train.py config/gpt_175b.py
 """
-dataset = "text"
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
 out_dir = "out/gpt_175b"
 
 n_layer = 96

@@ -4,7 +4,7 @@ config.json.
 torchrun --nproc_per_node=8 --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
          train.py config/llama2_70b_1m.py
 """
-dataset = "text"
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
 out_dir = "out/llama2_70b_1m"
 
 n_layer = 80

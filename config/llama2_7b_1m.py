@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node=8 train.py config/llama2_7b_1m.py
 """
-dataset = "text"
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
 out_dir = "out/llama2_7b_1m"
 
 n_layer = 32

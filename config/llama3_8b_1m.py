@@ -3,7 +3,7 @@ Hugging Face want a larger --rope_theta or a --rope_scaling.
 
 torchrun --nproc_per_node=8 train.py config/llama3_8b_1m.py
 """
-dataset = "text"
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
 out_dir = "out/llama3_8b_1m"
 
 n_layer = 32

@@ -32,8 +32,9 @@ class Bar(NamedTuple):
     end_s: float
 
 
-def bars_of(stage: int, spans: Sequence[Span]) -> list[Bar]:
-    """What a stage computes and copies, and its stalls."""
+def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
+    """List what a stage computes and copies of N subsequences, and its stalls. Rows that it computes for
+    another stage have that one's subsequence: their units' numbers count on by N for each stage."""
     bars = []
     for s in spans:
         if s.stream not in ROWS or s.kind == "bubble" or (s.kind == "wait" and s.stream != "compute"):
@@ -42,7 +43,7 @@ def bars_of(stage: int, spans: Sequence[Span]) -> list[Bar]:
         assert said is not None  # it matches any
         computed = LOOKS.get(said["work"], "others")
         look = "stall" if s.kind == "wait" else "copy" if s.stream in COPIES else computed
-        bars.append(Bar(stage, s.stream, look, int(said["subsequence"] or 0), s.start_s, s.end_s))
+        bars.append(Bar(stage, s.stream, look, int(said["subsequence"] or 0) % N, s.start_s, s.end_s))
     return bars
 
 
@@ -125,13 +126,13 @@ def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Any) -> 
     return handles | {"message": plt.Line2D([], [], color=LINE, lw=0.8)}
 
 
-def pipeline(stages: Sequence[Sequence[Span]], png_path: str | Path, title: str) -> None:
-    """A PNG of the spans of all stages, on one clock: for each stage what it computes, coloured by
-    subsequence, and below that its copies to the host and back. What is white in the upper row is the
-    bubble: nothing to compute yet, or no more."""
+def pipeline(stages: Sequence[Sequence[Span]], N: int, png_path: str | Path, title: str) -> None:
+    """Draw a PNG of the spans of all stages, on one clock: for each stage what it computes, coloured by which
+    of the N subsequences that is, and below that its copies to the host and back. What is white in the upper
+    row is the bubble: nothing to compute yet, or no more."""
     plt = pyplot()
-    bars = [bar for stage, spans in enumerate(stages) for bar in bars_of(stage, spans)]
-    N, looks = 1 + max(bar.subsequence for bar in bars), {bar.look for bar in bars}
+    bars = [bar for stage, spans in enumerate(stages) for bar in bars_of(stage, spans, N)]
+    looks = {bar.look for bar in bars}
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)
     shades = [tuple(c[:3]) for c in plt.get_cmap("viridis")([i / max(1, N - 1) * 0.9 for i in range(N)])]
     fig, ax = plt.subplots(figsize=(12, 1.6 + 0.9 * len(stages)), dpi=130, layout="constrained")

@@ -96,13 +96,14 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 
 def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> None:
-    """One step's spans (memo/swap/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG of three
-    rows, compute, offload and prefetch, layer by layer; of a stage also those of messages. Red is the time
-    that the compute stream waited for copies."""
+    """Draw one step's spans (memo/swap/streams.py), layer by layer: as a Chrome trace, which Perfetto opens,
+    and as a PNG with a row for each stream that has some. Red is the time that the compute stream waited for
+    copies."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
-    others = {s.stream for s in shown} - {*STREAMS[:3]}
+    streams = {s.stream for s in shown}
+    rows = [*(s for s in STREAMS if s in streams), *sorted(streams - {*STREAMS})]
+    others = streams - {*STREAMS[:3]}
     steps = "optimizer" in others  # which a thread of the host takes
-    rows = [*STREAMS[:5 if others & {*STREAMS[3:]} else 3], *sorted(others - {*STREAMS})]
     events = [dict(name="thread_name", ph="M", pid=0, tid=i, args=dict(name=row))
               for i, row in enumerate(rows)]
     events += [dict(name=s.label if s.kind == "launch" else f"stall: {s.label}", cat=s.kind, ph="X", pid=0,

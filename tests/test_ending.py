@@ -273,11 +273,11 @@ def test_hints_can_be_typed(dataset, tmp_path, monkeypatch, capsys, no_matplotli
 
 def test_the_prompt_is_the_datas_and_leaves_room(dataset, tmp_path):
     for words, room in (("one two three four", 61), ("@ one two", 62), ("one", 63)):
-        ids = SimpleNamespace(val=words.split())
+        ids = SimpleNamespace(train=words.split())
         tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(tokens),
                                     encode=lambda t: SimpleNamespace(ids=t.split()))
         run = SimpleNamespace(out=tmp_path, cfg=SimpleNamespace(block_size=64),
-                              data=SimpleNamespace(tokens=dict(val=np.array(ids.val))))
+                              data=SimpleNamespace(tokens=dict(train=np.array(ids.train))))
         (tmp_path / "tokenizer.json").touch()
         with pytest.MonkeyPatch.context() as m:
             m.setattr(report, "load_tokenizer", lambda path, tokenizer=tokenizer: tokenizer)

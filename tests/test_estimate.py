@@ -630,6 +630,15 @@ def test_pages_print_what_the_command_prints(capsys):
         assert len(lines) > 8 and [line for line in lines if line not in out] == [], page
 
 
+@pytest.mark.slow
+def test_the_page_shows_what_does_not_fit(capsys):
+    page = (ROOT / "docs/estimate.md").read_text().replace("\\\n", "")
+    [argv] = re.findall(r"\$ python -m memo.estimate (.*)\n", page)
+    code, out, _ = command(*argv.split(), capsys=capsys)
+    shown = re.search(r"does not fit:.*?(?=\n\n)", page, re.S)[0].split()
+    assert code == 1 and shown == re.search(r"does not fit:.*", out, re.S)[0].split()
+
+
 def test_json_is_the_contracts(capsys):
     code, out, _ = command(*SEVEN, "--json", "--max_context", "--host_memory_bytes=1.035e12",
                            "--pcie_bytes_per_s=10.5e9", "--device_memory_bytes=80e9", capsys=capsys)
@@ -662,7 +671,7 @@ def test_a_table_for_people_and_a_picture(capsys, tmp_path):
     assert (tmp_path / "e.png").stat().st_size > 20_000
     both = "--search", "--max_context", "--fast"
     code, out, _ = command(*SEVEN, "--block_size=8388608", *both, capsys=capsys)
-    assert code == 0 and out.startswith("none fits; the nearest:\nlayout") and "\nmax_context 6," in out
+    assert code == 1 and out.startswith("none fits; the nearest:\nlayout") and "\nmax_context 6," in out
     assert out.count("it would with --") == 3
 
 
@@ -922,7 +931,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     path = hardware.calibration_path(1)
     preset = ["config/gpt2_124m.py", "--fast"]
     path.write_text(changed())
-    assert command(*preset, capsys=capsys)[0] in (0, 2) and hardware.machine("here").threads == 2
+    assert command(*preset, capsys=capsys)[0] in (0, 1, 2) and hardware.machine("here").threads == 2
     path.write_text(speeds([[1, 7.0]], op="swiglu backward"))
     assert hardware.machine("here").speeds.rate("swiglu backward") == 7.0
     for text in DAMAGED:

@@ -290,6 +290,9 @@ def test_too_little_host_memory_is_told_before_the_device_is_touched():
               r"the largest block_size that fits is 511$")
     with pytest.raises(OutOfHostMemory, match=wanted):
         check(CFG, limit=less)
+    with pytest.raises(OutOfHostMemory, match="; --batch_size=3 fits, the largest block_size that fits is "):
+        check(replace(CFG, batch_size=5), limit=9 * tensors()["x"].nbytes)
+    check(replace(CFG, batch_size=3), limit=9 * tensors()["x"].nbytes)
     check(CFG, torch.device("cuda"), less)  # it may have room for all layers
     for activation in ("keep", "recompute"):
         check(replace(CFG, activation=activation), limit=less)

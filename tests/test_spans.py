@@ -23,7 +23,15 @@ from memo.loggers import ConsoleLogger, StepStats, read_metrics
 from memo.parallel.pp import times_of_stages
 from memo.pipeline_plot import bars_of, pipeline
 from memo.swap.schedule import Fates, schedule
-from memo.swap.spans import busy_s, length_s, on_one_clock, sent_and_received, simulated_spans, stall_s
+from memo.swap.spans import (
+    Span,
+    busy_s,
+    length_s,
+    on_one_clock,
+    sent_and_received,
+    simulated_spans,
+    stall_s,
+)
 from testing.ranks import pool
 from testing.stages import slept
 from tests.helpers import argv, bound_arena
@@ -92,14 +100,16 @@ def test_stages_with_clocks_of_their_own_come_onto_one(message_s):
 def test_the_picture_has_every_unit_of_every_stage(tmp_path):
     stages = [spans for spans, _ in simulated(3, 4, 1.5)]
     for k, spans in enumerate(stages):
-        bars = bars_of(k, spans)
+        bars = bars_of(k, spans, 4)
         for look, n in (("forward", 8), ("backward", 8), ("recompute", 6), ("copy", 12)):
             of_look = [bar for bar in bars if bar.look == look]
             assert len(of_look) == n and {bar.subsequence for bar in of_look} >= {0, 1, 2}
         stalls = [bar.end_s - bar.start_s for bar in bars if bar.look == "stall"]
         assert sum(stalls) == pytest.approx(stall_s(spans))
+    lent = Span("compute", "launch", "forward 0.11", 0.0, 1.0)  # subsequence 3 of stage 1's, of four
+    assert bars_of(0, [lent], 4)[0].subsequence == 3
     assert len(sent_and_received(*stages[:2])) == len(sent_and_received(*stages[1::-1], " gradient")) == 4
-    pipeline(stages, tmp_path / "pipeline.png", "three stages, $")
+    pipeline(stages, 4, tmp_path / "pipeline.png", "three stages, $")
     red, green, blue, _ = imread(tmp_path / "pipeline.png").transpose(2, 0, 1)
     assert red.shape[1] == 1560 and ((red > 0.7) & (green < 0.2) & (blue < 0.3)).sum() > 100  # the stalls
 

@@ -158,8 +158,8 @@ def check_size(cfg: Config, machine: Machine, world: int) -> None:
                           f"--gpus={least}, a larger --gpu, --optimizer_device=cpu or --states=host")
 
 
-def main(argv: list[str]) -> None:
-    """The command line. Errors: ConfigError, bad input."""
+def main(argv: list[str]) -> int:
+    """Run the command line -> the exit code: 0 where the run fits, else 1. Errors: ConfigError, bad input."""
     cfg, machine, world, options = prepare(argv)
     check_size(cfg, machine, world)
     check_matmul(cfg, machine.capability, itemsize_of(cfg, machine))
@@ -169,7 +169,8 @@ def main(argv: list[str]) -> None:
         found = search(cfg, machine, world, arena)
         none = [] if found[0].fits else ["none fits; the nearest:"]
         lines += [*none, HEADING, *map(summary, found), ""]
-    with progress(lambda: f"tracing a step of {cfg.batch_size * cfg.block_size:,} tokens"):
+    works = "bounding" if options.get("fast") else "tracing"
+    with progress(lambda: f"{works} a step of {cfg.batch_size * cfg.block_size:,} tokens"):
         got = found[0] if found else estimate(cfg, machine, world, arena)
     lines += table(got)
     if got.fits:
@@ -199,6 +200,7 @@ def main(argv: list[str]) -> None:
     if "plot" in options:
         for path in draw_estimate(got, machine, world, most, options["plot"]):
             print(f"plot        {path}", file=sys.stderr if options.get("json") else sys.stdout)
+    return 0 if got.fits else 1
 
 
 if __name__ == "__main__":

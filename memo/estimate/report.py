@@ -169,8 +169,9 @@ def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | 
                 itemsize = itemsize_of(got.cfg, machine)
                 spans = pipeline_spans(got.stages, machine, world, itemsize, got.layer)
                 drawn.append(str(Path(path).with_stem(f"{Path(path).stem}_pipeline")))
-                pipeline(spans, drawn[-1], f"{got.world} x {machine.name}, {layout_of(got)}, "
-                                           f"{got.cfg.activation}, S = {got.cfg.block_size:,}: a micro batch")
+                name = (f"{got.world} x {machine.name}, {layout_of(got)}, {got.cfg.activation}, "
+                        f"S = {got.cfg.block_size:,}: a micro batch")
+                pipeline(spans, got.cfg.n_subsequences, drawn[-1], name)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
     return drawn

@@ -212,7 +212,8 @@ def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits)
     """Of the longest by the bound the Estimate with seconds; of one that is longer, or shorter, as `arena`
     gives the temporary tensors."""
     unit, bound = MULTIPLE * most.cfg.cp * most.cfg.tp, fast_arena
-    with progress(lambda: f"tracing a step of {most.cfg.block_size:,} tokens"):
+    works = "bounding" if arena is fast_arena else "tracing"
+    with progress(lambda: f"{works} a step of {most.cfg.block_size:,} tokens"):
         if arena is not fast_arena:  # the bound is a little above the trace: scale it, then check
             scale = sum(arena(most.cfg, machine)) / sum(fast_arena(most.cfg, machine))
             bound = partial(fast_arena, scale=scale)

@@ -4,13 +4,14 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import ALIGNMENT_BOUNDS, SOLVERS, TIME_LIMIT_BOUNDS
 from memo.errors import ConfigError, reason
 from memo.files import read_text, readable_json
-from memo.planner.plan import bilevel, one_level, requests_of
-from memo.planner.trace import LogError, marked, parse_trace
+from memo.planner.plan import Plan, bilevel, one_level, requests_of
+from memo.planner.trace import LogError, Trace, marked, parse_trace
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -23,6 +24,15 @@ def read_argv(argv: list[str]) -> Namespace:
     parser.option("--time_limit", float, 60.0, "seconds for each problem", **TIME_LIMIT_BOUNDS)
     parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
     return parser.parse_args(argv)
+
+
+def record(plan: Plan, trace: Trace) -> dict[str, Any]:
+    """Make the plan's JSON: its fields, and for each request of a segment (tensor, bytes, offset)."""
+    names = {label: [name for verb, name, _ in its if verb in ("malloc", "keep")]
+             for label, its in marked(trace).segments.items()}
+    return asdict(plan) | dict(segments={
+        label: [(name, *place) for name, place in zip(names[label], places, strict=True)]
+        for label, places in plan.segments.items()})
 
 
 def main(argv: list[str]) -> None:
@@ -40,7 +50,7 @@ def main(argv: list[str]) -> None:
     with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):
         plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, limit)
     try:
-        Path(args.output).write_text(readable_json(asdict(plan)))
+        Path(args.output).write_text(readable_json(record(plan, trace)))
     except OSError as e:
         raise ConfigError(f"{args.output} cannot be written ({e.strerror}); choose another -o") from None
     for row in plan.levels:

@@ -106,6 +106,8 @@ def place_rows(cfg: Config, problem: AlphaProblem,
     if not chosen.fits:
         longest = largest_block_size(problem, cfg.block_size, cfg.block_multiple)
         remedy = f"the largest block_size that fits is {longest}" if longest else "no block_size fits"
+        if fewer := int(problem.host_bytes) * cfg.batch_size // problem.least_bytes:
+            remedy = f"--batch_size={fewer} fits, {remedy}"
         raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes, remedy)
     granularity = SPLIT_ROWS if len(cuts) > 1 else max(1, min(SPLIT_ROWS, N // 16))
     by_unit = kept_rows({name: chosen.fractions[name] for name in problem.others}, most.fractions, cuts,
