@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from memo.command import progress
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
-from memo.errors import CheckpointError, reason, warn
+from memo.errors import CheckpointError, NotFinite, reason, warn
 from memo.files import regular
-from memo.flat import Piece, whole
+from memo.flat import Piece, is_finite, whole
 from memo.layer import model_parameters
 from memo.manifest import (
     CHECKPOINT,
@@ -40,6 +40,7 @@ from memo.manifest import (
     METADATA,
     Damaged,
     checkpoints,
+    last_good,
     latest,
     manifest_text,
     newest,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from model import GPT
 
 READ_BYTES = 2**24
+LESS = "try a lower --learning_rate or more --warmup_iters"
 FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # of a disk, or of a user's share of one
 
 
@@ -78,9 +80,10 @@ class Saver:
 
     `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
     one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
-    checkpoints stay; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None.
-    `read`: gives the tensor of a piece when it is to be written; then pieces have shapes only. `copies`:
-    whether pieces are copied, so that they may change soon; others are written from where they are.
+    checkpoints stay, beside one that no step has followed yet; on a full disk one. `whole`: the iteration of
+    the newest whole checkpoint, or None. `read`: gives the tensor of a piece when it is to be written; then
+    pieces have shapes only. `copies`: whether pieces are copied, so that they may change soon; others are
+    written from where they are.
     """
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
@@ -89,7 +92,7 @@ class Saver:
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
-        self.error: CheckpointError | None = None
+        self.error: CheckpointError | NotFinite | None = None
         self.read, self.copies = read, copies and read is None
         self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
@@ -115,13 +118,10 @@ class Saver:
         if self.thread is not None:
             self.taken.wait()
 
-    def done(self) -> bool:
-        """Whether wait() would return, or raise, at once."""
-        return self.thread is None or not self.thread.is_alive()
-
     def wait(self) -> None:
         """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or
-        another; the previous checkpoint is whole. Each failure is raised once, on every rank."""
+        another; the previous checkpoint is whole. NotFinite: so is the state, which was not written. Each
+        failure is raised once, on every rank."""
         self.join()
         error, self.error = self.error, None
         if error is not None:
@@ -139,19 +139,24 @@ class Saver:
             dist.destroy_process_group(self.group)
         self.group = None
 
-    def take(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> None:
+    def take(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> str | None:
+        """-> the name of a piece that is not finite, or None."""
         self.pieces = self.copier.copy(pieces, reached) if self.copies else pieces
         if self.copies:
             self.taken.set()
+        return next((p.name for p in self.pieces if not self.read and not is_finite(p.tensor)), None)
 
     def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: dict[str, Any],
               iter: int) -> None:
         path = self.folder / str(iter)
         temporary = path.with_name(f"{iter}.tmp")
         try:
-            self.together(self.take, pieces, reached)
+            if bad := [name for name in self.together(self.take, pieces, reached) if name]:
+                raise NotFinite(f"{bad[0]} after {iter} steps must be finite, it is not saved; "
+                                f"{last_good(self.folder.parent, iter)}; {LESS}")
             # rank 0 looks whether the newest whole one is still there
             if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:
+                self.remove_old(self.keep)  # the newest has proved itself: finite steps have followed it
                 try:
                     self.write_folder(path, temporary, config, iter)
                 except CheckpointError as e:
@@ -160,6 +165,8 @@ class Saver:
                     self.together(self.remove_old, 1)  # the newest whole one stays
                     self.write_folder(path, temporary, config, iter)
                 self.whole = iter
+        except NotFinite as e:
+            self.error = e
         except Exception as e:
             failed = f"{path} cannot be written ({reason(e)})"
             remedy = "free some space there or choose another folder"
@@ -213,7 +220,7 @@ class Saver:
 
     def commit(self, path: Path, temporary: Path, stored: dict[str, Any],
                files: list[dict[str, list[int]]]) -> None:
-        """Rank 0 makes the finished folder the newest checkpoint, and removes the oldest."""
+        """Rank 0 makes the finished folder the newest checkpoint."""
         if self.rank:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
@@ -225,7 +232,6 @@ class Saver:
         temporary.rename(path)
         sync(self.folder)
         sync(self.folder.parent)
-        self.remove_old(self.keep)
 
     def remove_old(self, keep: int) -> None:
         """Rank 0 removes all checkpoints but the `keep` newest."""
@@ -265,7 +271,7 @@ class Checkpoint:
 
     def read(self, pieces: list[Piece]) -> None:
         """Fills the `pieces` in place, on any device, in any layout; each rank reads for itself. Their names
-        and shapes must be those of the checkpoint."""
+        and shapes must be those of the checkpoint. Errors: CheckpointError: they are not finite; Damaged."""
         try:
             self.reader.read(pieces)
         except pickle.UnpicklingError:  # torch's text advises to read what may run code
@@ -273,6 +279,9 @@ class Checkpoint:
             raise Damaged(self.path, text) from None
         except Exception as e:
             raise Damaged(self.path, f"{self.path} cannot be read ({reason(e)})") from None
+        if bad := [p.name for p in pieces if not is_finite(p.tensor)]:
+            raise CheckpointError(f"{self.path}: {bad[0]} must be finite, and is not; "
+                                  f"{last_good(self.path.parents[1], self.iter)}")
 
 
 def load(out_dir: str | Path, rank: int = 0, world: int = 1,

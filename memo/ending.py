@@ -11,7 +11,7 @@ from memo import checkpoint, command
 from memo.errors import CheckpointError, ConfigError, NotFinite, RunFailed, TrainingError, reason
 from memo.estimate.expected import naming_region
 from memo.launch import together
-from memo.manifest import latest
+from memo.manifest import last_good
 from memo.report import draw_loss, furnish, go_on_with, print_first_lines, print_last_lines
 from memo.run import Run
 from memo.signals import StepGivenUp, StopSignal, handling
@@ -93,15 +93,12 @@ def save_after(run: Run, e: Exception) -> None:
 def not_finite(run: Run, loss: float, grad_norm: float) -> NotFinite:
     """The error of a step whose loss or gradient norm is not finite."""
     run.saver.join()  # the save under way is of a good state
-    cfg, it, saved = run.cfg, run.step, latest(run.out)
-    good = "there is no good checkpoint yet"
-    if saved:
-        good = f"the last good checkpoint is {saved}, before step {saved.name}"
+    cfg, it = run.cfg, run.step
     offsets = [o for micro in range(cfg.micro_batches(run.mesh.dp.size))
                for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
     return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the "
-                     f"train split) must be finite; nothing was saved over: {good}; try a lower "
-                     "--learning_rate or more --warmup_iters")
+                     f"train split) must be finite; nothing was saved over: {last_good(run.out, it)}; "
+                     f"{checkpoint.LESS}")
 
 
 def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:

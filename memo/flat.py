@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from math import prod
+from math import isfinite, prod
 from typing import TYPE_CHECKING
 
 from memo.config import MODEL_KEYS, Config
@@ -29,6 +29,12 @@ box begins in it; `tensor`: a view with the box's shape and values."""
 def whole(name: str, tensor: "torch.Tensor") -> Piece:
     """A tensor as one Piece."""
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def is_finite(t: "torch.Tensor") -> bool:
+    """Whether no value is NaN or infinite."""
+    ends = (part.aminmax() for part in t.reshape(-1).split(2**28) if part.numel())
+    return all(isfinite(low) and isfinite(high) for low, high in ends)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,16 @@ def latest(out_dir: str | Path) -> Path | None:
     return next(iter(checkpoints(out_dir)), None)
 
 
+def last_good(out_dir: str | Path, iter: int) -> str:
+    """Which checkpoint serves where the state after `iter` steps does not, saved or not."""
+    there = checkpoints(out_dir)
+    good = [f for f in there if int(f.name) < iter]
+    if not good:
+        return "there is no good checkpoint yet"
+    rename = f" (rename {there[0]} to resume from it)" if there[0] != good[0] else ""
+    return f"the last good checkpoint is {good[0]}, before step {good[0].name}{rename}"
+
+
 def manifest_text(stored: dict[str, Any]) -> str:
     """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
     return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})

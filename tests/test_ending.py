@@ -146,7 +146,7 @@ def test_resume_falls_back_to_the_checkpoint_before(dataset, tmp_path, capsys, u
     assert resumed(tmp_path) == 0
     assert f"warning: checkpoint passed over: {newest} " in capsys.readouterr().err
     assert losses(tmp_path) == undisturbed and checkpoint.load(tmp_path).iter == 12
-    assert {f.name for f in (tmp_path / "ckpt").iterdir()} == {"8", "12", "12.damaged"}
+    assert {f.name for f in (tmp_path / "ckpt").iterdir()} == {"4", "8", "12", "12.damaged"}
 
 
 # --- what is only told ---

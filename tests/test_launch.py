@@ -397,7 +397,7 @@ def test_a_full_disk_on_one_host_stops_no_run_and_loses_nothing(dataset, tmp_pat
                                "nor could it be saved elsewhere: ")
     assert len(losses(tmp_path)) == 10 and os.listdir(tmp_path / "ckpt") == ["3"]
     assert pool(2).run(here, resume) == [0, 0]
-    assert sorted(os.listdir(tmp_path / "ckpt")) == ["10", "8"]
+    assert sorted(os.listdir(tmp_path / "ckpt")) == ["10", "6", "8"]
 
 
 def without_room(host, argv):
