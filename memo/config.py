@@ -131,9 +131,9 @@ class Config:
     eval_iters: int = key(8, "batches in an evaluation", least=1, **STEPS)
     log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1, **STEPS)
     save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0, **STEPS)
-    keep_checkpoints: int = key(2, "newest checkpoints to keep, beside one that no finite step has followed "
-                                "yet: where the newest is damaged, the one before serves", least=1, most=10**6,
-                                why="the folder of all is listed after each save")
+    keep_checkpoints: int = key(2, "newest checkpoints to keep, in case one is damaged; one more until a "
+                                "finite step has followed the newest", least=1, most=10**6,
+                                why="the folder of all is listed at each save")
     wandb_log: bool = key(False, "also log to Weights & Biases")
     wandb_project: str = key("memo", "its project")
     wandb_run_name: str = key("", "its run name; empty lets it choose")
