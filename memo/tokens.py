@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -22,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from memo.command import progress
+from memo.command import progress, python
 from memo.errors import ConfigError, reason
 from memo.files import fingerprint, parse_json, read_text
 from memo.keys import check_value, option
@@ -39,7 +40,9 @@ LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")
 # of a tokenizer that is trained here
 VOCAB_SIZE: dict[str, Any] = dict(least=257, most=2**20,
                                   why="the trainer takes memory for each before it starts")
-BATCH_CHARS = 2**22     # read ahead; bounds the memory (about 70 bytes a character while encoding)
+# read ahead: bounds the memory (about 70 bytes a character while encoding), and is a step of the progress
+BATCH_CHARS = min(2**22, 4 * PIECE_CHARS * (os.cpu_count() or 1))
+DATASET_FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
 WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 
 
@@ -212,9 +215,9 @@ def encode(documents: Iterable, tokenizer: Tokenizer,
     tokenizer.encode_special_tokens = True  # a document that merely mentions <|endoftext|> does not end there
     end: Any = tokenizer.token_to_id(end_of_document(tokenizer))
     chars, done = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 4, 0
-    of = f" of {total_bytes / 1e6:,.0f}" if total_bytes else ""
+    of = f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
-          bar_or_progress(lambda: f"encoding: {done / 1e6:,.0f}{of} MB")):
+          bar_or_progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB")):
         for batch in batches(documents, chars):
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -284,7 +287,7 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                     tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end))
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         (out_dir / "meta.json").unlink(missing_ok=True)
-        for name in ("train.bin", "val.bin", "tokenizer.json", "meta.json"):
+        for name in DATASET_FILES:
             os.replace(partial / name, out_dir / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -292,3 +295,12 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                       "documents" for s, c in counts.items())
     print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")
     return meta
+
+
+def train_with(out_dir: str | Path, meta: dict, block_size: int, *options: str) -> str:
+    """The command that trains on a dataset, with sequences of `block_size` tokens or as many as there are."""
+    folder = Path(out_dir).resolve()
+    options += (f"--dataset={folder.relative_to(DATA) if folder.is_relative_to(DATA) else out_dir}",)
+    if block_size >= (n := min(c["tokens"] for c in meta["counts"].values())):
+        options += (f"--block_size={n - 1}",)
+    return shlex.join([python(), "train.py", *options])

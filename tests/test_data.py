@@ -1,5 +1,7 @@
+import gzip
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -7,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -146,11 +149,35 @@ def test_training_sees_no_long_word():
 
 
 def test_text_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "PART_CHARS", 10)
-    document = "".join(TEXTS)
+    """A byte order mark at the beginning is left out, and nothing else."""
+    monkeypatch.setattr(text, "PART_BYTES", 10)
+    document = "".join(TEXTS) + "\ufeff\r\n10%\r20%\r\x00\x85\u2028\n"
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + document.encode())
     parts = list(next(text.file_documents(tmp_path / "a.txt", "text")))
     assert "".join(parts) == document and max(map(len, parts)) == 10
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("at", [0, 9, 10, 11, 25])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.json.gz"])
+def test_a_byte_that_is_no_text_is_named(tmp_path, monkeypatch, name, at, mark):
+    monkeypatch.setattr(text, "PART_BYTES", 10)
+    begin = mark if name == "a.txt" else mark + (b'{"text": "' if "l" in name else b'["')
+    data = begin + b"\xc3\xa9\n"[:2] * 20
+    at = len(begin) + at // 2 * 2
+    data = data[:at] + b"\xff" + data[at:]
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    with pytest.raises(ConfigError, match=rf"{name} must be UTF-8 text \(byte {at}: invalid start byte\)"):
+        "".join(itertools.chain.from_iterable(text.file_documents(path, "text")))
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "smile \\ud83d\\ude00, half \\ud83d"}\n')
+    documents = text.file_documents(tmp_path / "a.jsonl", "text")
+    assert next(documents) == "a"
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: .* its character 14 is half a surrogate pair"):
+        next(documents)
 
 
 @pytest.mark.slow
@@ -161,7 +188,27 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     err = capsys.readouterr().err
     assert re.search(r"^training a tokenizer of 300 tokens on [\d,]+ characters, 0 s so far$", err,
                      re.MULTILINE)
-    assert re.search(r"^encoding: \d+ of 10 MB, 0 s so far$", err, re.MULTILINE)
+    assert re.search(r"^encoding: \d+\.\d of 10\.0 MB, 0 s so far$", err, re.MULTILINE)
+    assert 4 * tokens.PIECE_CHARS * os.cpu_count() >= tokens.BATCH_CHARS  # a step of the line
+
+
+@pytest.mark.parametrize(("size", "options"), [(9000, ""), (1000, " --block_size=")])
+def test_prepare_says_the_next_command(tmp_path, tokenizer, capsys, size, options):
+    """It fits the dataset, and the model whose tokenizer it has."""
+    texts = ["ab " * size] * 2
+    (tmp_path / "a b.jsonl").write_bytes(rows(texts))
+    save(tokenizer, tmp_path / "tokenizer.json")
+    argv = [f"--source={tmp_path / 'a b.jsonl'}", f"--out_dir={tmp_path / 'a b'}"]
+    text.main([*argv, f"--tokenizer={tmp_path}"])
+    said = capsys.readouterr().out
+    n = json.loads((tmp_path / "a b" / "meta.json").read_text())["counts"]["val"]["tokens"]
+    options = options and f"{options}{n - 1}"
+    assert re.search(rf"^train on it: \S+ train\.py '--dataset={tmp_path}/a b'{options}$", said, re.MULTILINE)
+    open_dataset(str(tmp_path / "a b"), n - 1 if options else 4096)
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    text.main([*argv, f"--tokenizer=hf:{tmp_path}"])
+    said = capsys.readouterr().out
+    assert f" train.py --init_from=hf:{tmp_path} '--dataset={tmp_path}/a b'\n" in said
 
 
 def test_text_cannot_forge_a_boundary(tmp_path, tokenizer):
@@ -244,10 +291,44 @@ def test_sources(tmp_path, tokenizer, kind):
 def test_a_folder_may_mix_and_nest(tmp_path):
     for folder, kind in (("in", "jsonl"), ("in/p", "parquet"), ("in/z", "txt")):
         write_source(tmp_path / folder, kind)
-    (tmp_path / "in" / "notes.md").write_text("not read")
-    text.main([f"--source={tmp_path / 'in'}", "--tokenizer=train:280", f"--out_dir={tmp_path / 'out'}"])
+    argv = [f"--source={tmp_path / 'in'}", "--tokenizer=train:280", f"--out_dir={tmp_path / 'in' / 'made'}"]
+    text.main(argv)
     expected = [*TEXTS, "2020-01-01", *TEXTS, *TEXTS]
-    assert documents(tmp_path / "out", "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
+    assert documents(tmp_path / "in" / "made", "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
+    text.main(argv)  # what the first one wrote is no source
+    assert documents(tmp_path / "in" / "made", "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
+
+
+def rows(texts):
+    return "".join(json.dumps(dict(text=t)) + "\n" for t in texts).encode()
+
+
+def zstd(data):
+    return pyarrow.compress(data, "zstd", asbytes=True)
+
+
+def test_files_are_read_whatever_their_case_and_packing(tmp_path, capsys):
+    """And what is left out is said."""
+    files = {"A.TXT": b"1\r\n", "b.Md": b"# 2\r", "c.JSONL": rows("34"), "d.json": rows("56"),
+             "e.Json": b'\xef\xbb\xbf \n[{"text": "7"},\n {"text": "8"}]',
+             "f.jsonl.gz": gzip.compress(rows("9a")), "g.txt.GZ": gzip.compress(b"b") + gzip.compress(b"b2"),
+             "h.json.zst": zstd(b'[{"text": "f"}]'), "i.JSONL.ZST": zstd(rows("c")) + zstd(rows("d")),
+             "j.md.zst": zstd(b"e")}
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for name, data in files.items():
+        (source / name).write_bytes(data)
+    for name in ("x.pdf", "y.tar.gz", "z", "zz.zst"):
+        (source / name).write_bytes(b"no text")
+    (source / "endless.txt").symlink_to("/dev/zero")
+    (source / "folder").symlink_to(tmp_path)
+    text.main([f"--source={source}", "--tokenizer=train:280", f"--out_dir={out}"])
+    expected = ["1\r\n", "# 2\r", *"3456789a", "bb2", "f", "c", "d", "e"]
+    assert documents(out, "train") + documents(out, "val") == expected
+    assert (f"left out of {source}: 6 of 16 files, endless.txt, folder, x.pdf, ...\n"
+            in capsys.readouterr().out)
+    text.main([f"--source={source / 'i.JSONL.ZST'}", "--tokenizer=train:257", f"--out_dir={out}"])
+    assert documents(out, "train") + documents(out, "val") == ["c", "d"]
 
 
 def test_hugging_face_datasets(tmp_path, monkeypatch):
@@ -307,7 +388,9 @@ def test_truncation_and_padding_of_a_tokenizer_are_left_out(tmp_path, tokenizer)
 BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "list.jsonl": b"[1]\n",
              "half.jsonl": b'{"text": "a\n', "key.jsonl": b'{"body": "a"}\n',
              "number.jsonl": b'{"text": 3}\n', "deep.jsonl": b'{"text":' + b"[" * 99999 + b"\n",
-             "bad.parquet": b"nothing " * 9, "a.md": b"# a",
+             "bad.parquet": b"nothing " * 9, "a.pdf": b"# a",
+             "bad.jsonl.gz": b"x", "half.txt.gz": gzip.compress(b"some text")[:-9], "bad.txt.zst": b"x",
+             "list.json": b"[1]", "half.json": b'[{"text": "a"},',
              "digits.jsonl": b'{"text": ' + b"9" * 9999 + b"}\n",
              "long.jsonl": b'{"text": "' + b"a" * 500 + b'"}\n'}
 
@@ -316,12 +399,18 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=nowhere.txt", "source=nowhere.txt does not exist; give a file, a folder"),
     ("--source=a/b/c", "source=a/b/c does not exist; give"),
     ("--source=in/empty",
-     "source=in/empty must hold files of the suffixes .txt, .jsonl, .parquet, it holds none; give"),
-    ("--source=in/a.md",
-     "source=in/a.md must have one of the suffixes .txt, .jsonl, .parquet, not '.md'; convert"),
+     "source=in/empty must hold files of the suffixes .txt, .md, .json, .jsonl (each also with .gz or .zst), "
+     ".parquet, it holds none; give"),
+    ("--source=in/a.pdf", "source=in/a.pdf must have one of the suffixes .txt, .md, .json, .jsonl (each"),
+    ("--source=in/a.pdf", ".parquet, not '.pdf'; convert"),
+    ("--source=in/bad.jsonl.gz", "in/bad.jsonl.gz cannot be unpacked (Not a gzipped file"),
+    ("--source=in/half.txt.gz", "in/half.txt.gz cannot be unpacked (Compressed file ended before"),
+    ("--source=in/bad.txt.zst", "in/bad.txt.zst cannot be unpacked (ZSTD decompress failed"),
+    ("--source=in/list.json", "in/list.json, row 1: text_key=text must be one of the columns (none); give"),
+    ("--source=in/half.json", "in/half.json must be a JSON list of objects, or an object a line (Expecting"),
     ("--source=in/empty.txt", "the source holds no text; give"),
     ("--source=in/one.txt", "the only document has 2 tokens, a dataset needs 4; give"),
-    ("--source=in/latin.txt", "in/latin.txt must be UTF-8 text (invalid continuation byte); convert"),
+    ("--source=in/latin.txt", "in/latin.txt must be UTF-8 text (byte 3: invalid continuation byte); convert"),
     ("--source=in/list.jsonl", "in/list.jsonl:1: text_key=text must be one of the columns (none); give"),
     ("--source=in/half.jsonl", "in/half.jsonl:1 must be one JSON object a line (Invalid control character"),
     ("--source=in/key.jsonl", "in/key.jsonl:1: text_key=text must be one of the columns (body); give"),
@@ -343,15 +432,15 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=in/endless.txt", "source=in/endless.txt is no regular file and no folder; give one"),
     ("--source=in/digits.jsonl", "in/digits.jsonl:1 must be one JSON object a line (Exceeds the limit"),
     ("--source=in/long.jsonl",
-     "in/long.jsonl:1 must be at most 400 characters long (a row is read as a whole); split"),
+     "in/long.jsonl:1 must be at most 400 bytes long (a row is read as a whole); split"),
     ("--source=in --out=x", "unrecognized arguments: --out=x; see --help"),
     ("--text_key=x", "the following arguments are required: --source"),
-    ("--source=in/key.jsonl --text_key=body --out_dir=in/a.md", "Not a directory"),
+    ("--source=in/key.jsonl --text_key=body --out_dir=in/a.pdf", "Not a directory"),
 ])
 def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
     if "long" in argv:
-        monkeypatch.setattr(text, "MOST_CHARS", 400)
+        monkeypatch.setattr(text, "MOST_BYTES", 400)
     (tmp_path / "in" / "empty").mkdir(parents=True)
     for name, content in BAD_FILES.items():
         (tmp_path / "in" / name).write_bytes(content)

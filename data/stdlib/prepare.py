@@ -5,8 +5,11 @@ import sysconfig
 import tokenize
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # memo need not be installed
+
 from memo.command import Arguments, run
-from memo.tokens import DATA, VOCAB_SIZE, train_tokenizer, write_dataset
+from memo.config import KEYS
+from memo.tokens import DATA, VOCAB_SIZE, train_tokenizer, train_with, write_dataset
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # not there with every Python
 
@@ -15,8 +18,9 @@ def documents(folder):
     for path in sorted(folder.rglob("*.py")):
         if SKIPPED.isdisjoint(path.relative_to(folder).parts):
             try:
-                with tokenize.open(path) as file:  # reads the encoding that the source declares
-                    yield file.read()
+                with open(path, "rb") as file:
+                    encoding, _ = tokenize.detect_encoding(file.readline)  # as the source declares it
+                yield path.read_bytes().decode(encoding)  # tokenize.open() would change ends of lines
             except (SyntaxError, UnicodeDecodeError):
                 continue
 
@@ -28,7 +32,8 @@ def main(argv):
     args = parser.parse_args(argv)
     texts = list(documents(Path(sysconfig.get_paths()["stdlib"])))
     tokenizer = train_tokenizer(texts, args.vocab_size)
-    write_dataset(args.out_dir, texts, tokenizer, sum(len(t.encode()) for t in texts))
+    meta = write_dataset(args.out_dir, texts, tokenizer, sum(len(t.encode()) for t in texts))
+    print(f"train on it: {train_with(args.out_dir, meta, KEYS['block_size'].default)}")
 
 
 if __name__ == "__main__":

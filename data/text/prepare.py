@@ -1,29 +1,54 @@
-"""A dataset from your own text (.txt: one document a file, .jsonl, .parquet) or from a Hugging Face dataset.
+"""A dataset from your own text or from a Hugging Face dataset.
+
+Read are .txt and .md (a document a file), .json, .jsonl and .parquet (a document a row), whatever their case,
+and all but .parquet also as .gz and .zst.
 
     python data/text/prepare.py --source=notes/ --tokenizer=train:4096
     python data/text/prepare.py --source=Salesforce/wikitext --config=wikitext-2-raw-v1 --tokenizer=hf:qwen3/
 """
 
+import codecs
 import glob
+import gzip
 import itertools
 import json
 import logging
+import re
 import socket
 import sys
 import tempfile
+import zlib
+from contextlib import contextmanager
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from urllib.parse import urlparse
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # memo need not be installed
+
 from memo.command import Arguments, progress, run
-from memo.errors import ConfigError
+from memo.config import KEYS
+from memo.errors import ConfigError, reason
 from memo.huggingface import model_keys
 from memo.keys import check_value, option, typed
-from memo.tokens import DATA, VOCAB_SIZE, check_vocab_size, load_tokenizer, train_tokenizer, write_dataset
+from memo.tokens import (
+    DATA,
+    DATASET_FILES,
+    VOCAB_SIZE,
+    check_vocab_size,
+    load_tokenizer,
+    train_tokenizer,
+    train_with,
+    write_dataset,
+)
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-PART_CHARS = 2**20  # of a text file, read at once
-MOST_CHARS = 2**28  # of a row of .jsonl
+# what a name says of a file: its kind, and how it is packed
+KIND = re.compile(r"\.(?:(txt|md|json|jsonl)(\.gz|\.zst)?|(parquet))$", re.IGNORECASE)
+SUFFIXES = ".txt, .md, .json, .jsonl (each also with .gz or .zst), .parquet"
+NAMED = 3           # of the files that are left out
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 cannot
+PART_BYTES = 2**20  # of a text file, read at once
+MOST_BYTES = 2**28  # of a row of .jsonl, of a list in .json
 
 
 def read_argv(argv):
@@ -36,7 +61,7 @@ def read_argv(argv):
                        "of a model, or train:<vocab>")
     parser.option("--out_dir", help="where to write; by default data/<name of the source>", least=1)
     parser.option("--text_key", default="text",
-                  help="the column of the text in .jsonl, .parquet and Hugging Face", least=1)
+                  help="the column of the text in .json, .jsonl, .parquet and Hugging Face", least=1)
     parser.option("--config", help="which configuration of the Hugging Face dataset, where it has several",
                   least=1)
     parser.option("--split", default="train", help="which split of the Hugging Face dataset", least=1)
@@ -53,20 +78,27 @@ def read_argv(argv):
     return args
 
 
-def source_files(source):
-    """The files of a file or folder, in order. Errors: none that can be read."""
-    path, suffixes = Path(source), ", ".join(SUFFIXES)
+def source_files(source, out_dir):
+    """The files of a file or folder, in order; says which of a folder are left out. What an earlier call
+    wrote to `out_dir` is no source. Errors: none that can be read."""
+    path = Path(source)
     if not (path.is_file() or path.is_dir()):
         raise ConfigError(f"source={source} is no regular file and no folder; give one")
-    if path.is_file() and path.suffix not in SUFFIXES:
-        raise ConfigError(f"source={source} must have one of the suffixes {suffixes}, not {path.suffix!r}; "
-                          "convert it")
-    files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    if path.is_file():
+        if not KIND.search(path.name):
+            raise ConfigError(f"source={source} must have one of the suffixes {SUFFIXES}, not "
+                              f"{path.suffix!r}; convert it")
+        return [path]
+    made = {(Path(out_dir) / name).resolve() for name in DATASET_FILES}
+    found = sorted(p for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
+    files = [p for p in found if p.is_file() and KIND.search(p.name) and p.resolve() not in made]
+    left_out = [str(p.relative_to(path)) for p in found if p not in set(files)]
     if not files:
-        raise ConfigError(f"source={source} must hold files of the suffixes {suffixes}, it holds none; "
+        raise ConfigError(f"source={source} must hold files of the suffixes {SUFFIXES}, it holds none; "
                           "give another folder")
+    if left_out:
+        names = ", ".join(left_out[:NAMED]) + ", ..." * (len(left_out) > NAMED)
+        print(f"left out of {source}: {len(left_out)} of {len(found)} files, {names}")
     return files
 
 
@@ -97,12 +129,12 @@ def unreadable(source, e, remedy):
     return ConfigError(f"source={source} cannot be loaded ({why}); {remedy}")
 
 
-def row_of(line, where):
-    """The JSON of a line. Errors: it is none."""
+def json_of(text, where, rule):
+    """The value of a JSON text. Errors: it is none."""
     try:
-        return json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{where} must be one JSON object a line ({e}); mend or drop the line") from None
+        raise ConfigError(f"{where} must be {rule} ({e}); mend or drop it") from None
 
 
 def text_of(row, text_key, where):
@@ -115,37 +147,87 @@ def text_of(row, text_key, where):
     if not isinstance(text, str | None):
         raise ConfigError(f"{where}: text_key={text_key} must hold text, not {type(text).__name__}; "
                           "give another --text_key")
-    return (text or "").encode(errors="replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
+    if half := HALF_A_PAIR.search(text or ""):
+        raise ConfigError(f"{where}: text_key={text_key} must hold text that UTF-8 can write, its character "
+                          f"{half.start()} is half a surrogate pair; mend or drop the row")
+    return text or ""
+
+
+@contextmanager
+def unpacked(path):
+    """The bytes that the file was made of, open for reading. Errors: ConfigError: its packing is damaged."""
+    packing = (KIND.search(path.name)[2] or "").lower()
+    with open(path, "rb") as file:
+        if not packing:
+            yield file
+            return
+        try:
+            if packing == ".gz":
+                yield gzip.GzipFile(fileobj=file)
+            else:
+                from pyarrow import CompressedInputStream  # takes half a second: only where it is needed
+                yield BufferedReader(CompressedInputStream(file, "zstd"))
+        except (OSError, EOFError, zlib.error) as e:
+            raise ConfigError(f"{path} cannot be unpacked ({reason(e)}); give a whole one, or unpack "
+                              "it") from None
+
+
+def decoded(decode, data, path, end):
+    """decode(data), the bytes that end at byte `end` of the file. Errors: they are no UTF-8."""
+    try:
+        return decode(data)
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} must be UTF-8 text (byte {end - len(e.object) + e.start}: {e.reason}); "
+                          "convert it with iconv") from None
 
 
 def text_parts(path):
-    """The parts of a text file, in order: no more of it is in memory."""
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            yield from iter(partial(file.read, PART_CHARS), "")
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} must be UTF-8 text ({e.reason}); convert it with iconv") from None
+    """The parts of a text file, in order: no more of it is in memory. A byte order mark is left out, all else
+    is as it stands there."""
+    decoder, end, data = codecs.getincrementaldecoder("utf-8-sig")(), 0, b" "
+    with unpacked(path) as file:
+        while data:
+            data = file.read(PART_BYTES)
+            end += len(data)
+            yield decoded(partial(decoder.decode, final=not data), data, path, end)
+
+
+def rows_of(path, is_json):
+    """Yields (where, row) of a JSON object a line, or where `is_json` of a list of objects, one row in memory
+    at a time, or one list."""
+    with unpacked(path) as file:
+        mark = len(codecs.BOM_UTF8) * file.peek(3).startswith(codecs.BOM_UTF8)
+        end = len(file.read(mark))
+        if is_json and file.peek(1).lstrip().startswith(b"["):
+            data = file.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise ConfigError(f"{path} must be at most {MOST_BYTES} bytes long (a list is read as "
+                                  "a whole); write an object a line instead")
+            text = decoded(bytes.decode, data, path, end + len(data))
+            rows = json_of(text, path, "a JSON list of objects, or an object a line")
+            yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
+            return
+        for number, line in enumerate(iter(partial(file.readline, MOST_BYTES + 1), b""), 1):
+            end, where = end + len(line), f"{path}:{number}"
+            if len(line) > MOST_BYTES:
+                raise ConfigError(f"{where} must be at most {MOST_BYTES} bytes long (a row is read as "
+                                  "a whole); split it into several rows")
+            if line.strip():
+                yield where, json_of(decoded(bytes.decode, line, path, end), where, "one JSON object a line")
 
 
 def file_documents(path, text_key):
     """The documents of one file, one row in memory at a time."""
-    try:
-        if path.suffix == ".txt":
-            yield text_parts(path)
-        elif path.suffix == ".jsonl":
-            with open(path, encoding="utf-8-sig") as lines:
-                for number, line in enumerate(iter(partial(lines.readline, MOST_CHARS + 1), ""), 1):
-                    if len(line) > MOST_CHARS:
-                        raise ConfigError(f"{path}:{number} must be at most {MOST_CHARS} characters long "
-                                          "(a row is read as a whole); split it into several rows")
-                    if line.strip():
-                        yield text_of(row_of(line, f"{path}:{number}"), text_key, f"{path}:{number}")
-        else:
-            with tempfile.TemporaryDirectory() as cache:  # streamed: it holds a lock and no data
-                for row in parquet_rows(path, cache):
-                    yield text_of(row, text_key, path)
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} must be UTF-8 text ({e.reason}); convert it with iconv") from None
+    kind = KIND.search(path.name).expand(r"\1\3").lower()
+    if kind in ("txt", "md"):
+        yield text_parts(path)
+    elif kind == "parquet":
+        with tempfile.TemporaryDirectory() as cache:  # streamed: it holds a lock and no data
+            for row in parquet_rows(path, cache):
+                yield text_of(row, text_key, path)
+    else:
+        for where, row in rows_of(path, kind == "json"):
+            yield text_of(row, text_key, where)
 
 
 def parquet_rows(path, cache):
@@ -159,13 +241,14 @@ def parquet_rows(path, cache):
         raise unreadable(path, e, remedy) from None
 
 
-def open_source(args):
+def open_source(args, out_dir):
     """(function that reads the documents from the first, their bytes or None where unknown)."""
     if Path(args.source).exists():
-        files = source_files(args.source)
-        total = None if any(p.suffix == ".parquet" for p in files) else sum(p.stat().st_size for p in files)
+        files = source_files(args.source, out_dir)
+        packed = any(any(KIND.search(p.name).group(2, 3)) for p in files)
+        total = None if packed else sum(p.stat().st_size for p in files)
         return lambda: itertools.chain.from_iterable(file_documents(p, args.text_key) for p in files), total
-    if Path(args.source).suffix in SUFFIXES or args.source.count("/") > 1:
+    if KIND.search(args.source) or args.source.count("/") > 1:
         raise ConfigError(f"source={args.source} does not exist; give a file, a folder or "
                           "a Hugging Face dataset's name")
     look_in_the_cache_without_network()
@@ -177,24 +260,28 @@ def open_source(args):
 
 
 def given_tokenizer(given):
-    """The tokenizer of a file or folder, or hf:<folder> of a model that memo has. Errors: ConfigError."""
+    """The tokenizer of a file or folder, or hf:<folder> of a model that memo has, and that model's keys.
+    Errors: ConfigError."""
     folder = given.removeprefix("hf:")
-    tokenizer = load_tokenizer(folder)
-    if folder != given:
-        check_vocab_size(tokenizer, folder, model_keys(folder)["vocab_size"])
-    return tokenizer
+    tokenizer, model = load_tokenizer(folder), model_keys(folder) if folder != given else {}
+    if model:
+        check_vocab_size(tokenizer, folder, model["vocab_size"])
+    return tokenizer, model
 
 
 def main(argv):
     args = read_argv(argv)
-    out_dir = args.out_dir or DATA / Path(args.source).resolve().stem
+    out_dir = args.out_dir or DATA / Path(KIND.sub("", str(Path(args.source).resolve()))).name
     if not args.out_dir and (out_dir / "meta.json").exists():
         raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, "
                           "the same one to replace it")
-    tokenizer = None if args.vocab_size else given_tokenizer(args.tokenizer)
-    documents, total_bytes = open_source(args)
+    tokenizer, model = (None, {}) if args.vocab_size else given_tokenizer(args.tokenizer)
+    documents, total_bytes = open_source(args, out_dir)
     tokenizer = tokenizer or train_tokenizer(documents(), args.vocab_size)
-    write_dataset(out_dir, documents(), tokenizer, total_bytes)
+    meta = write_dataset(out_dir, documents(), tokenizer, total_bytes)
+    block_size = model.get("block_size", KEYS["block_size"].default)
+    options = [f"--init_from={args.tokenizer}"] if model else []
+    print(f"train on it: {train_with(out_dir, meta, block_size, *options)}")
 
 
 if __name__ == "__main__":
