@@ -5,8 +5,10 @@ import io
 import pickle
 import pickletools
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,29 @@ class Boxes(SavePlanner):
         return self.read(self.pieces[write_item.index])
 
 
+class Sealed(io.BufferedWriter):
+    """A file with the size and crc32 of what was to be written, taken in memory: what a disk or a driver made
+    of it differs."""
+
+    size = crc = 0
+
+    def write(self, data: Any) -> int:
+        self.size, self.crc = self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc)
+        return super().write(data)
+
+    def fileno(self) -> int:
+        self.flush()  # torch asks for it to sync .metadata, all of which is in memory
+        return super().fileno()
+
+
+@contextmanager
+def sealed(seals: dict[str, list[int]], path: Any, mode: str) -> Iterator[Sealed]:
+    """A new file, which is noted in `seals` {name: [bytes, crc32]} when it is complete."""
+    with Sealed(io.FileIO(path, mode)) as stream:
+        yield stream
+    seals[Path(path).name.removesuffix(".tmp")] = [stream.size, stream.crc]
+
+
 class Writer(dcp.FileSystemWriter):
     """Writes DCP's files, and raises the disk's own error."""
 
@@ -103,15 +128,19 @@ class Writer(dcp.FileSystemWriter):
 
 
 def write(folder: Path, pieces: list[Piece], group: dist.ProcessGroup | None,
-          read: Callable[[Piece], torch.Tensor] | None = None) -> None:
-    """Writes the pieces of all ranks of `group`, a gloo process group, into the folder. None: one process.
-    `read`: gives the tensor of a piece that has only its shape, when it is to be written."""
+          read: Callable[[Piece], torch.Tensor] | None = None) -> dict[str, list[int]]:
+    """Writes the pieces of all ranks of `group`, a gloo process group, into the folder -> {name of a file of
+    this rank: [bytes, crc32]}. None: one process. `read`: gives the tensor of a piece that has only its
+    shape, when it is to be written."""
     # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread. torch
     # keeps the tensors of a file until it is complete: what is read late gets a file each
     writer = Writer(folder, per_thread_copy_ahead=0, single_file_per_rank=read is None)
+    seals: dict[str, list[int]] = {}
+    writer.fs.create_stream = partial(sealed, seals)
     with first_failure():
         dcp.save({}, storage_writer=writer, planner=Boxes(pieces, read), process_group=group,
                  no_dist=group is None)
+    return seals
 
 
 # --- reading ---

@@ -2,6 +2,9 @@
 finite step has followed the newer one."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from memo.checkpoint import CheckpointError, Saver
 from memo.errors import NotFinite, TrainingError
 from memo.flat import is_finite, whole
 from memo.optim import Optimizer
-from tests.helpers import argv, losses
+from tests.helpers import ROOT, argv, losses
 
 NAN = float("nan")
 KEYS = dict(max_iters=8, save_interval=2, lr_decay_iters=8, eval_interval=0, memory_plan="off", block_size=16)
@@ -93,6 +96,74 @@ def test_the_state_of_another_rank_counts(tmp_path):
         saver.wait()
     saver.wait()
     assert kept(tmp_path) == []
+
+
+# --- what a disk makes of it ---
+
+FLIPS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+#include <unistd.h>
+int flip_at = -1, writes;
+ssize_t write(int fd, const void *data, size_t n) {
+    static ssize_t (*real)(int, const void *, size_t);
+    char name[64], path[4096] = "", copy[n + 1];
+    if (!real) real = dlsym(RTLD_NEXT, "write");
+    snprintf(name, 64, "/proc/self/fd/%d", fd);
+    readlink(name, path, 4095);
+    if (!strstr(path, "/ckpt/") || writes++ != flip_at) return real(fd, data, n);
+    memcpy(copy, data, n);
+    copy[n / 2] ^= 4;
+    return real(fd, copy, n);
+}
+"""
+SAVES = """
+import ctypes, sys, torch
+from memo.checkpoint import Saver
+from memo.flat import whole
+flips = ctypes.CDLL(None)
+at, writes = (ctypes.c_int.in_dll(flips, name) for name in ("flip_at", "writes"))
+for n in range(int(sys.argv[1])):
+    at.value, writes.value = n, 0
+    saver = Saver(f"{sys.argv[2]}/{n}")
+    saver.save([whole(f"params.{c}", torch.arange(9.0)) for c in "ab"], {}, 1)
+    saver.wait()
+    print(writes.value)
+"""
+
+
+@pytest.mark.slow
+def test_a_bit_that_is_turned_in_any_write_is_found(tmp_path):
+    (tmp_path / "flips.c").write_text("#include <stdio.h>\n" + FLIPS)
+    library = str(tmp_path / "flips.so")
+    subprocess.run(["g++", "-xc", "-shared", "-fPIC", "-w", str(tmp_path / "flips.c"), "-o", library, "-ldl"],
+                   check=True)
+    done = subprocess.run([sys.executable, "-c", SAVES, "12", str(tmp_path)], cwd=ROOT, check=True, text=True,
+                          env=os.environ | dict(LD_PRELOAD=library), stdout=subprocess.PIPE)
+    writes = int(done.stdout.split()[0])  # of a save
+    assert 3 < writes < 12
+    for n in range(12):
+        if n < writes:
+            with pytest.raises(CheckpointError):
+                checkpoint.load(tmp_path / str(n))
+        else:
+            assert dict(checkpoint.load(tmp_path / str(n)).tensors("params"))["a"].tolist() == [*range(9)]
+
+
+def test_all_of_a_file_is_written_when_it_is_synced(tmp_path, monkeypatch):
+    synced, real = {}, os.fsync
+
+    def sync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced[os.path.basename(path).removesuffix(".tmp")] = os.fstat(descriptor).st_size
+        real(descriptor)
+    monkeypatch.setattr(os, "fsync", sync)
+    saver = Saver(tmp_path)
+    saver.save([whole("params.a", torch.zeros(3))], {}, 4)
+    saver.wait()
+    for file in (tmp_path / "ckpt" / "4").iterdir():
+        assert synced[file.name] == file.stat().st_size > 0
 
 
 # --- what is not removed ---
