@@ -1,0 +1,386 @@
+"""Published models, small: in, trained 4 steps in tp2 and in cp2, out again, beside transformers.
+
+    python -m bench.published        writes bench/results/published.json; about ten minutes on two cores
+
+Each has the fields of a public config.json, as its file has them; sizes alone are small. Its tokenizer comes
+in one of the forms that are published. Compared are the losses of each step and the logits of what goes out
+with those of transformers and torch's AdamW, each field of config.json, and each file, byte for byte.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.machine import machine
+from memo.batch import open_dataset
+from memo.load_config import load_config
+from memo.tokens import write_dataset
+from train import learning_rate
+
+ROOT = Path(__file__).parents[1]
+STEPS, S, TOKENS = 4, 64, 300
+KEYS = dict(
+    block_size=S,
+    batch_size=2,
+    max_iters=STEPS,
+    lr_decay_iters=STEPS,
+    warmup_iters=0,
+    eval_interval=0,
+    learning_rate=1e-3,
+    device="cpu",
+    memory_plan="off",
+    grad_clip=1.0,
+)
+LAYOUTS = ["--tp=2"], ["--cp=2"]
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_act="silu",
+    initializer_range=0.02,
+    use_cache=True,
+    torch_dtype="bfloat16",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+    vocab_size=320,
+)
+LLAMA3 = LLAMA | dict(
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=0,
+    mlp_bias=False,
+    num_key_value_heads=2,
+    pretraining_tp=1,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+)
+ROPE3 = dict(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+    rope_type="llama3",
+)
+QWEN2 = LLAMA | dict(
+    architectures=["Qwen2ForCausalLM"],
+    model_type="qwen2",
+    attention_dropout=0.0,
+    bos_token_id=0,
+    eos_token_id=0,
+    max_window_layers=2,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    sliding_window=128,
+    use_sliding_window=False,
+    tie_word_embeddings=True,
+    use_mrope=False,
+)
+QWEN3 = QWEN2 | dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    attention_bias=False,
+    head_dim=32,
+    rope_scaling=None,
+    sliding_window=None,
+    eos_token_id=2,
+)
+MISTRAL = {k: v for k, v in LLAMA.items() if k != "use_cache"} | dict(
+    architectures=["MistralForCausalLM"],
+    model_type="mistral",
+    attention_dropout=0.0,
+    bos_token_id=1,
+    eos_token_id=2,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-5,
+    rope_theta=1000000.0,
+    sliding_window=None,
+    tie_word_embeddings=False,
+)
+GPT2 = dict(
+    activation_function="gelu_new",
+    architectures=["GPT2LMHeadModel"],
+    attn_pdrop=0.1,
+    bos_token_id=0,
+    embd_pdrop=0.1,
+    eos_token_id=0,
+    initializer_range=0.02,
+    layer_norm_epsilon=1e-5,
+    model_type="gpt2",
+    n_ctx=128,
+    n_embd=64,
+    n_head=4,
+    n_layer=2,
+    n_positions=128,
+    resid_pdrop=0.1,
+    summary_activation=None,
+    summary_first_dropout=0.1,
+    summary_proj_to_labels=True,
+    summary_type="cls_index",
+    summary_use_proj=True,
+    vocab_size=320,
+)
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-2-7b-hf": LLAMA
+    | dict(
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        pretraining_tp=1,
+        rms_norm_eps=1e-5,
+        num_key_value_heads=4,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        torch_dtype="float16",
+    ),
+    "Meta-Llama-3-8B": LLAMA3 | dict(eos_token_id=1, rope_scaling=None),
+    "Llama-3.1-8B-Instruct": LLAMA3 | dict(eos_token_id=[1, 3, 2], rope_scaling=ROPE3),
+    "Llama-3.2-1B": LLAMA3
+    | dict(eos_token_id=1, head_dim=16, tie_word_embeddings=True, rope_scaling=ROPE3 | dict(factor=32.0)),
+    "Llama-3.3-70B-Instruct": LLAMA3 | dict(eos_token_id=[1, 3, 2], head_dim=16, rope_scaling=ROPE3),
+    "Qwen2.5-0.5B": QWEN2,
+    "Qwen2.5-7B-Instruct": QWEN2 | dict(tie_word_embeddings=False, eos_token_id=2),
+    "Qwen2.5-14B-Instruct, yarn": QWEN2
+    | dict(
+        tie_word_embeddings=False,
+        rope_scaling=dict(factor=4.0, original_max_position_embeddings=32, type="yarn"),
+    ),
+    "Qwen3-0.6B": QWEN3,
+    "Qwen3-8B": QWEN3 | dict(tie_word_embeddings=False, head_dim=16),
+    "Mistral-7B-v0.1": MISTRAL | dict(rope_theta=10000.0, sliding_window=64, use_cache=True),
+    "Mistral-7B-Instruct-v0.3": MISTRAL | dict(use_cache=True),
+    "Mistral-Nemo-Base-2407": MISTRAL | dict(head_dim=16, hidden_size=80, use_cache=True),
+    "Yi-6B": LLAMA
+    | dict(
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        num_key_value_heads=1,
+        pretraining_tp=1,
+        rms_norm_eps=1e-5,
+        rope_theta=5000000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+    ),
+    "SmolLM2-135M": LLAMA
+    | dict(
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        is_llama_config=True,
+        mlp_bias=False,
+        num_key_value_heads=2,
+        pretraining_tp=1,
+        rms_norm_eps=1e-5,
+        rope_interleaved=False,
+        rope_scaling=None,
+        rope_theta=100000,
+        tie_word_embeddings=True,
+    ),
+    "SmolLM2-1.7B-Instruct": LLAMA
+    | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
+    | dict(
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        mlp_bias=False,
+        num_key_value_heads=4,
+        pretraining_tp=1,
+        rms_norm_eps=1e-5,
+        rope_scaling=None,
+        rope_theta=130000,
+        tie_word_embeddings=True,
+    ),
+    "TinyLlama-1.1B-Chat-v1.0": LLAMA
+    | dict(
+        attention_bias=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_key_value_heads=2,
+        pretraining_tp=1,
+        rms_norm_eps=1e-5,
+        rope_scaling=None,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+    ),
+    "deepseek-coder-1.3b-base": LLAMA
+    | dict(
+        bos_token_id=0,
+        eos_token_id=1,
+        num_key_value_heads=4,
+        pretraining_tp=1,
+        rms_norm_eps=1e-6,
+        rope_scaling=dict(factor=4.0, type="linear"),
+        rope_theta=100000,
+        tie_word_embeddings=False,
+    ),
+    "gpt2": GPT2 | dict(task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}),
+    "gpt2-medium": GPT2 | dict(n_special=0, predict_special_tokens=True),
+    "distilgpt2": GPT2
+    | dict(_num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, task_specific_params=None),
+    "DialoGPT-small": GPT2 | dict(task_specific_params={"conversational": {"max_length": 1000}}),
+}
+BEGIN, END = "<|begin|>", "<|endoftext|>"
+
+
+def tokenizer_files(folder: Path, number: int) -> Tokenizer:
+    """Write a tokenizer in one of four forms into `folder`."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator(
+        ["the memory of the host and of the device"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=TOKENS,
+            special_tokens=[END, BEGIN],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    if number % 4 == 1:
+        made.model.save(str(folder))
+    else:
+        made.save(str(folder / "tokenizer.json"))
+    config = dict(
+        bos_token=BEGIN, eos_token=END, tokenizer_class="PreTrainedTokenizerFast", model_max_length=10**30
+    )
+    if number % 4 != 0:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    if number % 4 == 2:
+        (folder / "special_tokens_map.json").write_text(json.dumps(dict(bos_token=BEGIN, eos_token=END)))
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    if number % 4 == 3:
+        (folder / "tokenizer.model").write_bytes(bytes(range(256)))
+    return made
+
+
+def published(folder: Path, fields: dict[str, Any], number: int) -> dict[str, bytes]:
+    """Make the folder of a model with random weights -> {name: bytes} of its files beside the weights."""
+    folder.mkdir()
+    text = json.dumps(fields, indent=2)
+    (folder / "config.json").write_text(text)
+    torch.manual_seed(number)
+    net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    for p in net.parameters():
+        p.data += torch.randn_like(p) * 0.1
+    net.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_text(text)
+    tokenizer = tokenizer_files(folder, number)
+    documents = [f"the memory of the host {i} and of the device {i * i}" * 4 for i in range(200)]
+    write_dataset(folder.with_name("data"), documents, tokenizer)
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".safetensors"}
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
+def trained_by_transformers(folder: Path, cfg: Any) -> tuple[list[float], Any]:
+    """Train by transformers and torch's AdamW -> (the loss of each step, the model)."""
+    net, data = load(folder), open_dataset(cfg.dataset, S)
+    for module in net.modules():
+        if isinstance(module, torch.nn.Dropout):  # memo has none
+            module.p = 0.0
+    groups = [
+        dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
+        dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0),
+    ]
+    optimizer, losses = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=1e-8), []
+    for it in range(STEPS):
+        tokens, targets = data.batch("train", it, 0, cfg.batch_size, S, cfg.seed)
+        loss = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, it)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, net
+
+
+def command(*argv: object) -> None:
+    done = subprocess.run(list(map(str, argv)), cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, argv))}\n{done.stdout}{done.stderr}")
+
+
+def same(path: Path, data: bytes) -> bool:
+    """Whether a file came back: byte for byte, but for the length in tokenizer_config.json."""
+    if path.name != "tokenizer_config.json":
+        return path.read_bytes() == data
+    return json.loads(path.read_text()) == json.loads(data) | dict(model_max_length=S)
+
+
+def compare(name: str, fields: dict[str, Any], number: int) -> dict[str, Any]:
+    """Compare one model in each layout -> what differs most."""
+    row: dict[str, Any] = dict(loss=0.0, logits=0.0, fields=[], files=[])
+    for keys in LAYOUTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            there, out, back = (Path(scratch) / part for part in ("hf", "out", "back"))
+            files = published(there, fields, number)
+            argv = [
+                f"--init_from=hf:{there}",
+                f"--dataset={there.with_name('data')}",
+                f"--out_dir={out}",
+                *(f"--{k}={v}" for k, v in KEYS.items()),
+                *keys,
+            ]
+            command(Path(sys.executable).with_name("torchrun"), "--nproc_per_node=2", "train.py", *argv)
+            cfg = load_config(argv)
+            losses, net = trained_by_transformers(there, cfg)
+            mine = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+            row["loss"] = max(row["loss"], *(abs(a - b) for a, b in zip(mine, losses, strict=True)))
+            command(sys.executable, "-m", "memo.convert", "to-hf", out, back)
+            tokens, _ = open_dataset(cfg.dataset, S).batch("train", 99, 0, 2, S, 0)
+            with torch.no_grad():
+                a, b = (model.eval()(tokens).logits for model in (load(back), net))
+            row["logits"] = max(row["logits"], (a - b).abs().max().item())
+            got = json.loads((back / "config.json").read_text())
+            wanted = (
+                fields
+                | dict(torch_dtype="float32")
+                | {
+                    field: S
+                    for field in ("max_position_embeddings", "n_positions", "n_ctx")
+                    if field in fields
+                }
+            )
+            row["fields"] += [f for f in sorted({*got, *wanted}) if got.get(f) != wanted.get(f)]
+            row["files"] += [
+                f for f, data in files.items() if f != "config.json" and not same(back / f, data)
+            ]
+    print(
+        f"{name:32} loss {row['loss']:.1e}  logits {row['logits']:.1e}  fields {row['fields']}  "
+        f"files {row['files']}",
+        flush=True,
+    )
+    return row
+
+
+if __name__ == "__main__":
+    found = {
+        name: compare(name, fields, i)
+        for i, (name, fields) in enumerate(MODELS.items())
+        if not sys.argv[1:] or name in sys.argv[1:]
+    }
+    if not sys.argv[1:]:
+        worst = {key: max(row[key] for row in found.values()) for key in ("loss", "logits")}
+        (ROOT / "bench/results/published.json").write_text(
+            json.dumps(dict(machine=machine(), worst=worst, steps=STEPS, models=found), indent=1) + "\n"
+        )
