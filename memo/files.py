@@ -8,17 +8,21 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from memo.errors import ConfigError, reason
 
 MOST_TEXT_CHARS = 2**28  # of a text that is read at once: above the largest request log of a step
 MOST_JSON_CHARS = 2**26  # values may take thirty times as much memory
 MOST_DEPTH = 32          # of lists and objects inside each other
+NEW = ".memo-new-"       # how names begin of what is not whole yet; random digits follow
+DIGEST = 73              # bytes of digest_of()
 STRETCHES, STRETCH_BYTES = 256, 2**17  # that stand for a large file
 
 
@@ -130,15 +134,67 @@ def readable_json(value: Any, pad: str = "") -> str:
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
+def sync_folder(folder: int | str | Path) -> None:
+    """Wait until the names in a folder are on the disk. Some file systems cannot say so."""
+    with suppress(OSError):
+        descriptor = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            if descriptor is not folder:
+                os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a new file, for writing and reading, which takes the place of the regular file at `path`, or of
+    nothing, once it is whole and on the disk. Where the block fails, `path` stays as it was.
+
+    Nobody can plant the new file's name, and nothing but a regular file is replaced: a link, a pipe or a
+    device there is an error. Errors: OSError."""
+    folder, name = os.path.split(path)
+    there = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    new = f"{NEW}{secrets.token_hex(8)}"
+    try:
+        check_target(name, there, path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(new, flags, mode, dir_fd=there), "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        check_target(name, there, path)
+        os.replace(new, name, src_dir_fd=there, dst_dir_fd=there)
+        sync_folder(there)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(new, dir_fd=there)
+        raise
+    finally:
+        os.close(there)
+
+
+def check_target(name: str, there: int, path: str | Path) -> None:
+    """Check that `name` in the open folder `there` is a regular file or nothing. Errors: OSError."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(name, dir_fd=there, follow_symlinks=False).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
+def check_other(source: str | Path, target: str | Path) -> None:
+    """Check that a command does not write over what it reads. Errors: ConfigError."""
+    with suppress(OSError):  # one of them is not there
+        if os.path.samefile(source, target):
+            raise ConfigError(f"{target} is what is read; choose another -o")
+
+
 def save_bytes(data: bytes, path: str | Path) -> None:
-    """Writes `data` under another name first: a kill or a full disk leaves the old file whole."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    """Write `data` as replacing() does."""
+    with replacing(path) as file:
+        file.write(data)
 
 
 def save_json(value: Any, path: str | Path) -> None:
-    """Writes `value` as JSON, as save_bytes() does."""
+    """Write `value` as JSON, as replacing() does."""
     save_bytes(f"{readable_json(value)}\n".encode(), path)
 
 
@@ -166,7 +222,9 @@ def cache_place() -> tuple[Path | None, str | None]:
             root.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
         for parent in folder.resolve().parents:  # whoever can write it could put another folder in its place
-            mode = parent.stat().st_mode
+            mode, owner = parent.stat().st_mode, parent.stat().st_uid
+            if owner not in (0, os.getuid()):
+                return None, f"{parent} belongs to another user; {other}"
             if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
                 return None, f"{parent} can be written by others; chmod go-w {parent}, or {other}"
         found = folder.lstat()
@@ -179,8 +237,37 @@ def cache_place() -> tuple[Path | None, str | None]:
         return None, f"no cache folder can be made ({reason(e)}); {other}"
 
 
-def keep_json(value: Any, folder: Path | None, name: str) -> None:
-    """Stores `value` in cache_folder(), where there is one, for the next run. A failure costs only time."""
+def keep(data: bytes, folder: Path | None, name: str) -> None:
+    """Store `data` in cache_folder(), where there is one, for the next run, with its digest behind it. A
+    failure costs only time."""
     if folder is not None:
-        with suppress(OSError):
-            save_json(value, folder / name)
+        with suppress(OSError), replacing(folder / name, 0o600) as file:
+            file.write(data + digest_of(data))
+
+
+def kept(folder: Path, name: str) -> bytes:
+    """Read what keep() stored. Errors: OSError; ValueError: others can write it, or it is not what was
+    stored."""
+    with open(open_file(folder / name), "rb") as file:
+        if not ours_alone(os.fstat(file.fileno())):
+            raise ValueError("others can write it")
+        data = file.read(MOST_TEXT_CHARS + 1)
+    content, digest = data[:-DIGEST], data[-DIGEST:]
+    if len(data) > MOST_TEXT_CHARS or digest != digest_of(content):
+        raise ValueError("it is not what was stored")
+    return content
+
+
+def digest_of(data: bytes) -> bytes:
+    """The line that stands behind data in the cache: "sha256 ", 64 digits and a line end."""
+    return f"\nsha256 {hashlib.sha256(data).hexdigest()}\n".encode()
+
+
+def keep_json(value: Any, folder: Path | None, name: str) -> None:
+    """Store `value` as JSON, as keep() does."""
+    keep(readable_json(value).encode(), folder, name)
+
+
+def kept_json(folder: Path, name: str) -> dict[str, Any]:
+    """Read what keep_json() stored. Errors: as kept()."""
+    return parse_json(kept(folder, name).decode())

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from memo.config import Config
 from memo.errors import reason, warn
-from memo.files import open_file, parse_json
+from memo.files import open_file, parse_json, regular, save_bytes
 from memo.formulas import percent
 
 MOST_LINE = 2**16  # characters
@@ -81,9 +81,7 @@ class JsonlLogger:
 
     def __init__(self, path: str | Path, first_iter: int) -> None:
         kept = [r for r in read_metrics(path) if r["iter"] < first_iter] if os.path.exists(path) else []
-        with open(f"{path}.tmp", "w") as f:
-            f.writelines(json.dumps(r) + "\n" for r in kept)
-        os.replace(f"{path}.tmp", path)
+        save_bytes("".join(json.dumps(r) + "\n" for r in kept).encode(), path)
         self.path = path
         self.waiting: list[str] = []
 
@@ -95,8 +93,9 @@ class JsonlLogger:
     def close(self) -> None:
         """Writes the lines that wait, all or none. Errors: OSError."""
         lines = "".join(self.waiting).encode()
-        with open(self.path, "ab", buffering=0) as f:
-            size = f.tell()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as f:
+            size = regular(os.fstat(f.fileno())).st_size
             if f.write(lines) < len(lines):  # raises where nothing is written
                 f.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

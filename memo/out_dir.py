@@ -1,6 +1,7 @@
 """The folder of a run: locked by one run at a time, and the same one for all of its ranks."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import IO
 
 from memo.errors import ConfigError
+from memo.files import NEW, read_text, regular
+
+LOCK = ".lock"
 
 
 def lock(out: Path, owner: str) -> IO:
@@ -16,7 +20,10 @@ def lock(out: Path, owner: str) -> IO:
     a file with the text `owner`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "a")  # noqa: SIM115  open until the process ends
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = open(os.open(out / LOCK, flags, 0o666), "r+")  # noqa: SIM115  until the process ends
+        if regular(os.fstat(file.fileno())).st_nlink > 1:  # another name of a file that is not the run's
+            raise OSError(errno.EMLINK, "its .lock has other names too")
     except OSError as e:
         raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another "
                           "--out_dir") from None
@@ -37,21 +44,24 @@ def lock(out: Path, owner: str) -> IO:
             file.close()
         raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); free some space there or choose "
                           "another --out_dir") from None
+    for left in out.glob(f"{NEW}*"):  # by a run that was killed
+        with contextlib.suppress(OSError):
+            left.unlink()
     return file
 
 
 def is_locked(out: Path, file: IO) -> bool:
     """Whether the open lock `file` is still the one in `out`: somebody may have removed the folder."""
     with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(out / ".lock"))
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
     return False
 
 
 def check_shared(out: Path, owner: str) -> None:
     """Errors: `out` is another folder here than the one that rank 0 locked for `owner`."""
     for _ in range(20):
-        with contextlib.suppress(OSError):
-            if (out / ".lock").read_text() == owner:
+        with contextlib.suppress(OSError, ValueError):
+            if read_text(out / LOCK) == owner:
                 return
         time.sleep(0.5)  # a network file system may show it late
     raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts "

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memo.estimate.budget import Estimate
+from memo.files import replacing, save_bytes
 from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, segment_starts, simulate_caching
 from memo.planner.plan import Plan
 from memo.planner.trace import Trace
@@ -40,13 +40,11 @@ def plain(ax: Any) -> None:
 
 
 def store(fig: "Figure", path: str | Path) -> None:
-    """Writes a figure under another name first: a kill or a full disk leaves the old file whole."""
-    temporary = Path(f"{path}.tmp")
+    """Write a figure, as replacing() does."""
     try:
-        fig.savefig(temporary, format=Path(path).suffix.removeprefix(".") or "png")
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            fig.savefig(file, format=Path(path).suffix.removeprefix(".") or "png")
     finally:
-        temporary.unlink(missing_ok=True)
         pyplot().close(fig)
 
 
@@ -109,7 +107,7 @@ def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> 
     events += [dict(name=s.label if s.kind == "launch" else f"stall: {s.label}", cat=s.kind, ph="X", pid=0,
                     tid=rows.index(s.stream), ts=s.start_s * 1e6, dur=(s.end_s - s.start_s) * 1e6)
                for s in shown]
-    json_path.write_text(json.dumps(dict(traceEvents=events, displayTimeUnit="ms")) + "\n")
+    save_bytes(json.dumps(dict(traceEvents=events, displayTimeUnit="ms")).encode() + b"\n", json_path)
     plt = pyplot()
     fig, ax = plt.subplots(figsize=(12, 1.7 + len(rows) / 2), dpi=130, layout="constrained")
     length = max(s.end_s for s in shown)

@@ -37,7 +37,7 @@ from memo.manifest import Damaged, latest
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.origin import code, differences
-from memo.out_dir import check_shared, lock
+from memo.out_dir import LOCK, check_shared, lock
 from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
@@ -299,7 +299,7 @@ def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: C
     if host.rank == 0 and any(launch.restarts for launch in launches):
         with suppress(ConfigError, OSError):  # check_rank() tells them
             cfg, _ = read_argv(argv)
-            owner = (Path(cfg.out_dir) / ".lock").read_text().splitlines()
+            owner = read_text(Path(cfg.out_dir) / LOCK).splitlines()
             ours = (cfg.init_from != "resume" and latest(cfg.out_dir) is not None
                     and any(launch.id in owner for launch in launches))
     return host.objects(ours)[0]

@@ -8,18 +8,18 @@ Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotate
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from memo.errors import ConfigError, reason, warn
-from memo.files import load_json, plain_name, regular, save_json
+from memo.files import load_json, plain_name, regular, replacing, save_json
 from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 from memo.layer import model_parameters
 
@@ -240,28 +240,26 @@ def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
     files. Errors: ConfigError: they cannot be written; whatever stops the writing, no file is left."""
     sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files, rest = file_names(sizes, SHARD_BYTES), iter(tensors)
-    temporary = [folder / f"{name}.tmp" for name in files]
     try:
-        for path, names in zip(temporary, files.values(), strict=True):
-            save_file(path, {name: shapes[name] for name in names}, rest, dtype)
-        for path in temporary:
-            os.replace(path, path.with_suffix(""))
+        with ExitStack() as stack:  # each takes its name once all are written
+            for name, names in files.items():
+                file = stack.enter_context(replacing(folder / name))
+                save_file(file, {name: shapes[name] for name in names}, rest, dtype)
         if len(files) > 1:
             place = {name: file for file, names in files.items() for name in names}
             save_json(dict(metadata=dict(total_size=sum(sizes.values())), weight_map=place), folder / INDEX)
     except BaseException as e:
-        for path in temporary:
-            path.unlink(missing_ok=True)
-            path.with_suffix("").unlink(missing_ok=True)
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
         if not isinstance(e, OSError):
             raise
         raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); free some space "
                           "there or choose another folder") from None
 
 
-def save_file(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],
+def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],
               dtype: torch.dtype) -> None:
-    """Writes a file of safetensors: the bytes of a JSON object, that object, the tensors. The library's own
+    """Write a file of safetensors: the bytes of a JSON object, that object, the tensors. The library's own
     function wants all tensors of a file at once."""
     kind = next(name for name, known in FLOATS.items() if known == dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -272,10 +270,9 @@ def save_file(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterator[
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes.values():
-            tensor = next(tensors)
-            assert (tensor.shape, tensor.dtype) == (shape, dtype)
-            file.write(tensor.view(torch.uint8).numpy().data)
-            del tensor
+    file.write(len(text).to_bytes(8, "little") + text)
+    for shape in shapes.values():
+        tensor = next(tensors)
+        assert (tensor.shape, tensor.dtype) == (shape, dtype)
+        file.write(tensor.view(torch.uint8).numpy().data)
+        del tensor

@@ -17,7 +17,7 @@ import torch
 
 import train
 from memo.config import Config
-from memo.files import ours_alone
+from memo.files import keep, ours_alone
 from memo.planner import allocator
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.plan import Plan
@@ -306,7 +306,7 @@ def test_no_library_runs_that_another_could_have_written(tmp_path, monkeypatch, 
     temporary.mkdir()
     folder.mkdir(parents=True, mode=0o700)
     path = folder / quick_compiler
-    shutil.copyfile(library, path)
+    keep(library.read_bytes(), folder, path.name)
     if change:
         path.chmod(0o700)
         change(folder, path)
@@ -340,8 +340,7 @@ def test_what_is_compiled_can_be_loaded_whatever_the_umask(tmp_path, monkeypatch
 
 def test_one_library_is_not_taken_for_another(tmp_path, planted, quick_compiler):
     """The loader goes by names, and a descriptor's number comes again."""
-    shutil.copyfile(planted[0], tmp_path / "own.so")
-    (tmp_path / "own.so").chmod(0o700)
+    keep(planted[0].read_bytes(), tmp_path, "own.so")
     with pytest.raises(AttributeError):
         allocator.open_library(tmp_path / "own.so")
     (tmp_path / "new").mkdir()

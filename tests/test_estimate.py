@@ -29,6 +29,7 @@ from memo.estimate.host import granting
 from memo.estimate.roofline import LayerSeconds
 from memo.estimate.step_seconds import swap_s
 from memo.estimate.unit_seconds import layer_seconds
+from memo.files import keep, kept_json
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
 from memo.load_config import load_config
@@ -930,12 +931,12 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = hardware.calibration_path(1)
     preset = ["config/gpt2_124m.py", "--fast"]
-    path.write_text(changed())
+    keep(changed().encode(), path.parent, path.name)
     assert command(*preset, capsys=capsys)[0] in (0, 1, 2) and hardware.machine("here").threads == 2
-    path.write_text(speeds([[1, 7.0]], op="swiglu backward"))
+    keep(speeds([[1, 7.0]], op="swiglu backward").encode(), path.parent, path.name)
     assert hardware.machine("here").speeds.rate("swiglu backward") == 7.0
     for text in DAMAGED:
-        path.write_text(text)
+        keep(text.encode(), path.parent, path.name)
         code, out, err = command(*preset, capsys=capsys)
         assert code == 2 and err.startswith(f"error: {path}"), text
         assert "; try python -m memo.profiler --calibrate, or" in err and err.count("\n") == 1 and not out
@@ -968,13 +969,13 @@ def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
         return parse_trace("begin a\nmalloc 1 1000\nfree 1 1000\nend a\n")
     first = [traced_arena(cfg, machine, trace) for _ in range(2)]
     file, = (tmp_path / "memo").glob("arena-*.json")
-    stored = json.loads(file.read_text())
+    stored = kept_json(file.parent, file.name)
     assert len(traces) == 1 and first == [ArenaBytes(1024, 0)] * 2
     assert stored["arena"] == dict(transient=1024, head=0)
-    file.write_text(poison if isinstance(poison, str)
-                    else json.dumps(stored | poison if "arena" in poison else poison))
+    text = poison if isinstance(poison, str) else json.dumps(stored | poison if "arena" in poison else poison)
+    keep(text.encode(), file.parent, file.name)
     assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 2
-    assert json.loads(file.read_text()) == stored
+    assert kept_json(file.parent, file.name) == stored
     (tmp_path / "memo").chmod(0o777)
     assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 3  # nothing there is believed
 

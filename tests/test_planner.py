@@ -8,7 +8,7 @@ import pytest
 
 from memo.command import run
 from memo.dsa.problem import solve
-from memo.files import readable_json
+from memo.files import keep_json, kept_json, readable_json
 from memo.planner.__main__ import main
 from memo.planner.plan import NEAR, Levels, Plan, bilevel, cached_plan, one_level
 from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
@@ -188,12 +188,12 @@ def test_a_poisoned_plan_is_made_again(tmp_path, poison):
     trace = Trace(tuple(event for event in trace.events if event[:2] != ("free", first))).settled()
     plan = cached_plan(trace, tmp_path, alignment=64)
     file, = tmp_path.iterdir()
-    poisoned = json.loads(file.read_text())
+    poisoned = kept_json(tmp_path, file.name)
     poison(poisoned)
-    file.write_text(json.dumps(poisoned))
+    keep_json(poisoned, tmp_path, file.name)
     again = cached_plan(trace, tmp_path, alignment=64)
     assert repr(replace(again, seconds=0, levels=())) == repr(replace(plan, seconds=0, levels=()))
-    assert Plan.from_json(file.read_text()) == again  # in the place of the poisoned one
+    assert Plan.of(kept_json(tmp_path, file.name)) == again  # in the place of the poisoned one
 
 
 @pytest.mark.parametrize("text",
@@ -227,7 +227,7 @@ def test_the_command_line(tmp_path, capsys):
         names = [name for rows in got["segments"].values() for name, *_ in rows]
         assert names == [name for verb, name, _ in trace.events if verb in ("malloc", "keep")]
         got["segments"] = {label: [row[1:] for row in rows] for label, rows in got["segments"].items()}
-        plan = Plan.from_json(json.dumps(got))
+        plan = Plan.of(got)
         assert_it_replays(trace, plan)
         assert f"in an arena of {plan.arena_bytes:,} bytes" in capsys.readouterr().out
     assert plan.alignment == 1 and len((tmp_path / "plan.json").read_text().splitlines()) < 1000

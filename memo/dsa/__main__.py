@@ -5,6 +5,7 @@
 """
 
 import csv
+import io
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -23,7 +24,7 @@ from memo.dsa.problem import (
     solve,
 )
 from memo.errors import ConfigError, reason
-from memo.files import read_text
+from memo.files import check_other, read_text, save_bytes
 from memo.keys import shown
 
 COLUMNS = ("id", "lower", "upper", "size")
@@ -74,12 +75,13 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
 
 
 def write_csv(path: str | Path, problem: Problem, solution: Solution) -> None:
-    """The buffers with a column `offset`."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS, "offset"])
-        writer.writerows((b.id, b.lower, b.upper, b.size, offset)
-                         for b, offset in zip(problem.buffers, solution.offsets, strict=True))
+    """Write the buffers with a column `offset`, as replacing() does."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*COLUMNS, "offset"])
+    writer.writerows((b.id, b.lower, b.upper, b.size, offset)
+                     for b, offset in zip(problem.buffers, solution.offsets, strict=True))
+    save_bytes(text.getvalue().encode(), path)
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -98,6 +100,7 @@ def read_argv(argv: list[str]) -> Namespace:
 def main(argv: list[str]) -> int:
     """The command line: 0 solved, 3 no placement under the capacity. Errors: ConfigError, bad input."""
     args = read_argv(argv)
+    check_other(args.requests, args.output)
     with progress(lambda: f"reading {args.requests}"):
         problem = read_csv(args.requests, args.capacity, args.alignment)
     try:

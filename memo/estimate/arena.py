@@ -21,7 +21,7 @@ from memo import backends
 from memo.config import SUBSEQUENCE_KEYS, Config
 from memo.errors import ConfigError
 from memo.estimate.hardware import Machine
-from memo.files import cache_folder, keep_json, parse_json, read_text
+from memo.files import cache_folder, keep_json, kept_json
 from memo.layer import (
     CHUNK_ROWS,
     METP_ROWS,
@@ -158,7 +158,7 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
     if folder is not None:
         with suppress(Exception):  # not there, or not what was written
-            return checked_arena_bytes(parse_json(read_text(folder / name)), keys)
+            return checked_arena_bytes(kept_json(folder, name), keys)
     arena = planned_arena_bytes(trace(keys), cfg.solver, device)
     keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
     return arena

@@ -25,7 +25,7 @@ from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
 from memo.estimate.step_seconds import ADAMW_BYTES
-from memo.files import save_json
+from memo.files import keep_json
 from memo.matmul import accumulate_product, product
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step
@@ -265,5 +265,6 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:
-        save_json(measured, hardware.calibration_path(axis.size))
+        path = hardware.calibration_path(axis.size)
+        keep_json(measured, path.parent, path.name)
     return measured

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from memo.errors import ConfigError
-from memo.files import cache_place, load_json
+from memo.errors import ConfigError, reason
+from memo.files import cache_place, kept_json
 
 GIB = 2**30
 
@@ -281,7 +281,10 @@ def calibration(ranks: int) -> dict[str, Any]:
     remedy = f"try {start} -m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}"
     if not (path := calibration_path(ranks)).exists():
         raise ConfigError(f"--gpu=here: nothing was measured on this machine with ranks={ranks}; {remedy}")
-    measured = load_json(path, remedy)
+    try:
+        measured = kept_json(path.parent, path.name)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
     if wrong := next((name for name, right in rules(measured, ranks) if not right), None):
         raise ConfigError(f"{path}: {wrong} is not what --calibrate writes; {remedy}")
     return measured

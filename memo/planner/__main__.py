@@ -3,13 +3,12 @@
 import sys
 from argparse import Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import ALIGNMENT_BOUNDS, SOLVERS, TIME_LIMIT_BOUNDS
 from memo.errors import ConfigError, reason
-from memo.files import read_text, readable_json
+from memo.files import check_other, read_text, save_json
 from memo.planner.plan import Plan, bilevel, one_level, requests_of
 from memo.planner.trace import LogError, Trace, marked, parse_trace
 
@@ -38,6 +37,7 @@ def record(plan: Plan, trace: Trace) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     """The command line. Errors: ConfigError, bad input."""
     args = read_argv(argv)
+    check_other(args.log, args.output)
     with progress(lambda: f"reading {args.log}"):
         try:
             text = read_text(args.log)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):
         plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, limit)
     try:
-        Path(args.output).write_text(readable_json(record(plan, trace)))
+        save_json(record(plan, trace), args.output)
     except OSError as e:
         raise ConfigError(f"{args.output} cannot be written ({e.strerror}); choose another -o") from None
     for row in plan.levels:

@@ -27,7 +27,7 @@ import torch
 
 from memo.command import progress
 from memo.errors import warn
-from memo.files import cache_folder, cache_place, open_file, ours_alone
+from memo.files import cache_folder, cache_place, keep, kept, open_file
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import LogError, Trace, parse_trace
 
@@ -60,18 +60,18 @@ def compile_library(folder: str | Path, *flags: str) -> Path:
             if done.returncode or not made.exists():
                 why = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
                 raise Unavailable(f"g++ failed: {why}")
-            made.chmod(0o700)  # whatever the umask
-            os.replace(made, library)
+            keep(made.read_bytes(), library.parent, library.name)
+            if not library.exists():
+                raise OSError(errno.ENOSPC, "its library cannot be kept", str(library))
     return library
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The library, with its functions. Errors: OSError where it is broken, or not ours alone; AttributeError
-    where it is another one."""
+    """The library, with its functions. Errors: OSError, ValueError where it is broken, or not ours alone;
+    AttributeError where it is another one."""
+    kept(path.parent, path.name)  # whole, and what the compiler wrote: the loader would die of less
     descriptor = open_file(path)
     try:
-        if not ours_alone(os.fstat(descriptor)):
-            raise OSError(errno.EPERM, "others can write it", str(path))
         through = f"/proc/self/fd/{descriptor}"  # the file that was checked, whatever has its name by now
         lib = ctypes.CDLL(through if os.path.exists(through) else str(path))
     except OSError:
@@ -97,7 +97,7 @@ def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
     path = compile_library(folder, *flags)
     try:
         return open_library(path)
-    except (OSError, AttributeError):
+    except (OSError, ValueError, AttributeError):
         path.unlink()
         return open_library(compile_library(folder, *flags))
 
@@ -114,7 +114,7 @@ def load_library(*flags: str) -> ctypes.CDLL:
                 return library_of(folder, *flags)
         with tempfile.TemporaryDirectory(prefix="memo-", ignore_cleanup_errors=True) as private:
             return library_of(private, *flags)  # some seconds at every start
-    except (OSError, AttributeError) as e:
+    except (OSError, ValueError, AttributeError) as e:
         raise Unavailable(f"its library cannot be built or loaded ({e})") from None
 
 

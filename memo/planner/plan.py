@@ -17,7 +17,7 @@ from pathlib import Path
 
 from memo.dsa import gaps, problem, solvers
 from memo.dsa.problem import Buffer, Problem, Solution, components, lower_bound, solve, validate
-from memo.files import keep_json, parse_json, read_text, readable_json
+from memo.files import keep_json, kept_json, readable_json
 from memo.planner.trace import OUTSIDE, WHOLE, Trace, marked
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
@@ -58,10 +58,10 @@ class Plan:
         return hash(readable_json(asdict(self)))
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        plan = parse_json(text)
-        plan["segments"] = {label: tuple(map(tuple, its)) for label, its in plan["segments"].items()}
-        return cls(**{**plan, "levels": tuple(plan["levels"])})
+    def of(cls, stored: dict) -> "Plan":
+        """Make the Plan whose fields JSON has kept."""
+        segments = {label: tuple(map(tuple, its)) for label, its in stored["segments"].items()}
+        return cls(**stored | dict(segments=segments, levels=tuple(stored["levels"])))
 
 
 @dataclass
@@ -221,7 +221,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     name = f"plan-{key.hexdigest()[:16]}.json"
     if folder is not None:
         with suppress(Exception):  # not there, or not what was written: whatever it is, it is made again
-            return believed_plan(Plan.from_json(read_text(folder / name)), trace, solver, alignment)
+            return believed_plan(Plan.of(kept_json(folder, name)), trace, solver, alignment)
     plan = bilevel(trace, solver, alignment, PLANNING_S)
     keep_json(asdict(plan), folder, name)
     return plan
