@@ -40,6 +40,8 @@ KEYS = dict(
 )
 LAYOUTS = ["--tp=2"], ["--cp=2"]
 
+PAD = 319  # in no document, as padding is; its row gets no gradient from transformers
+
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
@@ -136,7 +138,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | dict(
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=0,
+        pad_token_id=PAD,
         pretraining_tp=1,
         rms_norm_eps=1e-5,
         num_key_value_heads=4,
@@ -165,7 +167,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | dict(
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=0,
+        pad_token_id=PAD,
         num_key_value_heads=1,
         pretraining_tp=1,
         rms_norm_eps=1e-5,
@@ -196,7 +198,7 @@ MODELS: dict[str, dict[str, Any]] = {
         attention_dropout=0.0,
         bos_token_id=1,
         eos_token_id=2,
-        pad_token_id=2,
+        pad_token_id=PAD,
         mlp_bias=False,
         num_key_value_heads=4,
         pretraining_tp=1,
