@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from memo.command import progress
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
-from memo.errors import CheckpointError, NotFinite, reason, warn
+from memo.errors import CheckpointError, NotFinite, elsewhere, reason, warn
 from memo.files import regular
 from memo.flat import Piece, is_finite, whole
 from memo.layer import model_parameters
@@ -169,7 +169,7 @@ class Saver:
             self.error = e
         except Exception as e:
             failed = f"{path} cannot be written ({reason(e)})"
-            remedy = "free some space there or choose another folder"
+            remedy = elsewhere(e, "folder")
             self.error = CheckpointError(f"{failed}; {remedy}")
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
                 if latest(self.folder.parent):

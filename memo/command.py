@@ -30,10 +30,12 @@ FIRST_S = 3  # after so long something is said
 class Arguments(argparse.ArgumentParser):
     """argparse with errors of one line, without abbreviated options, and with bounds for values."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, ranks: bool = False, **kwargs: Any) -> None:
+        """`ranks`: whether the command works in several processes, under torchrun."""
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
         super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
         self.options: list[Field] = []
+        self.ranks = ranks
 
     def option(self, name: str, kind: type = str, default: Any = None, help: str = "",
                short: Sequence[str] = (), required: bool = False, **bounds: Any) -> None:
@@ -55,6 +57,8 @@ class Arguments(argparse.ArgumentParser):
                     choices=("auto", "float32", "bfloat16"))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        if not self.ranks:
+            check_alone(self.prog)
         found, rest = super().parse_known_args(args, namespace)
         for f in self.options:
             if isinstance(value := getattr(found, f.name), str):
@@ -64,6 +68,14 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
+
+
+def check_alone(command: str) -> None:
+    """Check that a command was not started as one of several ranks: each would do it all, and write the same
+    files. Errors: ConfigError."""
+    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(f"{command} is one process, WORLD_SIZE={world} in the environment is of several; "
+                          "start it without torchrun")
 
 
 def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:

@@ -78,6 +78,8 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     cfg = Config(**model_keys(hf_folder), out_dir=str(out_dir))
     tokenizer = check_folder(hf_folder, cfg)
     weights = HfWeights(hf_folder, cfg)
+    for name in weights.parameters:  # what is not finite is refused before anything is written
+        weights.read(name)
     # the pieces have shapes only: a tensor is read when it is written
     saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
@@ -87,7 +89,6 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     if tokenizer:  # memo's commands read this one
         save_bytes(tokenizer.to_str().encode(), out_dir / TOKENIZER)
     save_json(as_keys(cfg), out_dir / CONFIG)
-    weights.warn_of_damage()
     print(f"{out_dir}: train with --init_from=resume, generate with memo.sample")
 
 

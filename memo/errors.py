@@ -1,6 +1,7 @@
 """The errors that a user can mend, and those that end a run: one line each, with name, value, rule and
 remedy."""
 
+import errno
 import os
 import sys
 
@@ -38,6 +39,12 @@ def warn(text: str) -> None:
 def reason(e: BaseException) -> str:
     """Why, in one line: the part of the exception `e` that a user can act on."""
     return getattr(e, "strerror", None) or (str(e).splitlines() or [type(e).__name__])[0]
+
+
+def elsewhere(e: BaseException, what: str) -> str:
+    """Say what mends the exception `e` of writing something: room where there was none, or another `what`."""
+    full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return "free some space there or " * full + f"choose another {what}"
 
 
 def last_line(e: BaseException) -> str | None:

@@ -27,8 +27,9 @@ def numbers(name: str, text: str, kind: type, **bounds: Any) -> list:
 
 
 def read_argv(argv: list[str]) -> Namespace:
-    parser = Arguments(prog="python -m memo.evaluate", description="Does a model use its long context? "
-                       "Loss by position, and needles that it finds again.")
+    parser = Arguments(ranks=True, prog="python -m memo.evaluate",
+                       description="Does a model use its long context? Loss by position, and "
+                       "needles that it finds again.")
     parser.option("out_dir", help="the folder of a run; the answers go there too", least=1)
     parser.option("--lengths", help="tokens in a sequence, as in 4096,65536; the default is a sixteenth, a "
                   "quarter and all of the trained length")

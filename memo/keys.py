@@ -3,6 +3,7 @@ may take, and why no others."""
 
 import re
 import shutil
+import string
 import textwrap
 from collections.abc import Sequence
 from dataclasses import Field, field
@@ -81,6 +82,14 @@ def check_value(f: Field, value: Any) -> None:
         raise refused(f"must be at most {m['most']}{reason}")
 
 
+def number_of(text: str, kind: type = int) -> Any:
+    """Read a number of `kind` int or float, in plain digits. Errors: ValueError: it is none, or it has digits
+    of another script, underscores or spaces, which Python takes."""
+    if not text.isascii() or set(text) & {"_", *string.whitespace}:
+        raise ValueError(f"{text!r:.100} must be a number in the digits 0 to 9")
+    return kind(text)
+
+
 def typed(f: Field, value: Any, where: str) -> Any:
     """`value` as the key's type: a string from the command line is read, an int may stand for a float."""
     kind: Any = f.type
@@ -89,7 +98,7 @@ def typed(f: Field, value: Any, where: str) -> Any:
     if not where.startswith("--") or kind is str or (value == "auto" and may_be_auto(f)):
         return value
     try:
-        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        return {"true": True, "false": False}[value.lower()] if kind is bool else number_of(value, kind)
     except (ValueError, KeyError):
         wanted = "true or false" if kind is bool else type_name(f)
         raise ConfigError(f"{f.name}={shown(value)} must be {wanted}") from None

@@ -30,7 +30,12 @@ def read_file(path: str) -> dict[str, Any]:
     given = {}
     for line, name, value in assignments(path):
         where = f"{path}:{line}"
-        given[name] = typed(known_key(name, where), value, where)
+        key = known_key(name, where)
+        given[name] = typed(key, value, where)
+        try:
+            check_value(key, given[name])
+        except ConfigError as e:
+            raise ConfigError(f"{where}: {e}") from None
     return given
 
 
@@ -106,9 +111,9 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str
     counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
     warmup is cut to the length of the decay."""
     path, values = read_keys(argv)
-    given = {**(read_file(path) if path else {}), **values}
-    for name, value in given.items():
+    for name, value in values.items():
         check_value(KEYS[name], value)
+    given = {**({} if path is None else read_file(path)), **values}
     if given.get("vocab_size") == 0:
         del given["vocab_size"]
     base = starting_keys(given, values, passed_over)

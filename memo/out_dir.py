@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from memo.errors import ConfigError
+from memo.errors import ConfigError, elsewhere
 from memo.files import NEW, read_text, regular
 
 LOCK = ".lock"
@@ -42,8 +42,8 @@ def lock(out: Path, owner: str) -> IO:
     except OSError as e:
         with contextlib.suppress(OSError):
             file.close()
-        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); free some space there or choose "
-                          "another --out_dir") from None
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); "
+                          f"{elsewhere(e, '--out_dir')}") from None
     for left in out.glob(f"{NEW}*"):  # by a run that was killed
         with contextlib.suppress(OSError):
             left.unlink()

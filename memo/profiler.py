@@ -17,10 +17,11 @@ from memo.command import Arguments, answer_early, end_with_reader, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
-    parser = Arguments(prog="python -m memo.profiler", description="Measures this machine for memo.estimate "
-                       "--gpu=here; under torchrun with all its ranks at once.")
+    parser = Arguments(ranks=True, prog="python -m memo.profiler",
+                       description="Measures this machine for memo.estimate --gpu=here; under torchrun "
+                       "with all its ranks at once.")
     parser.add_argument("--calibrate", action="store_true", required=True,
-                        help="takes a minute or less, and stores it")
+                        help="takes a minute or two, and stores it")
     parser.device_options()
     return parser.parse_args(argv)
 

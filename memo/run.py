@@ -22,7 +22,7 @@ from memo.console import Attempts
 from memo.convert import check_folder
 from memo.decide import Decision
 from memo.device import device_name, gpu_facts, pick_device, set_deterministic
-from memo.errors import ConfigError, reason, warn
+from memo.errors import ConfigError, elsewhere, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
 from memo.estimate.budget import Estimate, chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
@@ -389,8 +389,8 @@ def open_loggers(run: Run) -> list:
         furnish(run, run.out)
         loggers: list = [JsonlLogger(run.out / "metrics.jsonl", run.first)]
     except OSError as e:
-        raise ConfigError(f"out_dir={run.out} cannot be written ({reason(e)}); free some space there or "
-                          "choose another --out_dir") from None
+        raise ConfigError(f"out_dir={run.out} cannot be written ({reason(e)}); "
+                          f"{elsewhere(e, '--out_dir')}") from None
     loggers.append(ConsoleLogger(cfg.max_iters, run.first))
     if cfg.wandb_log:
         loggers.append(WandbLogger(cfg, as_keys(cfg), run.stored["wandb_id"]))

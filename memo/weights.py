@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from memo.errors import ConfigError, reason, warn
+from memo.errors import ConfigError, elsewhere, reason
 from memo.files import load_json, plain_name, regular, replacing, save_json
 from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 from memo.layer import model_parameters
@@ -148,17 +148,17 @@ def check_tied_head(folder: Path | str, cfg: Any) -> None:
 
 class HfWeights:
     """The weights of the model in `folder`, by memo's names, fp32. Of every parameter the part that a rank of
-    `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights()."""
+    `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights(); ConfigError:
+    there are NaN or infinities."""
 
     def __init__(self, folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
         self.weights = {w.name: w for w in weights_of(cfg)}
-        self.damaged: list[str] = []
 
     def read(self, name: str) -> torch.Tensor:
-        """memo's parameter `name`. Positions are cropped to block_size; rows of the vocabulary that memo adds
-        are zeros."""
+        """Read memo's parameter `name`. Positions are cropped to block_size; rows that memo adds to the
+        vocabulary are zeros."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
@@ -169,17 +169,10 @@ class HfWeights:
             at[0] = slice(at[0].start + w.first, at[0].stop + w.first)
             mine, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
             mine.copy_(theirs)
-        if not all(map(torch.isfinite, torch.aminmax(part))) and w.there not in self.damaged:
-            self.damaged.append(w.there)
+        if not all(map(torch.isfinite, torch.aminmax(part))):
+            raise ConfigError(f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
+                              f"cannot train; {AGAIN}")
         return part
-
-    def warn_of_damage(self) -> None:
-        """Warns where what was read is not finite."""
-        if self.damaged:
-            n = len(self.damaged) - 1
-            more = f" and in {n} more tensor{'s' if n > 1 else ''}" if n else ""
-            warn(f"{self.folder}: there are NaN or infinities in {self.damaged[0]}{more}; the model cannot "
-                 "train")
 
 
 def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
@@ -188,7 +181,6 @@ def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
     weights = HfWeights(folder, cfg, rank, ranks)
     for name in weights.parameters:
         yield name, weights.read(name)
-    weights.warn_of_damage()
 
 
 # --- to Hugging Face ---
@@ -253,8 +245,8 @@ def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
             (folder / name).unlink(missing_ok=True)
         if not isinstance(e, OSError):
             raise
-        raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); free some space "
-                          "there or choose another folder") from None
+        raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); "
+                          f"{elsewhere(e, 'folder')}") from None
 
 
 def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],

@@ -1,5 +1,6 @@
 """What the commands have in common."""
 
+import importlib
 import os
 import re
 import signal
@@ -59,6 +60,17 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path, command):
         assert done.returncode == code and re.search(says, told) and not silent, done.stderr
         assert not code or told.count("\n") == 1
         assert max(map(len, told.splitlines())) <= 125
+
+
+@pytest.mark.parametrize("name", ["sample", "convert", "dsa", "planner", "estimate"])
+def test_commands_of_one_process_say_so_under_torchrun(name, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    module = importlib.import_module(f"memo.{name}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"memo.{name}.__main__")
+    assert run(module.main, ["a", "b"]) == 2
+    assert re.fullmatch(rf"error: python -m memo.{name} is one process, WORLD_SIZE=2 .*; start it without "
+                        r"torchrun\n", capsys.readouterr().err)
 
 
 @pytest.mark.slow

@@ -451,3 +451,21 @@ def test_imports_point_one_way():
             reached |= new
         if name.removeprefix("memo.") in TORCH_FREE:
             assert not any(n.split(".")[0] == "torch" for at in {name} | reached for n in graph[at]), name
+
+
+def test_an_empty_argument_is_no_config_file():
+    with pytest.raises(ConfigError, match="config file '' does not exist"):
+        load_config([""])
+
+
+def test_a_files_value_is_checked_though_the_command_line_has_another(tmp_path):
+    (tmp_path / "c.py").write_text("n_layer = True\n")
+    with pytest.raises(ConfigError, match=r"c.py:1: n_layer=True must be of type int"):
+        load_config([str(tmp_path / "c.py"), "--n_layer=1"])
+
+
+@pytest.mark.parametrize("text", ["1_0", "\u0663", " 7", "7\u2028", "7\n"])
+def test_numbers_have_plain_digits(text):
+    for key, kind in (("n_layer", "int"), ("learning_rate", "float")):
+        with pytest.raises(ConfigError, match=f"must be {kind}|must be of type {kind}"):
+            load_config([f"--{key}={text}"])

@@ -328,10 +328,9 @@ def test_weights_that_are_not_finite_are_told(tmp_path, hf, capsys, bad):
         tensors["transformer.wte.weight"][0].fill_(bad)
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     rewrite(hf, spoil)
-    convert.main(["from-hf", str(hf), str(tmp_path / "out")])
-    [line] = capsys.readouterr().err.splitlines()
-    assert line == (f"warning: {hf}: there are NaN or infinities in wte.weight and in 1 more tensor; "
-                    "the model cannot train")
+    fails(capsys, "there are NaN or infinities in wte.weight, a model with them cannot train; download the",
+          "from-hf", hf, tmp_path / "out")
+    assert not checkpoint.latest(tmp_path / "out") and not (tmp_path / "out" / "config.json").exists()
 
 
 def test_nothing_is_overwritten(tmp_path, hf, capsys):

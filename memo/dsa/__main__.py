@@ -25,7 +25,7 @@ from memo.dsa.problem import (
 )
 from memo.errors import ConfigError, reason
 from memo.files import check_other, read_text, save_bytes
-from memo.keys import shown
+from memo.keys import number_of, shown
 
 COLUMNS = ("id", "lower", "upper", "size")
 # the names in the first edition of the public benchmark (minimalloc)
@@ -38,10 +38,10 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
     Raises DsaError with the file, the line, the field and its rule.
     """
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path).split("\n")  # other signs that end lines have no place in a table
     except (OSError, ValueError) as error:
         raise DsaError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
-    names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")] if lines else []
+    names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")]
     missing = [column for column in COLUMNS if column not in names]
     if missing:
         what = f"column {missing[0]!r} is missing" if any(names) else "is empty"
@@ -55,11 +55,13 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
                 raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first "
                                "line")
             values: list = [row[places[0]].strip()]
+            if not values[0].isprintable():
+                raise DsaError(f"{path}:{number}: {names[places[0]]}={values[0]!r:.100} must be printable")
             try:
                 for place in places[1:]:
-                    values.append(int(row[place]))
+                    values.append(number_of(row[place].strip(" \t")))
             except ValueError:
-                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place].strip())} must be a whole "
+                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place].strip(' \t'))} must be a whole "
                                "number") from None
             buffers.append(Buffer(*values))
             numbers.append(number)

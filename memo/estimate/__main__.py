@@ -13,12 +13,12 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from memo.command import answer_early, end_with_reader, progress, run
+from memo.command import answer_early, check_alone, end_with_reader, progress, run
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.files import load_json
-from memo.keys import check_value, columns, option, shown
+from memo.keys import check_value, columns, number_of, option, shown
 from memo.load_config import load_keys
 
 
@@ -54,7 +54,7 @@ def estimate_help() -> str:
 def read_number(f: Field, text: str) -> float:
     """A number as in 2e12, of option `f`. Errors: ConfigError."""
     try:
-        value = float(text)
+        value = number_of(text, float)
     except ValueError:
         raise ConfigError(f"{f.name}={shown(text)[1:-1]} must be a number, as in 2e12") from None
     kind: Any = f.type
@@ -69,6 +69,7 @@ def read_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     if {"--help", "-h"} & set(argv):
         print(estimate_help())
         sys.exit()
+    check_alone("python -m memo.estimate")
     options: dict[str, Any] = {}
     rest = []
     for arg in argv:
