@@ -459,7 +459,7 @@ def fill_the_disk(out_dir):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    message = r"^.*ckpt/4 cannot be written \(File too large\); the previous one is whole; choose another folder.*$"
+    message = r"^.*ckpt/4 cannot be written \(File too large\); the previous one is whole; choose another.*$"
     with pytest.raises(CheckpointError, match=message):
         write(out_dir, optimizer.pieces(saved=True), 4)
     assert os.listdir(out_dir / "ckpt") == ["3"]
@@ -569,7 +569,7 @@ def test_a_save_whose_folder_cannot_be_listed_has_failed(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(checkpoint, "latest", fails)
     monkeypatch.setattr(dcp, "write", fails)
-    with pytest.raises(CheckpointError, match=r"ckpt/5 cannot be written \(Input/output error\); choose another"):
+    with pytest.raises(CheckpointError, match=r"ckpt/5 cannot be written \(Input/output error\); choose"):
         write(tmp_path, optimizer.pieces(saved=True), 5)
 
 

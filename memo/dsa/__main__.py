@@ -54,14 +54,15 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
             if len(row) != len(names):
                 raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first "
                                "line")
-            values: list = [row[places[0]].strip()]
+            row = [part.strip(" \t") for part in row]
+            values: list = [row[places[0]]]
             if not values[0].isprintable():
                 raise DsaError(f"{path}:{number}: {names[places[0]]}={values[0]!r:.100} must be printable")
             try:
                 for place in places[1:]:
-                    values.append(number_of(row[place].strip(" \t")))
+                    values.append(number_of(row[place]))
             except ValueError:
-                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place].strip(' \t'))} must be a whole "
+                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place])} must be a whole "
                                "number") from None
             buffers.append(Buffer(*values))
             numbers.append(number)
