@@ -95,7 +95,8 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
 
     # measures a layer and the copies to the host, sets alpha, and takes the memory of the activations
     with naming_region(found.expected, device, "rounding_buffers"):
-        decision = memory.reserve_activations(cfg, model, found.host_limit_bytes)
+        decision = memory.reserve_activations(cfg, model, found.host_limit_bytes,
+                                              machine=found.expected and found.expected.machine)
     # rehearses a step, and gives each of its temporary tensors an address
     with naming_region(found.expected, device, "transient"):
         memory.plan_memory(cfg, model)

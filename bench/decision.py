@@ -20,6 +20,7 @@ Kernels and units are measured by the same clock. Writes bench/results/decision.
 import argparse
 import sys
 import time
+from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -37,10 +38,10 @@ from memo.decide import GAPS, Room, decide, problem_of, ways_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate, judged
+from memo.estimate.calibrate import attentions, matmuls, row_passes
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.files import save_json
 from memo.layer import n_rows, tensors_of
-from memo.parallel.mesh import ALONE
 from memo.profiler import MeasuredUnit
 from memo.swap.placing import place_rows, placed
 from memo.swap.streams import CpuStream, Streams, Timeline
@@ -67,15 +68,28 @@ def activations(cfg, placement):
 
 # --- a device with artificial figures ---
 
+def measured_speeds(S):
+    """Of attention at the lengths to choose from, causal and where all see all, of products and passes."""
+    table, width = defaultdict(list), SHAPE["n_embd"] // SHAPE["n_head"]
+
+    def note(jobs, size):
+        for op, (call, amount) in jobs.items():
+            call()  # untimed: libraries load
+            table[op].append((size or amount, amount / profiler.least_seconds(CPU, call)))
+    for n, causal in product(NUMBERS, (True, False)):
+        note(attentions(S // n, width, torch.float32, CPU, "auto", causal), S // n)
+    for size in (SHAPE["n_embd"], 2 * SHAPE["n_embd"]):  # of a matrix as large as the MLP's
+        note(matmuls(size, 2**11, torch.float32, CPU), size)
+    for nbytes in (2**19, 2**25):
+        note(row_passes(nbytes, torch.float32, CPU), None)
+    return hardware.Speeds(table | dict(memory=table["copy"], link=[(1, 1.0)], network=[(1, 1.0)]), 0.0, 4)
+
+
 def measured_device(S):
-    """A GPU as fast as this CPU, with room for ROOM layers beside what one subsequence takes. Its copy rate
-    is none yet."""
-    cfg = Config(**SHAPE, **AUTO, block_size=S)
+    """A GPU as fast as this CPU, as if that were known of its type, with room for ROOM layers beside what one
+    subsequence takes. Its copy rate is none yet."""
     node = replace(hardware.NODES["workstation"], host_memory_bytes=2 * HOST_BYTES)
-    device = hardware.Machine("this CPU", node, 2**40, None, None)
-    device = profiler.measured_machine(cfg, device, CPU, torch.float32, ALONE.host)
-    table = {op.replace("auto", "attention"): points for op, points in device.speeds.table.items()}
-    device = replace(device, speeds=hardware.Speeds(table, 0.0, 4))
+    device = hardware.Machine("this CPU", node, 2**40, None, measured_speeds(S))
     one = config_of(S, 1)
     got = estimate(one, device, 1, arena_of)
     wanted = got.device_bytes - activations(one, got.placement) - device.memory_bytes // GAPS

@@ -5,7 +5,7 @@ bench/papers.
     python -m bench.estimate models       the fastest layout and the longest context of the models of config/
     python -m bench.estimate speed        seconds of the command itself, and of searches
     python -m bench.estimate here [--device=cuda]     runs here, after --calibrate: bytes and seconds
-    python -m bench.estimate subsequences             the same with 1, 4 and 8 subsequences and auto
+    python -m bench.estimate subsequences             the same with 1, 4 and 8 subsequences
     python -m bench.estimate all
 """
 
@@ -89,7 +89,6 @@ def models():
 # --- runs on this machine ---
 
 FIXED = "--subsequence_cut=equal --unit_order=layer"
-CHOSEN = "--subsequence_cut=auto --unit_order=auto"
 LLAMA = "--norm=rmsnorm --mlp=swiglu --tie_embeddings=False --n_kv_head=2"
 CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activation=keep"),
             (1, "--n_layer=4 --n_embd=512 --n_head=8 --block_size=2048 --alpha=0.5"),
@@ -117,13 +116,12 @@ CPU_RUNS = [(1, "--n_layer=4 --n_embd=256 --n_head=4 --block_size=4096 --activat
             (2, f"--tensor_parallel=metp {LLAMA} --tp=2 --n_layer=4 --n_embd=256 --n_head=4 "
                 "--block_size=8192 --activation=recompute")]
 FRESH = 4  # runs that a calibration serves: two cores that others share are 25% slower a quarter hour later
-# with 1, 4 and 8 subsequences, and as memo chooses
-SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {how} --n_layer=3 --n_embd=256 --n_head=4 --block_size=8192 "
-                            f"--alpha=0.5{layout}")
+SUBSEQUENCE_RUNS = [(ranks, f"--subsequences={n} {FIXED} --n_layer=3 --n_embd=256 --n_head=4 "
+                            f"--block_size=8192 --alpha=0.5{layout}")
                     for ranks, layout in ((1, ""), (2, " --tp=2"), (2, " --cp=2"),
                                           (2, " --cp=2 --context_parallel=ulysses"),
                                           (2, " --tp=2 --tensor_parallel=metp"))
-                    for n, how in ((1, FIXED), (4, FIXED), (8, FIXED), ("auto", CHOSEN))]
+                    for n in (1, 4, 8)]
 GPU_RUNS = [(1, f"--n_layer={L} --n_embd=4096 --n_head=32 --vocab_size=50257 --block_size={S}{more}")
             for L, S, more in ((8, 16384, ""), (8, 32768, ""), (8, 65536, ""), (8, 131072, ""),
                                (8, 262144, ""), (8, 262144, " --activation=recompute"), (8, 393216, ""))]

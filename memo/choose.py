@@ -17,8 +17,7 @@ from memo.subsequences import ALIGNED
 LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
 MOST_SUBSEQUENCES = 256  # that are chosen; more save hardly any memory, and their simulation takes seconds
 LEAST_BUBBLE, MOST_BUBBLE = 1 / 64, 1 / 16  # of a pipeline's computing; less is not worth more subsequences
-# Times the seconds of the fastest: measured rates vary by as much, and the number of subsequences changes the
-# last bits of the losses, so that no toss of a coin shall pick it.
+# times the seconds of the fastest: what is modelled is off by as much
 EQUALLY_FAST = 1.03
 SHRINKS = 0.95  # at most so much of what lacks is left where four times the subsequences help
 

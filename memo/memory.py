@@ -26,7 +26,7 @@ from memo.decide import (
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
-from memo.estimate.budget import Estimate
+from memo.estimate.budget import Estimate, typical_facts
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.host import HOST_STATES_BYTES, copied_bytes, node_bytes, stage_state_bytes
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
@@ -129,10 +129,12 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     return Room(limit, spare)
 
 
-def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None) -> Decision:
+def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None,
+                        machine: Machine | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
     must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
-    at once. `limit`: host_limit(). -> Decision. Errors: OutOfHostMemory."""
+    at once. `limit`: host_limit(); `machine`: whose type says how msp shares units out. -> Decision. Errors:
+    OutOfHostMemory."""
     B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
     rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
     limit = -int(*peers.max(-limit))
@@ -154,17 +156,16 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
             room = gpu_room(cfg, model, rates, limit)
     else:
         host.max(0)  # other stages may measure, and wait for all ranks before they copy
-    ends = measured_ends(cfg, rates)
-    if ends and cfg.msp:
-        ends = ends._replace(lanes=profiler.measured_lanes(cfg, model))
-    facts = StageFacts(cfg, itemsize, rates, room, ends)
+    facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
     if cfg.pp == 1:
         placement, swap_plan = facts.alone()
     else:  # copies also hide where a stage waits for others
         stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
         together = with_bubbles(stages, [one.alone() for one in stages])
         if cfg.msp:
-            together = shared(stages, together)
+            named = replace(facts, cfg=replace(cfg, attention=model.attention.name, ops=model.ops.name))
+            typical = typical_facts(named, machine, host.size) if machine else replace(named, rates=None)
+            together = shared(stages, together, host.objects(typical)[::peers.size])
             shares = tuple(piece for p, _ in together for piece in p.lent)
             open_lanes(model.mesh, shares, model.device)
             model.cfg = replace(cfg, shares=shares)

@@ -8,9 +8,8 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -33,13 +32,12 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 
 from memo.block import Block
-from memo.choose import numbers_of
 from memo.config import Config
 from memo.decide import Rates
-from memo.device import pick_device, settle, synchronize
-from memo.estimate.calibrate import Job, attentions, calibrate, matmuls, row_passes
-from memo.estimate.hardware import Machine, Speeds, calibration_path
-from memo.estimate.step_seconds import Lanes, StateSeconds
+from memo.device import pick_device, synchronize
+from memo.estimate.calibrate import calibrate
+from memo.estimate.hardware import calibration_path
+from memo.estimate.step_seconds import StateSeconds
 from memo.launch import read_launch
 from memo.layer import ATTENTION, groups_of
 from memo.parallel.axis import Axis
@@ -52,9 +50,6 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
 LONG_S = 0.5  # a call that takes longer is measured once
-MOST_TOKENS = {"cuda": 2**17, "cpu": 2**12}  # of attention that is measured before subsequences are chosen
-PASSED_BYTES = {"cuda": (2**24, 2**28), "cpu": (2**19, 2**25)}  # of tensors of elementwise passes, there
-PRODUCT_ROWS = {"cuda": 2**14, "cpu": 2**11}
 
 
 def least_seconds(device: torch.device, call: Callable, before: Callable = lambda: None,
@@ -190,58 +185,6 @@ def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], devi
     recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,
                  tuple(units) if len(units) > 1 or swap.placement.layers_come else ())
-
-
-def measured_lanes(cfg: Config, model: "GPT") -> Lanes:
-    """The Lanes with the bytes/s at which all stages send the parameters of a layer to the next one at once,
-    and add what has come; all ranks must call it."""
-    mesh, sent = model.mesh, model.bucket_params[1]
-    came = sent.clone()
-
-    def send() -> None:
-        works = []
-        if not cfg.has_head:
-            works.append(mesh.behind.x.send(sent))
-        if not cfg.has_embedding:
-            works.append(mesh.before.x.receive(came))
-        for work in works:
-            work.wait()
-    send()  # connections are made by the first
-    sending, adding = (least_seconds(model.device, call, host=mesh.host)
-                       for call in (send, partial(came.add_, sent)))
-    return Lanes((sent.nbytes / sending,) * cfg.pp, len(sent), 3 * sent.nbytes / adding)
-
-
-def measured_machine(cfg: Config, machine: Machine, device: torch.device, dtype: torch.dtype,
-                     host: Axis) -> Machine:
-    """`machine` with the speed of attention at the lengths of the subsequences to choose from, causal and
-    where all see all, as all ranks of `host` measure it at once, the slowest counts; more than MOST_TOKENS
-    are as fast as these. Where nothing is known of the dtype, products and elementwise passes are measured
-    too, and messages go at the speed of the node's links. `cfg`: with the names of kernels."""
-    table: dict[str, list[tuple[float, float]]] = {}
-    known, kind = machine.speeds, device.type
-    if known is not None and known.itemsize != dtype.itemsize:
-        known = None
-
-    def note(jobs: dict[str, Job], size: float | None) -> None:
-        for op, (call, amount) in jobs.items():
-            call()  # untimed: libraries load
-            table.setdefault(op, []).append((size or amount, amount / least_seconds(device, call, host=host)))
-    share = 1 if cfg.context_parallel == "ulysses" else cfg.token_ranks
-    for T in sorted({min(MOST_TOKENS[kind], cfg.block_size // n // share) for n in numbers_of(cfg)}):
-        for causal in (True, False):
-            jobs = attentions(T, cfg.head_width, dtype, device, cfg.attention, causal)
-            note({op.replace("attention", cfg.attention): job for op, job in jobs.items()}, T)
-    if known is None:
-        for width in sorted({cfg.n_embd, cfg.inner_width}):
-            size = max(1, int(sqrt(cfg.n_embd * width / cfg.tp)) // 16) * 16  # FP8 products take such widths
-            note(matmuls(size, PRODUCT_ROWS[kind], dtype, device, cfg.matmul == "fp8"), size)
-        for nbytes in PASSED_BYTES[kind]:
-            note(row_passes(nbytes, dtype, device), None)
-        table |= dict(memory=table["copy"], link=[(1, 1.0)], network=[(1, 1.0)])
-    settle(device)
-    before, overhead_s = (known.table, known.overhead_s) if known else ({}, 0.0)
-    return replace(machine, speeds=Speeds(before | table, overhead_s, dtype.itemsize))
 
 
 def main(argv: list[str]) -> None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import torch
 
-from memo import checkpoint, memory, profiler
+from memo import checkpoint, memory
 from memo.attention import resolve_attention
 from memo.backends import check_matmul
 from memo.batch import SPLITS, Data, open_dataset
@@ -24,7 +24,7 @@ from memo.decide import Decision
 from memo.device import device_name, gpu_facts, pick_device, set_deterministic
 from memo.errors import ConfigError, elsewhere, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import Estimate, chosen, estimate, untimed
+from memo.estimate.budget import chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
@@ -47,7 +47,7 @@ from memo.tokens import load_tokenizer
 if TYPE_CHECKING:
     from model import GPT
 
-Choice = tuple[Config, str] | None  # numbers in place of auto, and why these; None: none yet
+Choice = tuple[Config, str]  # numbers in place of auto, and why these
 
 
 @dataclass(kw_only=True)
@@ -201,15 +201,11 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
 
 # --- all ranks ---
 
-def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable,
-                 choose: Callable[[], Choice]) -> Checked:
-    """The run with numbers of stages and subsequences in place of auto. choose(): what rank 0 chooses for
-    all, and why; None: the run stays as it is. Errors: ConfigError."""
-    choice = host.objects(together(
-        host, lambda: try_to_choose(found, launch.world, choose) if found.speaks else None))[0]
-    if choice is None:
-        return found
-    one, why = choice
+def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable) -> Checked:
+    """The run with numbers of stages and subsequences in place of auto, which rank 0 chooses for all.
+    Errors: ConfigError."""
+    one, why = host.objects(together(
+        host, lambda: try_to_choose(found, launch) if found.speaks else None))[0]
     numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
     asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
     before = choice_before(found.ckpt)
@@ -243,46 +239,31 @@ def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Co
     return replace(cfg, **{name: stored[name] for name in CHOSEN_KEYS})
 
 
-def try_to_choose(found: Checked, world: int, choose: Callable[[], Choice]) -> Choice:
-    """choose(); where that fails for no fault of the user's, the numbers of the checkpoint, or the fewest: an
-    estimate is not worth a run. Errors: ConfigError."""
+def try_to_choose(found: Checked, launch: Launch) -> Choice:
+    """choice_of(); where that fails for no fault of the user's, the numbers of the checkpoint, or the fewest:
+    an estimate is not worth a run. Errors: ConfigError."""
     try:
-        return choose()
+        return choice_of(found, launch)
     except (ConfigError, OSError):
         raise
     except Exception as e:
-        one = of_before(found.cfg, found.ckpt, world) or fewest(found.cfg, world)
+        one = of_before(found.cfg, found.ckpt, launch.world) or fewest(found.cfg, launch.world)
         numbers = " ".join(f"--{name}={getattr(one, name)}" for name in CHOSEN_KEYS
                            if getattr(found.cfg, name) == "auto")
         warn(f"no estimate: {type(e).__name__}: {e}; the run goes on with {numbers}")
         return one, "chosen without an estimate"
 
 
-def choice_of(got: Estimate) -> Choice:
-    return got.decided, got.chosen
-
-
-def by_room(found: Checked, launch: Launch) -> Choice:
-    """For with_numbers, what needs no measuring: the numbers of the checkpoint, while these fit, for they
-    make the bits of the losses; the fewest that fit, where these copy nothing or runs are to be the same;
-    and where none fits. None: the speed matters."""
-    cfg, machine = replace(found.cfg, **found.kernels), untimed(machine_of(found.device, launch))
+def choice_of(found: Checked, launch: Launch) -> Choice:
+    """The numbers of the checkpoint, while these fit, for they make the bits of the losses; else what
+    chosen() takes on a machine of this type."""
+    cfg, machine = replace(found.cfg, **found.kernels), machine_of(found.device, launch)
     before, stages = of_before(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
     chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
-    if before and chooses and estimate(before, machine, launch.world, fast_arena).fits:
+    if before and chooses and estimate(before, untimed(machine), launch.world, fast_arena).fits:
         return before, "as before"
     got = chosen(cfg, machine, launch.world)
-    # nothing to choose from, or no speeds count; with more subsequences a bubble shrinks too
-    matters = got.chosen and not cfg.deterministic and (
-        got.alpha is not None or got.cfg.pp > 1 or len(stages) > 1)
-    return None if got.fits and matters else choice_of(got)
-
-
-def measured(found: Checked, launch: Launch, host: Axis) -> Machine:
-    """This machine with the speed of attention that all ranks measure."""
-    cfg, device = replace(found.cfg, **found.kernels), found.device
-    machine = host.objects(together(host, lambda: machine_of(device, launch) if found.speaks else None))[0]
-    return profiler.measured_machine(cfg, machine, device, found.dtype, host)
+    return got.decided, got.chosen
 
 
 def take_device(launch: Launch, device: torch.device) -> None:
@@ -344,17 +325,13 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     same_everywhere(host, as_keys(cfg) | here,
                     "start all ranks with the same command, memo and data, on hosts that are alike")
     if cfg.undecided:
-        found = with_numbers(found, launch, host, trace_step, partial(by_room, found, launch))
+        found = with_numbers(found, launch, host, trace_step)
         cfg = found.cfg
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
     held_lock = together(host, lambda: lock(found.out, owner) if found.speaks else None)
     together(host, check_shared, found.out, owner)
     take_device(launch, device)
-    if cfg.undecided:  # by_room() has found numbers that fit: these may be others, which are checked as well
-        machine = measured(found, launch, host)
-        found = with_numbers(found, launch, host, trace_step, lambda: choice_of(chosen(
-            replace(cfg, **found.kernels), machine, launch.world)))
     together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]

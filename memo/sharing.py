@@ -1,7 +1,6 @@
 """How much the stages of a pipeline compute for each other: of each slot of memo/msp.py who helps whom, and
 the part that a helper gets, so that all end together, where that is faster. The schedules of all stages, run
-together, are the judge. The run hands in what its stages measured, the estimate what it models. No torch.
-Source: SPPO 6.2.
+together, are the judge, with seconds that are modelled for the machine's type. No torch. Source: SPPO 6.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,9 +130,18 @@ def decided_shares(stages: Sequence[StageFacts]) -> Shares:
     return min(dict.fromkeys(ways), key=seconds)
 
 
-def shared(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed]:
+def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
+           typical: Sequence[StageFacts]) -> list[Placed]:
     """The Placed of each stage where stages compute for each other; `alone`: where none does, which is what
-    they get where that is faster, or host or device have no room for more."""
+    they get where that is faster, or host or device have no room for more. `typical`: the facts that say who
+    helps, which changes bits: what is known of the machine's type where `stages` have measured theirs, else
+    `stages`."""
+    if typical is not stages:
+        judged = shared(typical, with_bubbles(typical, [one.alone() for one in typical]), typical)
+        if not (shares := tuple(piece for p, _ in judged for piece in p.lent)):
+            return list(alone)
+        helped = [with_shares(one, shares) for one in stages]
+        return with_bubbles(helped, [one.alone() for one in helped])
     found = decided_shares(stages)
     helped = [with_shares(one, found) for one in stages]
     if not found:
@@ -152,9 +160,8 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed
 
 
 def timed(stages: Sequence[StageFacts]) -> bool:
-    """Whether seconds decide: all stages know theirs, and these may differ from run to run."""
-    return not stages[0].cfg.deterministic and all(
-        one.rates and one.rates.units and one.ends for one in stages)
+    """Whether seconds decide: all stages know theirs."""
+    return all(one.rates and one.rates.units and one.ends for one in stages)
 
 
 def lacking_bytes(facts: StageFacts, placed: Placed) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from memo import checkpoint, convert, profiler
+from memo import checkpoint, convert
 from memo.command import run
 from memo.config import as_keys
 from memo.estimate.arena import fast_arena
@@ -61,12 +61,9 @@ def bound_arena(m):
     m.setattr("memo.run.arena_here", lambda _, *args: fast_arena(*args))
 
 
-def small_measures(m):
-    """Runs choose from several subsequences at small lengths, and measure the machine on small tensors."""
+def choosing(m):
+    """Runs choose from several subsequences at small lengths."""
     m.setattr("memo.choose.LEAST_TOKENS", 128)
-    m.setitem(profiler.MOST_TOKENS, "cpu", 256)
-    m.setitem(profiler.PASSED_BYTES, "cpu", (2**14, 2**16))
-    m.setitem(profiler.PRODUCT_ROWS, "cpu", 64)
 
 
 # --- models ---

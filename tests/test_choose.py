@@ -1,13 +1,13 @@
 """subsequences=auto: which numbers are tried, what is taken, and that all else knows numbers."""
 
 import json
+import random
 from dataclasses import replace
 from itertools import product
 from math import inf
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import train
 from memo.choose import Judged, choose, choose_subsequences, numbers_of, with_stages
@@ -17,17 +17,15 @@ from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.__main__ import main
 from memo.estimate.arena import fast_arena
-from memo.estimate.budget import chosen, estimate
+from memo.estimate.budget import chosen, estimate, untimed
 from memo.estimate.search import estimate_or_none, longest
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import layer_of, tensors_of
-from memo.parallel.mesh import ALONE
-from memo.profiler import measured_machine
 from memo.run import of_before
 from memo.subsequences import unit_rows
 from memo.swap.alpha import OutOfHostMemory
-from tests.helpers import argv, losses, small_measures
+from tests.helpers import argv, choosing, losses
 
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto", states="auto")
 ONE = dict(subsequences=1, subsequence_cut="equal", unit_order="layer")
@@ -252,25 +250,38 @@ def test_the_longest_context_needs_several(monkeypatch):
     assert few.cfg.subsequences <= most.cfg.subsequences and few.fits
 
 
-@pytest.mark.slow
-def test_a_run_chooses_as_the_estimate_does_and_measures_attention(monkeypatch):
-    small_measures(monkeypatch)
-    cfg = Config(**AUTO, n_layer=4, n_head=2, n_embd=32, vocab_size=64, block_size=512, device="cpu",
-                 attention="cpu", ops="torch")
-    unknown = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
-    machine = measured_machine(cfg, unknown, torch.device("cpu"), torch.float32, ALONE.host)
-    assert {T for T, _ in machine.speeds.table["cpu full forward"]} == {128, 256}
-    assert {"cpu backward", "cpu full backward", "matmul", "copy"} <= set(machine.speeds.table)
-    of_run = chosen(cfg, machine, 1)
-    got = estimate(cfg, machine, 1, fast_arena)
-    one = of_run.decided
-    assert (got.cfg, got.chosen) == (one, of_run.chosen) and isinstance(one.subsequences, int)
-    fast = {op: [(T, 4 * rate) for T, rate in points] if "full" in op else points
-            for op, points in machine.speeds.table.items()}
-    quick = replace(machine, speeds=hardware.Speeds(fast, 0.0, 4))
-    several = replace(one, subsequences=4, subsequence_cut="equal", unit_order="layer")
-    slow, quick = (layer_seconds(several, m, 4).forward_s for m in (machine, quick))
-    assert quick < slow  # what is measured of all keys counts for those before
+def calibrated(machine, factor, name):
+    """As --calibrate found it on a machine of that name, `factor` times as fast with full attention, which
+    many subsequences have more of."""
+    table = {op: [(size, rate * (factor if "full" in op else 1)) for size, rate in points]
+             for op, points in H100.speeds.table.items()}
+    table |= {f"{kernel} full {way}": [(1, factor * rate) for _, rate in H100.speeds.table[f"{kernel} {way}"]]
+              for kernel in ("cudnn", "attention") for way in ("forward", "backward")}
+    itemsize = 4 if machine.cpu else 2
+    return replace(machine, name=name, speeds=hardware.Speeds(table, 0.0, itemsize), measured=True)
+
+
+def test_what_was_measured_of_a_machine_chooses_nothing(monkeypatch):
+    """But its type does, where that is known."""
+    monkeypatch.setattr("memo.choose.MOST_SUBSEQUENCES", 8)  # for speed
+    small = replace(H100, memory_bytes=int(12e9))
+    cfg = big(2**18, n_layer=8)
+    of_type = chosen(cfg, small, 8)
+    for factor in (0.01, 1, 100):
+        machine = calibrated(small, factor, "NVIDIA H100 80GB HBM3")
+        got = chosen(cfg, machine, 8)
+        assert (numbers(got.cfg), got.chosen) == (numbers(of_type.cfg), of_type.chosen)
+        shown = estimate(cfg, machine, 8, fast_arena)
+        assert numbers(shown.cfg) == numbers(of_type.cfg) and shown.seconds  # as --gpu=here says it
+        assert shown.seconds != of_type.seconds
+        other = chosen(cfg, calibrated(small, factor, "NVIDIA of tomorrow"), 8)
+        fewest = chosen(cfg, untimed(small), 8)
+        assert (numbers(other.cfg), other.chosen) == (numbers(fewest.cfg), fewest.chosen)
+    cpu = hardware.Machine("CPU, 2 threads", hardware.NODES["workstation"], None, None, None)
+    for factor in (0.01, 100):
+        got = chosen(big(2**16, n_layer=4, tp=1, dtype="auto", n_embd=512, n_head=8, alpha=0.5),
+                     calibrated(cpu, factor, cpu.name), 1)
+        assert numbers(got.cfg) == (1, "equal", "layer") and got.chosen == "chosen, it fits" and got.alpha
 
 
 def test_the_command_line(capsys):
@@ -288,13 +299,30 @@ def test_the_command_line(capsys):
 
 # --- runs ---
 
-def test_nothing_is_measured_where_a_run_copies_nothing(dataset, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("memo.profiler.measured_machine", None)
-    monkeypatch.setattr("memo.choose.LEAST_TOKENS", 128)
-    train.main(argv(dataset, tmp_path, block_size=512, max_iters=1, warmup_iters=0))
-    assert "\nsequence    1 subsequence: chosen, it fits\n" in capsys.readouterr().out
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO
+@pytest.mark.parametrize("keys", [dict(), dict(alpha=0.0), dict(activation="swap")])
+def test_no_timing_changes_a_bit_of_a_run(dataset, tmp_path, monkeypatch, capsys, keys):
+    """Whatever seconds are measured: the same numbers, the same losses."""
+    choosing(monkeypatch)
+    seen, rng = set(), random.Random(0)
+
+    def least_seconds(device, call, before=lambda: None, host=None):
+        before()
+        call()
+        return 10 ** rng.uniform(-9, 3)
+    for out in map(str, range(3)):
+        if out != "0":
+            monkeypatch.setattr("memo.profiler.least_seconds", least_seconds)
+            monkeypatch.setattr("memo.profiler.copy_rates", lambda *_: (10 ** rng.uniform(0, 14),) * 2)
+        train.main(argv(dataset, tmp_path / out, n_layer=4, block_size=512, max_iters=2, warmup_iters=0,
+                        host_memory_gb=0.01, **keys))
+        assert "\nsequence    1 subsequence: chosen, it fits\n" in capsys.readouterr().out
+        stored = json.loads((tmp_path / out / "config.json").read_text())
+        assert {name: stored[name] for name in ONE} == ONE and stored["asked"] == AUTO
+        plan = json.loads((tmp_path / out / "plan.json").read_text())
+        assert plan["rates"]  # it swaps: seconds were measured
+        stored |= dict(out_dir="", wandb_id="")
+        seen.add((str(stored), str(losses(tmp_path / out))))
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("stages,said", [({}, ""), (dict(pp="auto"), " --pp=1")])
@@ -327,9 +355,7 @@ def test_the_choice_of_a_checkpoint_without_the_key_states_is_the_device():
     assert of_before(replace(cfg, states="host"), SimpleNamespace(config=stored), 1) is None
 
 
-def test_what_needs_no_measuring_is_said_before_anything_is_touched(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("memo.run.by_room", lambda *_: None)  # the speed matters
-    monkeypatch.setattr("memo.run.measured", lambda *_: None)
+def test_what_is_wrong_is_said_before_anything_is_touched(dataset, tmp_path, monkeypatch):
     with pytest.raises(OutOfHostMemory, match="^host_memory_gb=1e\\+06 must be at most"):
         train.main(argv(dataset, tmp_path / "out", n_layer=4, host_memory_gb=1e6))
     assert not (tmp_path / "out").exists()
@@ -358,7 +384,7 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
         train.main(["--init_from=resume", f"--out_dir={tmp_path / 'halves'}", *more])
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sequence")]
         return line
-    small_measures(monkeypatch)
+    choosing(monkeypatch)
     keys = dict(block_size=512, n_layer=3, alpha=0.5, batch_size=1, lr_decay_iters=4, save_interval=2,
                 solver="greedy")
     toss(4)

@@ -36,7 +36,7 @@ from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import Ranks, children, free_port, pool, start_agent, start_ranks
-from tests.helpers import LLAMA, ROOT, bound_arena, error, mesh_of, no_picture, small_measures, step
+from tests.helpers import LLAMA, ROOT, bound_arena, choosing, error, mesh_of, no_picture, step
 from tests.layouts import build
 
 MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
@@ -209,7 +209,7 @@ def test_weights_of_transformers_start_in_any_layout(dataset, tmp_path, ended, m
 def here_choosing(host, argv):
     """here(), where each rank would choose another number of subsequences, if it were asked."""
     with pytest.MonkeyPatch.context() as m:
-        small_measures(m)
+        choosing(m)
         m.setattr("memo.choose.LEAST_TOKENS", 16)
         m.setattr("memo.choose.ALIGNED", 1)
         numbers = dict(subsequences=4 >> host.rank, subsequence_cut="equal", unit_order="layer")

@@ -25,7 +25,7 @@ from memo.parallel.mesh import Mesh
 from memo.swap.placement import Placement
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import LLAMA, ROOT, argv, small_measures
+from tests.helpers import LLAMA, ROOT, argv, choosing
 from trace_step import trace_step
 
 H100 = hardware.machine("h100-80gb")
@@ -66,7 +66,7 @@ def test_lines_are_the_bytes_of_each_stage(keys):
 def held(host, args):
     """(this rank's lines, {region: bytes} that its Estimate has) of a run that is ready to train."""
     with pytest.MonkeyPatch.context() as m:
-        small_measures(m)
+        choosing(m)
         run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
     regions = [line.region for line in run.lines]
     found = run.lines, {name: run.expected.bytes_of(name) for name in regions}, run.expected.alpha

@@ -229,24 +229,44 @@ def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lack
     return Stage(cfg, beside.numel, tuple(lines), *placed, lacks)
 
 
+def modelled_layer(cfg: Config, machine: Machine) -> LayerSeconds | LayerOfUnits | None:
+    """Seconds of a layer, where speeds are known."""
+    itemsize = itemsize_of(cfg, machine)
+    known = machine.speeds is not None and machine.speeds.itemsize == itemsize
+    return layer_seconds(cfg, machine, itemsize) if known else None
+
+
+def modelled_facts(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
+                   room: Room) -> StageFacts:
+    """Those of a config that says which stage. `layer`: modelled_layer()."""
+    itemsize, rates = itemsize_of(cfg, machine), modelled_rates(cfg, machine, world, layer)
+    ends = ends_of(cfg, machine, world, itemsize, layer.speeds) if layer and cfg.pp > 1 else None
+    return StageFacts(cfg, itemsize, rates, room, ends)
+
+
+def typical_facts(facts: StageFacts, machine: Machine, world: int) -> StageFacts:
+    """The same with what is known of the machine's type in place of what was measured on it."""
+    machine = machine.of_its_type
+    return modelled_facts(facts.cfg, machine, world, modelled_layer(facts.cfg, machine), facts.room)
+
+
 def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
                 arena: ArenaOf) -> tuple[Stage, ...]:
     """The Stages of a config. `layer`: its seconds, where they are known. What those that are alike have in
     common is looked at once."""
     known: dict[tuple, tuple[Beside, Placed, str | None]] = {}
-    itemsize, rates = itemsize_of(cfg, machine), modelled_rates(cfg, machine, world, layer)
-    facts = []
+    itemsize, facts = itemsize_of(cfg, machine), []
     for one in (replace(cfg, stage=k) for k in range(cfg.pp)):
         kind = one.stage_kind
         beside = known[kind][0] if kind in known else beside_activations(one, machine, world, arena)
-        ends = ends_of(one, machine, world, itemsize, layer.speeds) if layer and cfg.pp > 1 else None
-        facts.append(StageFacts(one, itemsize, rates, beside.room, ends))
+        facts.append(modelled_facts(one, machine, world, layer, beside.room))
         if kind not in known:
             known[kind] = beside, *decided(facts[-1])
     besides, alone, lacks = zip(*(known[stage.cfg.stage_kind] for stage in facts), strict=True)
     together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
     if cfg.msp and not any(lacks):
-        together = shared(facts, together)
+        typical = [typical_facts(one, machine, world) for one in facts] if machine.measured else facts
+        together = shared(facts, together, typical)
     found, made = [], dict[tuple, Stage]()
     for stage, beside, placed, lack in zip(facts, besides, together, lacks, strict=True):
         like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
@@ -265,8 +285,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     check_matmul(cfg, machine.capability, itemsize)
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
-    known = machine.speeds is not None and machine.speeds.itemsize == itemsize
-    layer = layer_seconds(cfg, machine, itemsize) if known else None
+    layer = modelled_layer(cfg, machine)
     stages, seconds = every_stage(cfg, machine, world, layer, arena), dict[str, float]()
     if layer and cfg.pp > 1:
         seconds = pipeline_s(stages, machine, world, itemsize, layer)
@@ -321,13 +340,13 @@ def untimed(machine: Machine) -> Machine:
 
 
 def chosen(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena) -> Estimate:
-    """The Estimate of what choose() takes of a config, with the Estimates of a machine as the judge, and a
-    bound of the temporary tensors; with deterministic=True by room alone, for speeds differ from run to
-    run."""
+    """The Estimate of what choose() takes of a config, with the Estimates of a machine of that type as the
+    judge, and a bound of the temporary tensors; where no speeds are known of the type, by room alone."""
     def on(machine: Machine) -> Callable[[Config], Estimate]:
         return cache(lambda one: estimate(one, machine, world, bound))
+    machine = machine.of_its_type
     alone = timed = on(untimed(machine))
-    if machine.speeds and not cfg.deterministic:
+    if machine.speeds:
         timed = on(machine)  # asked for what fits alone: to simulate a schedule takes long
     if cfg.msp:  # shares, which take memory, are dealt by seconds
         alone = timed

@@ -178,7 +178,8 @@ class Speeds:
 class Machine:
     """What a run is estimated for. `peak_flops_per_s` is None where it is not known, `speeds` where nothing
     was measured or published, `memory_bytes` (of the device) where the device is the host, a CPU. `threads`:
-    of a rank there. `capability`, as (9, 0), and `multiprocessors`: of a GPU."""
+    of a rank there. `capability`, as (9, 0), and `multiprocessors`: of a GPU. `measured`: whether the speeds
+    are those that --calibrate found."""
 
     name: str
     node: Node
@@ -188,10 +189,24 @@ class Machine:
     threads: int = 1
     capability: tuple[int, int] = (0, 0)
     multiprocessors: int = 0
+    measured: bool = False
 
     @property
     def cpu(self) -> bool:
         return self.memory_bytes is None
+
+    @property
+    def of_its_type(self) -> "Machine":
+        """The same with the speeds that are known of its type in place of measured ones, or without any: what
+        changes the bits of a run must not depend on how busy the machine was."""
+        if not self.measured:
+            return self
+        if (short := gpu_named(self.name)) is None:
+            return replace(self, speeds=None, measured=False)
+        like = machine(short)
+        node = replace(like.node, gpus_per_node=self.node.gpus_per_node,
+                       host_memory_bytes=self.node.host_memory_bytes)
+        return replace(self, speeds=like.speeds, node=node, measured=False)
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
@@ -238,7 +253,8 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
                        Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
-                       measured["threads"], tuple(measured["capability"]), measured["multiprocessors"])
+                       measured["threads"], tuple(measured["capability"]), measured["multiprocessors"],
+                       measured=True)
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})
