@@ -23,8 +23,8 @@ class Data:
     to theirs; `vocab_size`, `meta`, `folder`."""
 
     def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]", fingerprints: dict) -> None:
-        self.folder, self.meta, self.tokens, self.vocab_size = folder, meta, tokens, meta["vocab_size"]
-        self.fingerprints = fingerprints
+        self.folder, self.meta, self.tokens, self.fingerprints = folder, meta, tokens, fingerprints
+        self.vocab_size = meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
         """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. The places
@@ -164,10 +164,11 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
         raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of "
                           f"{folder / shortest}.bin; try --block_size={n - 1} or a dataset with more text")
     check_tokenizer(folder, meta)
-    known = {split: fingerprint(ids.path, whole) for split, ids in tokens.items()}
-    for split, here in known.items():
-        stored = known[split] = meta["fingerprints"].get(split, here)
+    known: dict[str, str] = {}
+    for split, ids in tokens.items():
+        here = fingerprint(ids.path, whole)
+        stored = known[f"{split} data"] = meta["fingerprints"].get(split, here)
         if stored[:len(here)] != here:
-            raise ConfigError(f"{folder / split}.bin is not what was prepared: its fingerprint is {here}, "
-                              f"meta.json has {stored[:len(here)]!r}; {prepare_again(folder)}")
-    return Data(folder, meta, tokens, {f"{split} data": known[split] for split in known})
+            raise ConfigError(f"{ids.path} is not what was prepared: its fingerprint is {here}, meta.json "
+                              f"has {stored[:len(here)]!r}; {prepare_again(folder)}")
+    return Data(folder, meta, tokens, known)

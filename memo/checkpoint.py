@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from memo.command import progress
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
-from memo.errors import CheckpointError, NotFinite, elsewhere, reason, warn
+from memo.errors import BadState, CheckpointError, elsewhere, reason, warn
 from memo.files import regular
 from memo.flat import Piece, is_finite, whole
 from memo.layer import model_parameters
@@ -92,7 +92,7 @@ class Saver:
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
-        self.error: CheckpointError | NotFinite | None = None
+        self.error: CheckpointError | BadState | None = None
         self.read, self.copies = read, copies and read is None
         self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
@@ -120,7 +120,7 @@ class Saver:
 
     def wait(self) -> None:
         """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or
-        another; the previous checkpoint is whole. NotFinite: so is the state, which was not written. Each
+        another; the previous checkpoint is whole. BadState: so is the state, which was not written. Each
         failure is raised once, on every rank."""
         self.join()
         error, self.error = self.error, None
@@ -152,7 +152,7 @@ class Saver:
         temporary = path.with_name(f"{iter}.tmp")
         try:
             if bad := [name for name in self.together(self.take, pieces, reached) if name]:
-                raise NotFinite(f"{bad[0]} after {iter} steps must be finite, it is not saved; "
+                raise BadState(f"{bad[0]} after {iter} steps must be finite, it is not saved; "
                                 f"{last_good(self.folder.parent, iter)}; {LESS}")
             # rank 0 looks whether the newest whole one is still there
             if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:
@@ -165,7 +165,7 @@ class Saver:
                     self.together(self.remove_old, 1)  # the newest whole one stays
                     self.write_folder(path, temporary, config, iter)
                 self.whole = iter
-        except NotFinite as e:
+        except BadState as e:
             self.error = e
         except Exception as e:
             failed = f"{path} cannot be written ({reason(e)})"

@@ -92,26 +92,19 @@ class Boxes(SavePlanner):
 
 
 class Sealed(io.BufferedWriter):
-    """A file with the size and crc32 of what was to be written, taken in memory: what a disk or a driver made
-    of it differs."""
+    """A new file, and in `seals` {name: [bytes, crc32]} of what was to be written to it, taken in memory."""
 
-    size = crc = 0
+    def __init__(self, seals: dict[str, list[int]], path: Any, mode: str) -> None:
+        super().__init__(io.FileIO(path, mode))
+        self.seal = seals[Path(path).name.removesuffix(".tmp")] = [0, 0]
 
     def write(self, data: Any) -> int:
-        self.size, self.crc = self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc)
+        self.seal[:] = self.seal[0] + memoryview(data).nbytes, zlib.crc32(data, self.seal[1])
         return super().write(data)
 
     def fileno(self) -> int:
         self.flush()  # torch asks for it to sync .metadata, all of which is in memory
         return super().fileno()
-
-
-@contextmanager
-def sealed(seals: dict[str, list[int]], path: Any, mode: str) -> Iterator[Sealed]:
-    """A new file, which is noted in `seals` {name: [bytes, crc32]} when it is complete."""
-    with Sealed(io.FileIO(path, mode)) as stream:
-        yield stream
-    seals[Path(path).name.removesuffix(".tmp")] = [stream.size, stream.crc]
 
 
 class Writer(dcp.FileSystemWriter):
@@ -136,7 +129,7 @@ def write(folder: Path, pieces: list[Piece], group: dist.ProcessGroup | None,
     # keeps the tensors of a file until it is complete: what is read late gets a file each
     writer = Writer(folder, per_thread_copy_ahead=0, single_file_per_rank=read is None)
     seals: dict[str, list[int]] = {}
-    writer.fs.create_stream = partial(sealed, seals)
+    writer.fs.create_stream = partial(Sealed, seals)
     with first_failure():
         dcp.save({}, storage_writer=writer, planner=Boxes(pieces, read), process_group=group,
                  no_dist=group is None)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memo import checkpoint, command
-from memo.errors import CheckpointError, ConfigError, NotFinite, RunFailed, TrainingError, reason
+from memo.errors import BadState, CheckpointError, ConfigError, RunFailed, TrainingError, reason
 from memo.estimate.expected import naming_region
 from memo.launch import together
 from memo.manifest import last_good
@@ -77,7 +77,7 @@ def save_after(run: Run, e: Exception) -> None:
     """Saves the steps done before the run ends with the exception `e`; only if the state is good, and all
     ranks are there."""
     all_here = run.mesh.host.size == 1 or isinstance(e, TrainingError)
-    if not run.whole or run.done == run.first or isinstance(e, NotFinite) or not all_here:
+    if not run.whole or run.done == run.first or isinstance(e, BadState) or not all_here:
         return
     try:
         save_last(run)
@@ -90,13 +90,13 @@ def save_after(run: Run, e: Exception) -> None:
 
 # --- the end ---
 
-def not_finite(run: Run, loss: float, grad_norm: float) -> NotFinite:
+def not_finite(run: Run, loss: float, grad_norm: float) -> BadState:
     """The error of a step whose loss or gradient norm is not finite."""
     run.saver.join()  # the save under way is of a good state
     cfg, it = run.cfg, run.step
     offsets = [o for micro in range(cfg.micro_batches(run.mesh.dp.size))
                for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
-    return NotFinite(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the "
+    return BadState(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the "
                      f"train split) must be finite; nothing was saved over: {last_good(run.out, it)}; "
                      f"{checkpoint.LESS}")
 

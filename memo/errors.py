@@ -26,8 +26,8 @@ class TrainingError(RunFailed):
     """A run that cannot go on, on all ranks alike."""
 
 
-class NotFinite(TrainingError):
-    """The loss is not finite. The state must not be saved."""
+class BadState(TrainingError):
+    """A state that is not finite, or not the same where it must be. It must not be saved."""
 
 
 def warn(text: str) -> None:

@@ -53,11 +53,10 @@ def latest(out_dir: str | Path) -> Path | None:
 def last_good(out_dir: str | Path, iter: int) -> str:
     """Which checkpoint serves where the state after `iter` steps does not, saved or not."""
     there = checkpoints(out_dir)
-    good = [f for f in there if int(f.name) < iter]
-    if not good:
-        return "there is no good checkpoint yet"
-    rename = f" (rename {there[0]} to resume from it)" if there[0] != good[0] else ""
-    return f"the last good checkpoint is {good[0]}, before step {good[0].name}{rename}"
+    for good in (folder for folder in there if int(folder.name) < iter):
+        rename = f" (rename {there[0]} to resume from it)" * (there[0] != good)
+        return f"the last good checkpoint is {good}, before step {good.name}{rename}"
+    return "there is no good checkpoint yet"
 
 
 def manifest_text(stored: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ its own on the device: see memo/swap/layer_states.py, and Optimizer.work_of, whi
 Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 """
 
-from collections import namedtuple
-from collections.abc import Iterable
+from collections import defaultdict, namedtuple
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ import torch
 from torch.optim.adamw import adamw
 
 from memo.config import Config
+from memo.errors import BadState
 from memo.flat import Location, Piece, boxes, bucket_views, is_shared, joined, shared_numel
+from memo.launch import rank_name
 from memo.parallel.axis import Works
 from memo.parallel.tp import local
 from memo.staging import Staging
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 EPS = 1e-8
 SUMMED = 2**10  # squares that are added up in fp32, before fp64 takes over
+CHUNK = 2**18  # elements: a save finds little free memory on the device
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
@@ -47,6 +50,16 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
     norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
     return torch.cat(norms).double().square().sum()
+
+
+def digest(flat: torch.Tensor) -> int:
+    """The sum of the bits of a flat tensor, each element's times a number of its place: the same in any order
+    of adding, another one where a bit differs."""
+    total: Any = 0
+    odd = torch.arange(1, 2 * min(CHUNK, len(flat)), 2, device=flat.device)
+    for bits in flat.view(torch.int16 if flat.itemsize == 2 else torch.int32).split(CHUNK):
+        total = 31 * total + (bits * odd[:len(bits)]).sum()
+    return int(total)
 
 
 def adamw_step(weights: torch.Tensor, gradients: torch.Tensor, exp_avg: torch.Tensor,
@@ -165,11 +178,45 @@ class Optimizer:
     def states(self) -> dict[str, torch.Tensor]:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
+    def copies(self) -> Iterator[tuple[str, int]]:
+        """(name, digest) of what other ranks hold as well, by the same name: parameters, which all replicas
+        have, but for those that come; norms and tied matrices, with their moments."""
+        model, tp = self.model, self.model.mesh.weights
+        params = bucket_views(model.layout, model.buckets, model.bucket_params)
+        for k in range(len(self.own)):
+            model.arrive(k)
+        for name, p in model.layout.items():
+            shared = is_shared(p, tp.size)
+            part = name if shared or tp.size == 1 else f"{name} of tp rank {tp.rank}"
+            if name == "wpe" and self.elsewhere(name):  # nobody reads it
+                continue
+            if not any(model.buckets[k][0] <= p.offset < model.buckets[k][1] for k in self.coming):
+                yield part, digest(params[name].view(-1))
+            for r in self.shard_of(p) if shared or (name == "wte" and self.cfg.ties_stages) else ():
+                for prefix, flat in self.states().items():
+                    yield f"{prefix}.{part} from {r.start - p.offset} on", digest(flat[r.shard])
+
+    def check_copies(self) -> None:
+        """Errors: BadState, on all ranks: what several ranks hold is not the same."""
+        host = self.model.mesh.host
+        found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for where, pairs in host.objects((rank_name(host.rank), [*self.copies()])) if host.size > 1 else ():
+            for name, value in pairs:
+                found[name][value].append(where)
+        for name, values in found.items():
+            if len(values) > 1:
+                odd, *_, usual = sorted(reversed(values.values()), key=len)
+                raise BadState(f"{odd[0]} and {usual[0]} hold different values of {name}: memory or a "
+                               "message has failed; this state is not saved, what was saved before is whole")
+
     def pieces(self, saved: bool = False) -> list[Piece]:
         """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
-        to save, so that nothing is saved twice. A step under way is done first."""
+        to save, so that nothing is saved twice, if check_copies() finds no error; all ranks call it. A step
+        under way is done first."""
         if self.staging is not None:
             self.staging.worker.synchronize()
+        if saved:
+            self.check_copies()
         made, tp = [], self.model.mesh.weights
         for name, p in self.model.layout.items():
             dim, shape = p.whole.split_dim, p.whole.shape
