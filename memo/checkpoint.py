@@ -40,6 +40,7 @@ from memo.manifest import (
     METADATA,
     Damaged,
     checkpoints,
+    damaged,
     last_good,
     latest,
     manifest_text,
@@ -110,7 +111,11 @@ class Saver:
         self.taken = threading.Event()
         self.thread = threading.Thread(target=self.write, args=(pieces, reached, config, iter),
                                        name="memo checkpoint", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:  # no memory for a thread
+            self.thread = None
+            self.write(pieces, reached, config, iter)
 
     def copied(self) -> None:
         """Returns when the pieces of the save under way, if any, are copied, or written without a copy: from
@@ -232,16 +237,19 @@ class Saver:
         sync(self.folder.parent)
 
     def remove_old(self, keep: int) -> None:
-        """Rank 0 removes all checkpoints but the `keep` newest."""
-        for old in checkpoints(self.folder.parent)[keep:] if self.rank == 0 else ():
+        """Rank 0 removes all checkpoints but the `keep` newest, and all damaged ones but as many."""
+        out = self.folder.parent
+        for old in [*checkpoints(out)[keep:], *damaged(out)[keep:]] if self.rank == 0 else ():
             with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
 
 def pass_over(folder: Path) -> None:
-    """Renames the folder of a damaged checkpoint, so that no reader takes it for a whole one."""
+    """Renames the folder of a damaged checkpoint, so that no reader takes it for a whole one, and says so."""
     names = (folder.with_suffix(f".damaged{n or ''}") for n in count())
-    folder.rename(next(new for new in names if not os.path.lexists(new)))
+    new = next(new for new in names if not os.path.lexists(new))
+    folder.rename(new)
+    warn(f"{folder} is kept as {new.name} while there are few of these (keep_checkpoints)")
 
 
 # --- reading ---

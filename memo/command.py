@@ -149,12 +149,14 @@ def progress(text: Callable[[], str]) -> Iterator[None]:
                 print(f"{text()}, {passed:.0f} s so far", file=sys.stderr, flush=True)
             pause = min(60, passed)
     teller = threading.Thread(target=tell, name="memo progress", daemon=True)
-    teller.start()
+    with suppress(RuntimeError):  # no memory for a thread: a line is not worth the work
+        teller.start()
     try:
         yield
     finally:
         over.set()
-        teller.join()
+        if teller.ident:
+            teller.join()
 
 
 def python() -> str:

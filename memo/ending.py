@@ -12,6 +12,7 @@ from memo.errors import BadState, CheckpointError, ConfigError, RunFailed, Train
 from memo.estimate.expected import naming_region
 from memo.launch import together
 from memo.manifest import last_good
+from memo.out_dir import rescues
 from memo.report import draw_loss, furnish, go_on_with, print_first_lines, print_last_lines
 from memo.run import Run
 from memo.signals import StepGivenUp, StopSignal, handling
@@ -56,7 +57,8 @@ def save_last(run: Run) -> None:
     folder = None
     with contextlib.suppress(OSError):
         if run.speaks and run.one_host:  # a temporary folder is of one host
-            folder = Path(tempfile.mkdtemp(prefix="memo-saved-"))
+            start, others = rescues(run.out)
+            folder = Path(tempfile.mkdtemp(prefix=start))
     folder = run.mesh.host.objects(folder)[0]
     if folder is None:
         raise TrainingError(error)
@@ -69,6 +71,8 @@ def save_last(run: Run) -> None:
         raise TrainingError(f"{error}; nor could it be saved elsewhere: {e}") from None
     if run.speaks:
         run.attempt("config.json", furnish, run, folder)
+        for old in others[run.cfg.keep_checkpoints - 1:]:
+            shutil.rmtree(old, ignore_errors=True)
     raise TrainingError(f"{error}; {run.done} steps are saved in {folder} instead; "
                         f"go on with: {go_on_with(run, folder)}")
 

@@ -5,6 +5,7 @@ The only reader of torchrun's environment. `host` is the Axis of all ranks over 
 
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -74,6 +75,17 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     if local_world > 1 and environment.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
         threads = max(1, len(os.sched_getaffinity(0)) // local_world)
     return Launch(rank, world, local_rank, local_world, restarts, name, threads)
+
+
+def follow_torchrun() -> None:
+    """From now on this process gets SIGTERM when torchrun, which started it, is gone: it saves and ends."""
+    started_by = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == started_by:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=follow, name="memo torchrun", daemon=True).start()
 
 
 # --- errors of several ranks ---
@@ -171,8 +183,14 @@ def open_store(launch: Launch) -> dist.Store:
         return next(dist.rendezvous("env://", launch.rank, launch.world))[0]
     address, port = os.environ.get("MASTER_ADDR", ""), whole_number(os.environ, "MASTER_PORT", "", 1, 65535)
     with progress(lambda: f"rank {launch.rank}: waiting for rank 0 at {address}:{port}"):
-        return dist.TCPStore(address, port, launch.world, launch.rank == 0, timedelta(seconds=CONNECT_S),
-                             wait_for_workers=False, multi_tenant=True)
+        try:
+            return dist.TCPStore(address, port, launch.world, launch.rank == 0, timedelta(seconds=CONNECT_S),
+                                 wait_for_workers=False, multi_tenant=True)
+        except RuntimeError as e:
+            if "EADDRINUSE" not in str(e):
+                raise
+            raise ConfigError(f"MASTER_PORT={port} is in use on this host, by another run perhaps; choose "
+                              "another one for all ranks") from None
 
 
 class Pulse:
@@ -239,6 +257,8 @@ def connection_errors(what: str, rank: int, backend: str) -> Iterator[None]:
 def process_group(launch: Launch) -> Iterator[Any]:
     """The group of all ranks, over gloo, while the process is one of several; None for a single process.
     Where the with-block ends with an error the process must end too: rank_errors()."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        follow_torchrun()
     if launch.world == 1:
         yield None
         return

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ WANDB_S = 10  # to reach its server
 
 @dataclass
 class StepStats:
-    """A line of metrics.jsonl. None is unknown; val_loss and bubble_s are then left out. `tokens`: in this
-    step; `mfu`: 0..1."""
+    """A line of metrics.jsonl. None, or what is not finite, is unknown; val_loss and bubble_s are then left
+    out. `tokens`: in this step; `mfu`: 0..1."""
 
     iter: int
     loss: float
@@ -47,7 +48,8 @@ class StepStats:
     val_loss: float | None = None
 
     def as_dict(self) -> dict:
-        return {k: v for k, v in asdict(self).items() if v is not None or k not in ("val_loss", "bubble_s")}
+        known = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in asdict(self).items()}
+        return {k: v for k, v in known.items() if v is not None or k not in ("val_loss", "bubble_s")}
 
 
 def say(text: str) -> None:
@@ -64,14 +66,18 @@ def is_step(row: dict) -> bool:
     return type(row.get("iter")) is int and all(type(n) in (int, float) and 0 <= n < 2**63 for n in numbers)
 
 
-def read_metrics(path: str | Path) -> list[dict]:
-    """The lines of a metrics.jsonl, without lines that a kill or a full disk cut short."""
+def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dict]:
+    """The lines of a metrics.jsonl, without those that a kill, a full disk or a bit cut short or changed,
+    which go to `damaged`."""
     rows = []
     with open(open_file(path), errors="replace") as f:
         for line in iter(partial(f.readline, MOST_LINE), ""):
             with contextlib.suppress(ValueError):
                 if is_step(row := parse_json(line)):
                     rows.append(row)
+                    continue
+            if damaged is not None and line.strip():
+                damaged.append(line)
     return rows
 
 
@@ -80,7 +86,11 @@ class JsonlLogger:
     on. Lines that a full disk does not take are written with later ones."""
 
     def __init__(self, path: str | Path, first_iter: int) -> None:
-        kept = [r for r in read_metrics(path) if r["iter"] < first_iter] if os.path.exists(path) else []
+        damaged: list[str] = []
+        rows = read_metrics(path, damaged) if os.path.exists(path) else []
+        if damaged:
+            warn(f"{path}: damaged lines, which are dropped: {len(damaged)}")
+        kept = [r for r in rows if r["iter"] < first_iter]
         save_bytes("".join(json.dumps(r) + "\n" for r in kept).encode(), path)
         self.path = path
         self.waiting: list[str] = []

@@ -45,6 +45,13 @@ def checkpoints(out_dir: str | Path) -> list[Path]:
     return sorted(numbers, key=lambda f: int(f.name), reverse=True)
 
 
+def damaged(out_dir: str | Path) -> list[Path]:
+    """The folders of damaged checkpoints in `out_dir`, the newest first."""
+    found = [f for f in (Path(out_dir) / CHECKPOINT).glob("*.damaged*")
+             if re.fullmatch("[0-9]{1,16}.damaged[0-9]{0,16}", f.name)]
+    return sorted(found, key=lambda f: [int(n or 0) for n in f.name.split(".damaged")], reverse=True)
+
+
 def latest(out_dir: str | Path) -> Path | None:
     """The folder of the newest checkpoint in `out_dir`, or None."""
     return next(iter(checkpoints(out_dir)), None)

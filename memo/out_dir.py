@@ -5,7 +5,9 @@ import errno
 import fcntl
 import os
 import sys
+import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import IO
 
@@ -48,6 +50,18 @@ def lock(out: Path, owner: str) -> IO:
         with contextlib.suppress(OSError):
             left.unlink()
     return file
+
+
+def rescues(out: Path) -> tuple[str, list[Path]]:
+    """How the names of temporary folders begin that hold what could not be saved in `out`, and the folders,
+    the newest first, without those where a run has gone on."""
+    start, found = f"memo-saved-{zlib.crc32(os.fsencode(out.absolute())):08x}-", []
+    with contextlib.suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
+            there = folder.lstat()
+            if there.st_uid == os.getuid() and not (folder / LOCK).exists():
+                found.append((there.st_mtime_ns, folder))
+    return start, [folder for _, folder in sorted(found, reverse=True)]
 
 
 def is_locked(out: Path, file: IO) -> bool:

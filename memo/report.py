@@ -21,7 +21,7 @@ from memo.huggingface import OWN, copy_own_files
 from memo.layer import n_rows
 from memo.loggers import StepStats, read_metrics, say
 from memo.origin import differences
-from memo.out_dir import is_locked, lock
+from memo.out_dir import is_locked, lock, rescues
 from memo.pipeline_plot import pipeline
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.swap.spans import Span, on_one_clock
@@ -57,6 +57,8 @@ def print_first_lines(run: "Run") -> None:
           f"peak {peak}, attention={m.attention.label}, "
           f"ops={m.ops.name}{why_ops}", table, *memory.stages_table(cfg, run.stage_records),
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}",
+          *(f"rescued     {folder} has what could not be saved in {run.out}; remove it if you need it no more"
+            for folder in rescues(run.out)[1]),
           *(f"changed     {both}" for name, both in changed.items() if name not in UNSAID),
           sep="\n", flush=True)
 

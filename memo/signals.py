@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# that end a run; Slurm can send SIGUSR1 before a job's time is up
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# that the kernel sends again and again once a limit or a timer is up
+TIMED = (signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+# that end a run; batch systems can send SIGUSR1, SIGUSR2 or SIGXCPU before a job's time is up
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+           *TIMED)
 SAME_S = 1.0  # signals within so many seconds are one request: a terminal and torchrun both send SIGINT
 
-Handler = Callable[[int, FrameType | None], Any] | int  # as signal.signal() takes it; SIG_DFL is an int
+# as signal.signal() takes it, SIG_DFL is an int; None: C code's
+Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Interrupted(BaseException):
@@ -29,8 +33,9 @@ class StepGivenUp(BaseException):
 
 
 def handle(number: int, handler: Handler) -> None:
-    """signal.signal(), but a signal that this process shall ignore (as under nohup) stays ignored."""
-    if signal.getsignal(number) != signal.SIG_IGN:
+    """signal.signal(), but a signal that this process shall ignore (as under nohup) stays ignored, and one
+    that C code handles, a profiler's, is left to it."""
+    if signal.getsignal(number) not in (signal.SIG_IGN, None):
         signal.signal(number, handler)
 
 
@@ -44,7 +49,7 @@ def handling(handler: Handler) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier)
+            handle(number, earlier)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -75,7 +80,7 @@ class StopSignal:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self.last_s < SAME_S:
+        if now - self.last_s < SAME_S or (number in TIMED and number == self.number):
             return
         self.last_s = now
         self.number, self.requests = self.number or number, self.requests + 1

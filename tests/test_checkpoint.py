@@ -138,6 +138,11 @@ def test_the_newest_stay_and_none_is_written_twice(tmp_path, monkeypatch):
         write(tmp_path, optimizer.pieces(saved=True), iter, keep=2)
         assert {f.name for f in (tmp_path / "ckpt").iterdir()} == names | {"kept", "10.damaged"}
     assert checkpoint.latest(tmp_path) == tmp_path / "ckpt" / "13"
+    for name in ("9.damaged", "12.damaged", "12.damaged1", "of.damaged"):
+        (tmp_path / "ckpt" / name).mkdir()
+    write(tmp_path, optimizer.pieces(saved=True), 14, keep=2)
+    damaged = {"12.damaged1", "12.damaged", "of.damaged"}
+    assert {f.name for f in (tmp_path / "ckpt").iterdir()} == {"14", "13", "12", "kept"} | damaged
 
 
 # --- pieces: saved in one layout, read in another ---

@@ -19,6 +19,7 @@ from memo.block import Block
 from memo.console import Attempts, Console
 from memo.errors import TrainingError
 from memo.loggers import JsonlLogger, StepStats, read_metrics
+from memo.out_dir import rescues
 from memo.signals import StepGivenUp, StopSignal
 from tests.helpers import ROOT, argv, losses
 
@@ -76,6 +77,21 @@ def test_signals_that_come_together_are_one_request(monkeypatch):
     assert several.number == signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", signals.SIGNALS[3:])
+def test_any_signal_that_would_end_a_run_saves_it(dataset, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(signals, "SAME_S", 0.0)
+    real = train.forward_backward
+
+    def signalled(run, it):
+        for _ in range(1 + 2 * (number in signals.TIMED)):  # these are sent again and again
+            if it == 1:
+                os.kill(os.getpid(), number)
+        return real(run, it)
+    monkeypatch.setattr(train, "forward_backward", signalled)
+    assert train.main(argv(dataset, tmp_path, eval_interval=0)) == 128 + number
+    assert checkpoint.load(tmp_path).iter == 2
+
+
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -123,6 +139,26 @@ def test_a_run_that_cannot_save_saves_elsewhere(dataset, tmp_path, monkeypatch, 
     assert losses(elsewhere) == undisturbed[done:]
 
 
+def test_few_rescued_folders_stay_and_a_run_names_them(dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "memo-saved-00000000-of-others").mkdir()
+    with pytest.MonkeyPatch.context() as broken:
+        broken_disk(broken, lambda folder: "memo-saved-" in str(folder))
+        for steps in (2, 3, 4, 5):
+            with pytest.raises(TrainingError, match=f"{steps} steps are saved in"):
+                train.main(argv(dataset, tmp_path / "out", max_iters=steps, save_interval=0, eval_interval=0))
+            if steps == 2:
+                [used] = rescues(tmp_path / "out")[1]
+                (used / ".lock").touch()  # a run has gone on there
+    kept = rescues(tmp_path / "out")[1]
+    assert [checkpoint.load(folder).iter for folder in kept] == [5, 4]
+    assert len([*tmp_path.glob("memo-saved-*")]) == 4 and used.exists()
+    capsys.readouterr()
+    assert train.main(argv(dataset, tmp_path / "out", max_iters=2, eval_interval=0)) == 0
+    said = capsys.readouterr().out
+    assert all(f"rescued     {folder} has what could not be saved in" in said for folder in kept)
+
+
 @pytest.mark.slow
 def test_the_last_save_of_all_says_where_it_went(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -150,6 +186,24 @@ def test_resume_falls_back_to_the_checkpoint_before(dataset, tmp_path, capsys, u
 
 
 # --- what is only told ---
+
+def no_thread(monkeypatch):
+    """As where a limit of memory leaves no room for the stack of a thread."""
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr("threading.Thread.start", start)
+
+
+def test_a_run_without_room_for_a_thread_is_saved(dataset, tmp_path, monkeypatch, undisturbed):
+    real = train.report_step
+
+    def report(run, stats, *args):
+        if stats.iter == 9:
+            no_thread(monkeypatch)
+        real(run, stats, *args)
+    monkeypatch.setattr(train, "report_step", report)
+    assert train.main(argv(dataset, tmp_path, activation="keep")) == 0
+    assert checkpoint.load(tmp_path).iter == 12 and losses(tmp_path) == undisturbed
 
 def test_a_console_that_fails_loses_text_only(capfd):
     for descriptor in (os.open("/dev/full", os.O_WRONLY), broken_pipe()):

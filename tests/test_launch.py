@@ -27,10 +27,10 @@ import train
 from memo import checkpoint, command, convert, evaluate, out_dir, sample
 from memo.config import Config
 from memo.ending import complete
-from memo.errors import TrainingError
+from memo.errors import ConfigError, TrainingError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.launch import Launch, rank_errors
+from memo.launch import Launch, open_store, rank_errors
 from memo.layout import stage_of
 from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
@@ -543,15 +543,25 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_a_rank(datas
 
 
 @pytest.mark.ranks
-def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path, torchrun):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path, torchrun, number):
     keys = dict(cp=2, max_iters=10**6, eval_interval=0)
     run = torchrun(argv(dataset, tmp_path, **keys), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 5)
-    run.send_signal(signal.SIGTERM)
-    out, err = run.communicate(timeout=60)
+    run.send_signal(number)
+    out, err = run.communicate(timeout=60)  # until no rank can say more
     done = checkpoint.load(tmp_path).iter
     assert done == len(losses(tmp_path)) and f"stopped by SIGTERM after {done} of" in out
     assert err.count("SIGTERM: finishing this step, then saving") == 1
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in dict(MASTER_ADDR="localhost", MASTER_PORT=str(port)).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"^MASTER_PORT={port} is in use on this host.*all ranks$"):
+            open_store(Launch(0, 2, 0, 2, 0, ""))
 
 
 @pytest.mark.ranks

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -80,7 +81,7 @@ def test_metrics_lines_keep_the_contract_and_full_precision(tmp_path):
     assert rows[0]["loss"] == 1 / 3 and rows[0]["mfu"] is None and math.isclose(rows[1]["val_loss"], 2.0)
 
 
-def test_a_resumed_run_drops_the_lines_it_writes_again(tmp_path):
+def test_a_resumed_run_drops_the_lines_it_writes_again(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     first = JsonlLogger(path, 0)
     for i in range(5):
@@ -88,8 +89,16 @@ def test_a_resumed_run_drops_the_lines_it_writes_again(tmp_path):
     with open(path, "a") as f:
         f.write('{"iter": 5, "lo')  # a kill in the middle of a line
     second = JsonlLogger(path, 3)
+    assert capsys.readouterr().err == f"warning: {path}: damaged lines, which are dropped: 1\n"
     second.log(stats(3))
     assert [r["iter"] for r in read_metrics(path)] == [0, 1, 2, 3]
+
+
+def test_a_loss_of_the_validation_that_is_not_finite_costs_no_line(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    JsonlLogger(path, 0).log(replace(stats(0), val_loss=math.nan))
+    JsonlLogger(path, 1)
+    assert [r["iter"] for r in read_metrics(path)] == [0] and not capsys.readouterr().err
 
 
 def test_a_spoilt_line_costs_that_line_only(tmp_path):
