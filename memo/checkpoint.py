@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from memo.command import progress
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import BadState, CheckpointError, elsewhere, reason, warn
-from memo.files import regular
+from memo.files import regular, save_bytes, sync_folder
 from memo.flat import Piece, is_finite, whole
 from memo.layer import model_parameters
 from memo.manifest import (
@@ -66,14 +67,6 @@ def crc32(path: Path) -> int:
     return crc
 
 
-def sync(folder: Path) -> None:
-    """Waits until the folder's entries are on the disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
-        os.fsync(fd)
-    os.close(fd)
-
-
 # --- writing ---
 
 class Saver:
@@ -84,12 +77,15 @@ class Saver:
     checkpoints stay, beside one that no step has followed yet; on a full disk one. `whole`: the iteration of
     the newest whole checkpoint, or None. `read`: gives the tensor of a piece when it is to be written; then
     pieces have shapes only. `copies`: whether pieces are copied, so that they may change soon; others are
-    written from where they are.
+    written from where they are. `lease`: whether the folder is still this run's; rank 0 asks before each of
+    its changes there.
     """
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
                  keep: int = 1, whole: int | None = None,
-                 read: Callable[[Piece], torch.Tensor] | None = None, copies: bool = True) -> None:
+                 read: Callable[[Piece], torch.Tensor] | None = None, copies: bool = True,
+                 lease: Callable[[], bool] = lambda: True) -> None:
+        self.lease = lease
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
@@ -153,9 +149,11 @@ class Saver:
 
     def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: dict[str, Any],
               iter: int) -> None:
-        path = self.folder / str(iter)
-        temporary = path.with_name(f"{iter}.tmp")
+        path = temporary = self.folder / str(iter)
         try:
+            self.folder = self.together(lambda: self.folder)[0]  # a run that lost it has another on rank 0
+            path = self.folder / str(iter)
+            temporary = path.with_name(self.together(lambda: f"{iter}.{token_hex(8)}.tmp")[0])
             if bad := [name for name in self.together(self.take, pieces, reached) if name]:
                 raise BadState(f"{bad[0]} after {iter} steps must be finite, it is not saved; "
                                 f"{last_good(self.folder.parent, iter)}; {LESS}")
@@ -179,7 +177,7 @@ class Saver:
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
                 if latest(self.folder.parent):
                     self.error = CheckpointError(f"{failed}; the previous one is whole; {remedy}")
-            if self.rank == 0:
+            if self.rank == 0 and temporary != path:
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:
             self.pieces = None  # as large as the optimizer's states
@@ -187,7 +185,7 @@ class Saver:
 
     def write_folder(self, path: Path, temporary: Path, config: dict[str, Any], iter: int) -> None:
         """Writes self.pieces of all ranks as the newest checkpoint. Errors: CheckpointError, on all ranks."""
-        self.together(self.begin, path)
+        self.together(self.begin, path, temporary)
         files = self.together(self.write_files, temporary, self.pieces)
         self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
 
@@ -206,15 +204,24 @@ class Saver:
                 raise result
         return results
 
-    def begin(self, path: Path) -> None:
-        """Rank 0 clears the way to `path`."""
+    def check_lease(self) -> None:
+        """Errors: CheckpointError: the folder is another run's, or removed."""
+        if not self.lease():
+            raise CheckpointError(f"{self.folder.parent} is not this run's any more")
+
+    def begin(self, path: Path, temporary: Path) -> None:
+        """Rank 0 clears the way to `path`, and makes the folder `temporary`, which nobody has planted."""
         if self.rank:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+        self.check_lease()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.folder.is_symlink():
+            raise CheckpointError(f"{self.folder} must be a folder, not a link")
         for leftover in self.folder.glob("*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)  # what stays is overwritten
+            shutil.rmtree(leftover, ignore_errors=True)
         if os.path.lexists(path):
             pass_over(path)
+        temporary.mkdir()
 
     def write_files(self, folder: Path, pieces: list[Piece]) -> dict[str, list[int]]:
         """-> {name of a file that this rank wrote: [bytes, crc32]}."""
@@ -227,21 +234,22 @@ class Saver:
         if self.rank:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
-        with open(temporary / CHECKPOINT_JSON, "w") as file:
-            file.write(manifest_text(stored))
-            file.flush()
-            os.fsync(file.fileno())
-        sync(temporary)
+        save_bytes(manifest_text(stored).encode(), temporary / CHECKPOINT_JSON)
+        self.check_lease()
         temporary.rename(path)
-        sync(self.folder)
-        sync(self.folder.parent)
+        sync_folder(self.folder)
+        sync_folder(self.folder.parent)
 
     def remove_old(self, keep: int) -> None:
-        """Rank 0 removes all checkpoints but the `keep` newest, and all damaged ones but as many."""
+        """Rank 0 removes this run's checkpoints but the `keep` newest, and all damaged ones but as many. What
+        has a higher number than its newest is not its own."""
+        if self.rank or self.whole is None or not self.lease():
+            return
         out = self.folder.parent
-        for old in [*checkpoints(out)[keep:], *damaged(out)[keep:]] if self.rank == 0 else ():
+        mine = [folder for folder in checkpoints(out) if int(folder.name) <= self.whole]
+        for old in [*mine[keep:], *damaged(out)[keep:]]:
             with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
-                shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+                shutil.rmtree(old.rename(old.with_suffix(f".{token_hex(8)}.tmp")))
 
 
 def pass_over(folder: Path) -> None:

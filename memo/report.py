@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from secrets import token_hex
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from memo.files import save_bytes, save_json
 from memo.formulas import flops_per_sample, parameters
 from memo.huggingface import OWN, copy_own_files
 from memo.layer import n_rows
-from memo.loggers import StepStats, read_metrics, say
+from memo.loggers import JsonlLogger, StepStats, read_metrics, say
+from memo.manifest import CHECKPOINT
 from memo.origin import differences
 from memo.out_dir import is_locked, lock, rescues
 from memo.pipeline_plot import pipeline
@@ -92,12 +94,19 @@ def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool
 
 
 def keep_folder(run: "Run") -> None:
-    """Makes out_dir again where it was removed in mid-run. The next checkpoint is written there."""
-    if run.lock is None or not is_locked(run.out, run.lock):
-        run.lock = lock(run.out, run.owner)
-        furnish(run, run.out)
-        print(f"\nwarning: out_dir={run.out} was removed; it is made again, without what it held",
-              file=sys.stderr)
+    """Go on in a new folder beside out_dir where that was removed in mid-run, or is another run's. Errors:
+    ConfigError, OSError: there can be none."""
+    if run.lock is not None and is_locked(run.out, run.lock):
+        return
+    before, run.out = run.out, run.out.with_name(f"{run.out.name}-{token_hex(4)}")
+    run.lock = lock(run.out, run.owner)
+    furnish(run, run.out)
+    run.saver.folder = run.out / CHECKPOINT
+    for logger in run.loggers:
+        if isinstance(logger, JsonlLogger):
+            logger.path = run.out / "metrics.jsonl"
+    print(f"\nwarning: out_dir={before} was removed, or is another run's by now; this run goes on in "
+          f"out_dir={run.out}, without what it had written before", file=sys.stderr)
 
 
 def furnish(run: "Run", folder: Path) -> None:

@@ -33,11 +33,11 @@ from memo.huggingface import CONFIG, OWN
 from memo.launch import Launch, same_everywhere, together
 from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
-from memo.manifest import Damaged, latest
+from memo.manifest import Damaged, checkpoints, latest
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.origin import code, differences
-from memo.out_dir import LOCK, check_shared, lock
+from memo.out_dir import LOCK, check_shared, is_locked, lock
 from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
@@ -107,6 +107,8 @@ class Run(Checked):
     def close(self) -> None:
         """Waits for the save under way, and gives back streams, memory and groups."""
         with ExitStack() as stack:  # the last one is closed first; all of them, even if one fails
+            if self.lock:
+                stack.callback(self.lock.close)
             for part in (self.mesh, self.model.arena, self.model, self.saver):
                 stack.callback(part.close)
 
@@ -311,6 +313,19 @@ def set_aside(passed_over: dict[Path, str]) -> None:
         checkpoint.pass_over(folder)
 
 
+def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str]) -> IO:
+    """Lock out_dir, and look again whether it holds what was found there: another run may have come first,
+    and ended since. Errors: ConfigError."""
+    held = lock(found.out, owner)
+    there = next((folder for folder in checkpoints(found.out) if folder not in passed_over), None)
+    wanted = found.ckpt and found.ckpt.path
+    if there != wanted:
+        held.close()
+        raise ConfigError(f"out_dir={found.out} held {wanted or 'no checkpoint'} a moment ago, now it holds "
+                          f"{there or 'none'}: another run was there meanwhile; start again")
+    return held
+
+
 def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable,
                 trace_step: Callable) -> Checked:
     """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
@@ -329,7 +344,8 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
         cfg = found.cfg
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
-    held_lock = together(host, lambda: lock(found.out, owner) if found.speaks else None)
+    held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
+                         if found.speaks else None)
     together(host, check_shared, found.out, owner)
     take_device(launch, device)
     together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
@@ -345,7 +361,8 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0
     # an optimizer on the host has no room for a copy: its next step waits for the disk
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
-                             first if found.ckpt else None, copies=not cfg.optimizer_on_host)
+                             first if found.ckpt else None, copies=not cfg.optimizer_on_host,
+                             lease=lambda: run.lock is None or is_locked(run.out, run.lock))
     lines = memory.where_it_lives(cfg, decision, model, optimizer)
     records = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,

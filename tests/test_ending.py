@@ -1,6 +1,7 @@
 """How a run ends: whatever ends it, it saves first, and what is only told does not end it."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,11 +16,12 @@ import pytest
 
 import train
 from memo import checkpoint, command, dcp, ending, plots, report, signals
+from memo import run as run_module
 from memo.block import Block
 from memo.console import Attempts, Console
-from memo.errors import TrainingError
+from memo.errors import ConfigError, TrainingError
 from memo.loggers import JsonlLogger, StepStats, read_metrics
-from memo.out_dir import rescues
+from memo.out_dir import lock, rescues
 from memo.signals import StepGivenUp, StopSignal
 from tests.helpers import ROOT, argv, losses
 
@@ -245,7 +247,7 @@ def test_pictures_and_loggers_that_fail_are_warnings(dataset, tmp_path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
-def test_an_out_dir_that_is_removed_is_made_again(dataset, tmp_path, monkeypatch, capsys, undisturbed):
+def test_a_run_goes_on_beside_an_out_dir_that_is_removed(dataset, tmp_path, monkeypatch, capsys, undisturbed):
     out, real = tmp_path / "out", train.forward_backward
 
     def removing(run, it):
@@ -255,7 +257,10 @@ def test_an_out_dir_that_is_removed_is_made_again(dataset, tmp_path, monkeypatch
         return real(run, it)
     monkeypatch.setattr(train, "forward_backward", removing)
     assert train.main(argv(dataset, out)) == 0
-    assert capsys.readouterr().err.count(f"out_dir={out} was removed; it is made again") == 1
+    [name] = re.findall(f"out_dir={out} was removed, or .* goes on in out_dir=(.*), without",
+                        capsys.readouterr().err)
+    assert not out.exists()
+    out = Path(name)
     assert losses(out) == undisturbed[6:] and checkpoint.load(out).iter == 12
     assert {"config.json", "plan.json", "loss.png"} <= {f.name for f in out.iterdir()}
 
@@ -347,3 +352,40 @@ def test_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# --- a folder that another run has taken ---
+
+@pytest.mark.slow
+def test_a_run_whose_folder_another_has_taken_leaves_it_alone(dataset, tmp_path, monkeypatch, capsys):
+    out, real = tmp_path / "out", train.forward_backward
+
+    def taken(run, it):
+        if it == 6:
+            run.saver.wait()
+            shutil.rmtree(out)
+            taken.lock = lock(out, "another")
+            (out / "ckpt" / "50").mkdir(parents=True)
+        return real(run, it)
+    monkeypatch.setattr(train, "forward_backward", taken)
+    assert train.main(argv(dataset, out)) == 0
+    assert sorted(os.listdir(out)) == [".lock", "ckpt"] and os.listdir(out / "ckpt") == ["50"]
+    [moved] = (f for f in tmp_path.iterdir() if re.fullmatch("out-[0-9a-f]{8}", f.name))
+    assert checkpoint.load(moved).iter == 12
+    assert f"done: 12 steps; {moved}/ holds ckpt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keys", [dict(), dict(init_from="resume")])
+def test_a_run_that_came_first_meanwhile_is_seen_under_the_lock(dataset, tmp_path, monkeypatch, keys):
+    if keys:
+        assert train.main(argv(dataset, tmp_path, max_iters=2)) == 0
+    real = run_module.lock
+
+    def slow(*args):
+        (tmp_path / "ckpt" / "8").mkdir(parents=True)
+        return real(*args)
+    monkeypatch.setattr(run_module, "lock", slow)
+    with pytest.raises(ConfigError, match="now it holds .*ckpt/8: another run was there meanwhile"):
+        train.main(argv(dataset, tmp_path, **keys))
+    assert sorted(os.listdir(tmp_path / "ckpt")) == ["2"] * bool(keys) + ["8"]
+    lock(tmp_path, "free again").close()
