@@ -52,7 +52,8 @@ def main() -> None:
             tags = [f"--platform={platform}_{machine}" for platform in PLATFORMS]
             for part in report("--no-deps", f"--python-version={python}", *tags, *wanted):
                 hashes[line_of(part)].add(part["download_info"]["archive_info"]["hashes"]["sha256"])
-    rows = [" \\\n    ".join([line, *(f"--hash=sha256:{h}" for h in sorted(hashes[line]))]) for line in wanted]
+    rows = [" \\\n    ".join([line, *(f"--hash=sha256:{digest}" for digest in sorted(hashes[line]))])
+            for line in wanted]
     (ROOT / "requirements-lock.txt").write_text(HEADER + "\n".join(rows) + "\n")
 
 

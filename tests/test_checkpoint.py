@@ -142,7 +142,7 @@ def test_the_newest_stay_and_none_is_written_twice(tmp_path, monkeypatch):
     assert checkpoint.latest(tmp_path) == tmp_path / "ckpt" / "13"
     for name in ("9.damaged", "12.damaged", "12.damaged1", "of.damaged"):
         (tmp_path / "ckpt" / name).mkdir()
-    write(tmp_path, optimizer.pieces(saved=True), 14, keep=2)
+    write(tmp_path, optimizer.pieces(saved=True), 14, keep=2, whole=13)
     damaged = {"12.damaged1", "12.damaged", "of.damaged"}
     assert {f.name for f in (tmp_path / "ckpt").iterdir()} == {"14", "13", "12", "kept"} | damaged
 
