@@ -45,8 +45,6 @@ class Launch:
     world: int  # ranks in all
     local_rank: int
     local_world: int  # ranks on this host
-    restarts: int
-    id: str  # of this node's torchrun, the same until it ends
     threads: int = 0  # CPU threads to use, where torchrun left a rank just one; 0: as torch has it
 
 
@@ -62,19 +60,16 @@ def whole_number(environment: Mapping[str, str], name: str, default: int | str, 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """The Launch of torchrun's environment; without torchrun a single process. Errors: ConfigError."""
     if "TORCHELASTIC_RUN_ID" not in environment and "WORLD_SIZE" not in environment:
-        return Launch(0, 1, 0, 1, 0, "")
+        return Launch(0, 1, 0, 1)
     number = partial(whole_number, environment)
     world = number("WORLD_SIZE", 1, 1, MOST_RANKS)
-    rank, restarts = number("RANK", 0, 0, world - 1), number("TORCHELASTIC_RESTART_COUNT", 0, 0, 10**9 - 1)
+    rank = number("RANK", 0, 0, world - 1)
     local_world = number("LOCAL_WORLD_SIZE", 1, 1, world)
     local_rank = number("LOCAL_RANK", 0, 0, local_world - 1)
-    name = environment.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was given no id
-    if name == "none":
-        name = f"{socket.gethostname()} {os.getppid()}"
     threads = 0
     if local_world > 1 and environment.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
         threads = max(1, len(os.sched_getaffinity(0)) // local_world)
-    return Launch(rank, world, local_rank, local_world, restarts, name, threads)
+    return Launch(rank, world, local_rank, local_world, threads)
 
 
 def follow_torchrun() -> None:
@@ -86,6 +81,18 @@ def follow_torchrun() -> None:
             time.sleep(1)
         os.kill(os.getpid(), signal.SIGTERM)
     threading.Thread(target=follow, name="memo torchrun", daemon=True).start()
+
+
+def run_name() -> str:
+    """Give this run a random name, which torchrun's own store keeps for those that it starts again. Ids of
+    processes, of jobs and of rendezvous come again in other runs."""
+    name = uuid4().hex
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        with suppress(RuntimeError, KeyError, ValueError):  # without it the run is another one
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(address, port, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False)
+            return store.compare_set("memo run", "", name).decode()
+    return name
 
 
 # --- errors of several ranks ---

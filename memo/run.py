@@ -30,7 +30,7 @@ from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
 from memo.files import plain_name, read_text
 from memo.huggingface import CONFIG, OWN
-from memo.launch import Launch, same_everywhere, together
+from memo.launch import Launch, run_name, same_everywhere, together
 from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.manifest import Damaged, checkpoints, latest
@@ -276,15 +276,15 @@ def take_device(launch: Launch, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def is_restart(argv: list[str], host: Axis, launches: list[Launch], read_argv: Callable) -> bool:
-    """Whether torchrun starts this run again after a failure, and the run has left a checkpoint."""
+def is_restart(argv: list[str], host: Axis, name: str, read_argv: Callable) -> bool:
+    """Whether torchrun starts the run called `name` again after a failure, and the run has left a
+    checkpoint."""
     ours = False  # rank 0 looks
-    if host.rank == 0 and any(launch.restarts for launch in launches):
-        with suppress(ConfigError, OSError):  # check_rank() tells them
+    if host.rank == 0:
+        with suppress(ConfigError, OSError, ValueError):  # check_rank() tells them
             cfg, _ = read_argv(argv)
-            owner = read_text(Path(cfg.out_dir) / LOCK).splitlines()
             ours = (cfg.init_from != "resume" and latest(cfg.out_dir) is not None
-                    and any(launch.id in owner for launch in launches))
+                    and name in read_text(Path(cfg.out_dir) / LOCK).splitlines())
     return host.objects(ours)[0]
 
 
@@ -331,8 +331,8 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
     read_argv(argv, passed_over) -> (Config, whether to start although memory lacks); `trace_step`: the
     function of trace_step.py. Errors: ConfigError."""
-    launches = host.objects(launch)
-    if is_restart(argv, host, launches, read_argv):
+    name = host.objects(run_name() if host.rank == 0 else "")[0]
+    if is_restart(argv, host, name, read_argv):
         argv = [*argv, "--init_from=resume"]
     found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
     cfg, device = found.cfg, found.device
@@ -343,7 +343,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
         found = with_numbers(found, launch, host, trace_step)
         cfg = found.cfg
     # one run at a time writes there, and all its ranks to the same folder
-    owner = host.objects("\n".join([*sorted({launch.id for launch in launches}), uuid4().hex]))[0]
+    owner = host.objects(f"{name}\n{uuid4().hex}")[0]
     held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
                          if found.speaks else None)
     together(host, check_shared, found.out, owner)

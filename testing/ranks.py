@@ -39,7 +39,7 @@ def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    with connected(Launch(rank, size, rank, size, 0, "")) as host:
+    with connected(Launch(rank, size, rank, size)) as host:
         while (job := pipe.recv()) is not None:
             work, args = job
             try:

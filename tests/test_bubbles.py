@@ -150,7 +150,7 @@ def decided(host, args):
     with pytest.MonkeyPatch.context() as m:
         m.setattr("memo.memory.with_bubbles", spied)
         bound_arena(m)
-        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
+        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size), host)
     found = *seen[0], run.decision.placement, run.decision.rates
     run.close()
     return found

@@ -940,7 +940,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
         code, out, err = command(*preset, capsys=capsys)
         assert code == 2 and err.startswith(f"error: {path}"), text
         assert "; try python -m memo.profiler --calibrate, or" in err and err.count("\n") == 1 and not out
-        machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1, 0, ""))
+        machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1))
         assert machine.cpu and machine.speeds is None
     path.unlink()
     err = command(*preset, capsys=capsys)[2]

@@ -362,7 +362,7 @@ def test_default_lengths_are_parts_of_the_trained_one():
 ])
 def test_mistakes_are_told_in_a_line(trained, options, world, message):
     given = [str(trained), "--device=cpu", *options]
-    launch = Launch(0, world, 0, world, 0, "")
+    launch = Launch(0, world, 0, world)
     if message is None:
         assert evaluate.check_evaluation(given, launch, {}).questions.lengths == [64, 65]
         return

@@ -74,7 +74,7 @@ def here(host, argv, console=os.devnull):
         m.setattr("memo.report.draw_picture", no_picture)
         bound_arena(m)
         try:
-            run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
+            run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size), host)
         except Exception as e:
             return f"{type(e).__name__}: {e}"
         try:
@@ -443,7 +443,7 @@ def without_memory(host, argv, said, rank, steps):
         if host.rank == rank and not steps:
             m.setattr("memo.block.Block.backward", out_of_memory)
         with rank_errors(host):
-            run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
+            run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size), host)
         with rank_errors(host, run):
             complete(run, train.train)
 
@@ -555,13 +555,25 @@ def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path, torchrun, numb
     assert err.count("SIGTERM: finishing this step, then saving") == 1
 
 
+@pytest.mark.ranks
+def test_a_run_of_the_same_name_is_not_taken_for_the_one_that_is_started_again(dataset, tmp_path, torchrun):
+    """A job that is queued again has the number that it had."""
+    options = "--rdzv-id=7", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--max-restarts=1"
+    for code, seed in ((0, 1), (1, 2)):
+        run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=4, seed=seed), *options, ranks=2)
+        _, err = run.communicate(timeout=600)
+        assert run.returncode == code, err
+    assert err.count("already holds a checkpoint") == 2  # at the start, and when it is started again
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
+
+
 def test_a_port_that_is_taken_is_one_line(monkeypatch):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         for name, value in dict(MASTER_ADDR="localhost", MASTER_PORT=str(port)).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"^MASTER_PORT={port} is in use on this host.*all ranks$"):
-            open_store(Launch(0, 2, 0, 2, 0, ""))
+            open_store(Launch(0, 2, 0, 2))
 
 
 @pytest.mark.ranks

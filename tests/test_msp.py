@@ -384,7 +384,7 @@ def placements(host, args):
     """Of a run that is ready to train."""
     with pytest.MonkeyPatch.context() as m:
         bound_arena(m)
-        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
+        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size), host)
     found = run.decision.placement
     run.close()
     return found

@@ -67,7 +67,7 @@ def held(host, args):
     """(this rank's lines, {region: bytes} that its Estimate has) of a run that is ready to train."""
     with pytest.MonkeyPatch.context() as m:
         choosing(m)
-        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size, 0, "here"), host)
+        run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size), host)
     regions = [line.region for line in run.lines]
     found = run.lines, {name: run.expected.bytes_of(name) for name in regions}, run.expected.alpha
     alpha = run.decision.alpha

@@ -170,7 +170,7 @@ def test_what_is_said_is_what_was_taken(alpha):
 
 @pytest.mark.parametrize("keys", [{}, dict(alpha_mode="paper"), dict(dtype="bfloat16")])
 def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_the_estimate(keys, monkeypatch):
-    cfg, launch = replace(CFG, **keys), Launch(0, 1, 0, 1, 0, "")
+    cfg, launch = replace(CFG, **keys), Launch(0, 1, 0, 1)
     model = GPT(cfg, "cpu", torch.bfloat16 if "dtype" in keys else torch.float32)
     keep = memory.reserve_activations(replace(cfg, activation="keep"), model, 0)
     kept = model.swap.device_bytes
@@ -303,7 +303,7 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     on_host = replace(CFG, optimizer_device="cpu", vocab_size=1000)
     states = 12 * (12 * CFG.n_layer * CFG.n_embd**2 + 1000 * CFG.n_embd)  # weights, two moments
     for world, local_world in ((1, 1), (4, 2)):
-        launch = Launch(0, world, 0, local_world, 0, "")
+        launch = Launch(0, world, 0, local_world)
         share = 9 * 10**8 // local_world - states // world  # beside a checkpoint's copy of them
         assert memory.host_limit(replace(CFG, vocab_size=1000), launch, 4) == share
         # gradients too, and no copy
@@ -313,11 +313,11 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     wanted = (r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; "
               r"try host_memory")
     with pytest.raises(OutOfHostMemory, match=wanted):
-        memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1, 0, ""), 4)
+        memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1), 4)
     with pytest.raises(OutOfHostMemory,
                        match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
-        memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1, 0, ""), 4)
-    assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1, 0, ""), 4) == 0
+        memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1), 4)
+    assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1), 4) == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -333,7 +333,7 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
         one = stage_of(cfg, rank, 6)
         numel, data, _ = states(one, machine, 6, 4)
         held.append(numel // data)
-        limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world, 0, ""), 4))
+        limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world), 4))
     nodes = [range(first, first + local_world) for first in range(0, 6, local_world)]
     for node in nodes:  # weights, moments, gradients
         used = sum(limits[rank] + 16 * held[rank] for rank in node)

@@ -156,7 +156,7 @@ def trained(host, argv, console):
     with (open(f"{console}{host.rank}", "w") as file, contextlib.redirect_stdout(file),
           pytest.MonkeyPatch.context() as m):
         bound_arena(m)
-        run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size, 0, ""), host)
+        run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size), host)
         with contextlib.closing(run):
             code = complete(run, train.train)
         if run.lock:

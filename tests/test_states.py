@@ -177,7 +177,7 @@ def test_bad_input(keys, message):
         Config(states="sharded", **keys)
 
 
-ONE_RANK = Launch(0, 1, 0, 1, 0, "")
+ONE_RANK = Launch(0, 1, 0, 1)
 
 
 def test_a_host_too_small_for_the_states_says_what_it_has_room_for(monkeypatch):
