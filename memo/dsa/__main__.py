@@ -95,7 +95,8 @@ def read_argv(argv: list[str]) -> Namespace:
                   help="bytes; stop at the first placement that fits, not at the least peak",
                   most=MOST_BYTES, why="so much is all that the buffers may take together")
     parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
-    parser.option("--time_limit", float, 60.0, "seconds", **TIME_LIMIT_BOUNDS)
+    parser.option("--time_limit", float, 60.0, "seconds of work, counted in steps: what is found is the same "
+                  "on every machine, however busy", **TIME_LIMIT_BOUNDS)
     parser.option("--alignment", int, 1, "bytes; every offset is a multiple of it", **ALIGNMENT_BOUNDS)
     return parser.parse_args(argv)
 

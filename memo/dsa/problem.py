@@ -201,8 +201,8 @@ class InOrder:
 
 
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
-    """The best Solution that `solver` finds within `time_limit` seconds; never worse than greedy's, always
-    validated.
+    """The best Solution that `solver` finds in `time_limit` seconds of work, see solvers.py; never worse than
+    greedy's, always validated.
 
     Without a capacity it looks for the least peak, or one of `enough` bytes; with one it stops at the first
     placement that fits, and raises NoPlacement where it found none. `auto` runs greedy and, where that
@@ -218,14 +218,16 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
     # the whole needs as much as its largest part: no other part gains by a lower peak
     stop = max(bound, enough // unit) if problem.capacity is None else problem.capacity // unit
     offsets, peak, found_by = [0] * len(problem.buffers), 0, ["greedy"]
+    left = time_limit
     for part, members in parts:
-        placed, part_bound, name = _solve_part(part, solver, stop, decide, start + time_limit)
+        placed, part_bound, name, left = _solve_part(part, solver, stop, decide, left)
         for i, offset in zip(members, placed, strict=True):
             offsets[i] = offset * unit
         bound, peak = max(bound, part_bound), max(peak, part.peak(placed))
         found_by.append(name)
         if decide and peak > stop:
-            why = "exists (proven" if bound > stop else f"was found in {time_limit:g} s (raise the time limit"
+            why = "exists (proven" if bound > stop else (
+                f"was found in {time_limit:g} s of work (raise the time limit")
             raise NoPlacement(f"no placement under capacity={problem.capacity} {why}; lower bound "
                               f"{bound * unit}, lowest peak found {peak * unit})", bound > stop)
         stop = max(stop, peak)
@@ -236,20 +238,21 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
 
 
 def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
-                deadline: float) -> tuple[list[int], int, str]:
-    """(offsets, proven bound of their peak, who found them): of the least peak, or the first at or below
-    `stop`."""
-    best, bound, name = solvers.greedy(part, stop, deadline), part.load, "greedy"
+                seconds: float) -> tuple[list[int], int, str, float]:
+    """(offsets, proven bound of their peak, who found them, seconds that are left): of the least peak, or the
+    first at or below `stop`."""
+    (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
     for method in solvers.METHODS[solver]:
-        peak, seconds = part.peak(best), deadline - time.monotonic()
+        peak, seconds = part.peak(best), seconds - took
         if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
+            took = 0.0
             break
-        offsets, proven = method(part, best, stop, stop if decide else peak - 1, seconds)
+        offsets, proven, took = method(part, best, stop, stop if decide else peak - 1, seconds)
         if offsets is not None and part.peak(offsets) < peak:
             best, name = offsets, "mip" if method is solvers.mip else "cpsat"
         if proven > stop:  # the solvers look for nothing below `stop`: up to there their bound says nothing
             bound = max(bound, proven)
-    return best, bound, name
+    return best, bound, name, seconds - took
 
 
 def _unit(problem: Problem) -> int:

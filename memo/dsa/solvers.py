@@ -3,18 +3,20 @@ blocks.
 
 All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of
 the part, `best` (the offsets to beat), `stop` (the peak at which to stop), `highest` (the highest peak that
-is still of use) and its seconds. It returns (offsets or None, a proven lower bound of the peak). The bound
-says nothing up to `stop`, since no solver looks for a lower peak. problem.validate checks what a solver
-returns. Source: MEMO 4.2.
+is still of use) and its seconds. It returns (offsets or None, a proven lower bound of the peak, seconds that
+it took). The bound says nothing up to `stop`, since no solver looks for a lower peak. problem.validate checks
+what a solver returns. Source: MEMO 4.2.
+
+Seconds are of work: steps are counted, each for what it takes on a core of the machine at hand when this was
+written, and no clock is read. One thread does all. So a result is the same on every machine, however busy.
 """
 
 import importlib.util
-import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import distributions
 from itertools import accumulate
 from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
@@ -30,9 +32,7 @@ if TYPE_CHECKING:
 # area that joining two may waste, as a fraction of the two.
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
 FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more the joining takes too long
-WORKERS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-# buffers: with more, the quick in_order() comes first, and CP-SAT is left out: it would find nothing and
-# overrun its time
+# buffers: with more, the quick in_order() comes first, and CP-SAT is left out: it would find nothing
 LARGE = 10_000
 MOST_PAIRS = 200_000  # of conflicting buffers that a MIP solver gets: two rows of the matrix for each
 # of the MIP solvers, the least they accept: a binary this far from 0 lets buffers overlap by M times this
@@ -41,8 +41,17 @@ BRIEFLY = 20  # one part in so many of the time limit: briefly()'s, and the firs
 COARSE_SHARE = 0.7  # of the time limit: all turns of coarse(); CP-SAT on the whole has the rest
 LONGER = 1.25  # each turn of coarse() lasts so many times the one before
 
-Found = tuple[list[int] | None, int]  # what a solver returns
-Relaxed = tuple[Any, float]  # what a MIP solver returns: values, an array or a list, or None; bound
+# seconds: of a buffer in an ordering of greedy(), and of each one placed before; of blocks, by n^3
+PLACED_S, BEFORE_S, JOINED_S = 16e-6, 3e-10, 1e-9
+# seconds of a unit of CP-SAT's deterministic time, and more for each buffer: 11 to 43 were measured with 500
+# buffers, 46 to 135 with 9,500
+UNIT_S, UNIT_BUFFER_S = 20, 1 / 150
+# seconds of HiGHS for each pair, and pair of pairs: of the first node, which nothing else bounds; of others
+ROOT_S, ROOT_PAIRS_S, NODE_S = 4e-3, 9e-6, 1.2e-5
+
+Found = tuple[list[int] | None, int, float]  # what a solver returns
+# what a MIP solver returns: values, an array or a list, or None; bound; seconds
+Relaxed = tuple[Any, float, float]
 
 
 @dataclass(frozen=True)
@@ -96,36 +105,33 @@ def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> 
     return Part(first, last, tuple(size))
 
 
-def greedy(part: Part, stop: int, deadline: float = inf) -> list[int]:
-    """The best of several orderings of best fit: each buffer into the lowest of the tightest gaps that take
-    it. Orderings that are not done by `deadline` (of time.monotonic) are left out; if none is done, the
-    result is in_order()."""
+def greedy(part: Part, stop: int, seconds: float = inf) -> tuple[list[int], float]:
+    """(offsets, seconds that it took): the best of several orderings of best fit: each buffer into the lowest
+    of the tightest gaps that take it. Orderings for which there are no `seconds` are left out; where there
+    are none for any, the result is in_order()."""
     if len(part.size) == 1:
-        return [0]
+        return [0], 0.0
+    n, took = len(part.size), 0.0
+    each = n * (PLACED_S + BEFORE_S * n)
     size, lower, upper = (np.array(v, dtype=np.int64) for v in (part.size, part.lower, part.upper))
     span, best = upper - lower, in_order(part) if len(part.size) > LARGE else None
     area = -size * (span if int(size.max()) * int(span.max()) < 2**63 else span.astype(float))
     keys = [(-size,), (area,), (-span, -size), (lower, -size), (upper, -size), (-upper, -size)]
     for key in keys:
-        if best is not None and part.peak(best) <= stop:
+        if (best is not None and part.peak(best) <= stop) or took + each > seconds:
             break
-        offsets = _best_fit(lower, upper, size, np.lexsort((lower, *reversed(key))), deadline)
-        if offsets is None:
-            break
+        offsets = _best_fit(lower, upper, size, np.lexsort((lower, *reversed(key))))
+        took += each
         if best is None or part.peak(offsets) < part.peak(best):
             best = offsets
-    return in_order(part) if best is None else best
+    return in_order(part) if best is None else best, took
 
 
-def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.ndarray,
-              deadline: float) -> list[int] | None:
-    """The offsets, or None where there is not the time."""
+def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.ndarray) -> list[int]:
     sky, offsets = np.iinfo(np.int64).max, [0] * len(order)
     # the placed buffers, the lowest first: lower, upper, offset, end
     table: np.ndarray = np.empty((4, len(order)), dtype=np.int64)
     for k, i in enumerate(order):
-        if time.monotonic() > deadline:
-            return None
         born, died, bottom, top = table[:, :k]
         near = (born < upper[i]) & (died > lower[i])
         # where the gap below each near buffer begins, and the one above them all
@@ -156,7 +162,7 @@ def in_order(part: Part) -> list[int]:
 def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
     if len(part.size) > LARGE:
-        return None, 0
+        return None, 0, 0.0
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -179,14 +185,15 @@ def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) 
         for offset, size in zip(offsets, part.size, strict=True):
             model.add(offset + size <= peak)
         model.minimize(peak)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = WORKERS
+    solver, unit_s = cp_model.CpSolver(), UNIT_S + UNIT_BUFFER_S * len(part.size)
+    solver.parameters.max_deterministic_time = seconds / unit_s
+    solver.parameters.num_workers = 1
     status = solver.solve(model)
+    took = unit_s * solver.response_proto.deterministic_time
     if status == cp_model.INFEASIBLE:
-        return None, highest + 1
+        return None, highest + 1, took
     found = [solver.value(o) for o in offsets] if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    return found, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0
+    return found, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0, took
 
 
 def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
@@ -201,22 +208,24 @@ def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float)
     The requests of a network come in stacks and rows. Most good placements keep some of these together, and
     there are far fewer blocks than buffers.
     """
-    end, n, offsets = time.monotonic() + COARSE_SHARE * seconds, len(part.size), None
+    left, n, offsets = COARSE_SHARE * seconds, len(part.size), None
     for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
         fraction, waste = TURNS[turn % len(TURNS)]
-        blocks = _blocks(part, stop, int(n * fraction), waste, turn)
-        slot = min(end - time.monotonic(), seconds / BRIEFLY * LONGER**turn)
+        left -= JOINED_S * n**3
+        slot = min(left, seconds / BRIEFLY * LONGER**turn)
         if slot <= 0 or highest < stop:
             break
+        blocks = _blocks(part, stop, int(n * fraction), waste, turn)
         lower, upper, size, _ = zip(*blocks, strict=True)
-        found, _ = cpsat(part_of(lower, upper, size), [], stop, highest, slot)
+        found, _, took = cpsat(part_of(lower, upper, size), [], stop, highest, slot)
+        left -= took
         if found is not None:
             offsets = [0] * n
             for at, (*_, members) in zip(found, blocks, strict=True):
                 for i, shift in members:
                     offsets[i] = at + shift
             highest = part.peak(offsets) - 1
-    return offsets, 0
+    return offsets, 0, COARSE_SHARE * seconds - left
 
 
 def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
@@ -277,10 +286,9 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) ->
     """
     from scipy.sparse import csr_matrix
 
-    start, n, pairs = time.monotonic(), len(part.size), part.n_pairs()
-    M, size = part.peak(best), np.array(part.size)
+    n, pairs, M, size = len(part.size), part.n_pairs(), part.peak(best), np.array(part.size)
     if pairs > MOST_PAIRS:
-        return None, 0
+        return None, 0, 0.0
     i, j = part.pairs()
     k, a, one = np.arange(pairs), np.arange(n), np.ones(pairs)
     z: np.ndarray = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
@@ -293,12 +301,11 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) ->
                    upper=np.concatenate((M - size, [M], one)),
                    first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))))
     program = {name: array.astype(float) for name, array in program.items()}
-    seconds = max(0.1, seconds - (time.monotonic() - start))
-    found, bound = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
+    found, bound, took = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
-    return None if found is None else _dropped(part, i, j, found), proven
+    return None if found is None else _dropped(part, i, j, found), proven, took
 
 
 def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) -> list[int]:
@@ -316,10 +323,15 @@ def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) 
 
 def _highs(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
            upper: np.ndarray, first: np.ndarray) -> Relaxed:
-    """(values or None, bound): the least column n, where matrix @ values <= most and the columns after n are
-    0 or 1."""
+    """(values or None, bound, seconds): the least column n, where matrix @ values <= most and the columns
+    after n are 0 or 1. Nothing where there are not the seconds for the first node."""
     import highspy
 
+    pairs = len(lower) - n - 1
+    root_s = pairs * (ROOT_S + ROOT_PAIRS_S * pairs)
+    nodes = int((seconds - root_s) / (NODE_S * pairs))
+    if nodes < 1:
+        return None, -inf, 0.0
     lp, solver, start = highspy.HighsLp(), highspy.Highs(), highspy.HighsSolution()
     columns = np.arange(len(lower))
     lp.num_row_, lp.num_col_, lp.col_cost_ = len(most), len(lower), (columns == n).astype(float)
@@ -329,8 +341,9 @@ def _highs(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nda
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
     whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
     lp.integrality_ = [whole if c > n else real for c in columns]
-    options = dict(output_flag=False, time_limit=seconds, objective_target=float(stop), mip_rel_gap=0.0,
-                   mip_feasibility_tolerance=TOLERANCE, primal_feasibility_tolerance=TOLERANCE)
+    options = dict(output_flag=False, threads=1, mip_max_nodes=nodes, objective_target=float(stop),
+                   mip_rel_gap=0.0, mip_feasibility_tolerance=TOLERANCE,
+                   primal_feasibility_tolerance=TOLERANCE)
     for option, value in options.items():
         solver.setOptionValue(option, value)
     solver.passModel(lp)
@@ -339,7 +352,8 @@ def _highs(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nda
     solver.run()
     info = solver.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    return solver.getSolution().col_value if found else None, info.mip_dual_bound
+    took = root_s + max(0, info.mip_node_count) * NODE_S * pairs
+    return solver.getSolution().col_value if found else None, info.mip_dual_bound, took
 
 
 def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
@@ -349,7 +363,7 @@ def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nd
         return None
     import gurobipy
 
-    settings = dict(TimeLimit=seconds, BestObjStop=float(stop), MIPGap=0.0, IntFeasTol=TOLERANCE,
+    settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=float(stop), MIPGap=0.0, IntFeasTol=TOLERANCE,
                     FeasibilityTol=TOLERANCE)
     try:
         with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
@@ -361,10 +375,17 @@ def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nd
             for name, value in settings.items():
                 model.setParam(name, value)
             model.optimize()
-            return x.X if model.SolCount else None, model.ObjBound
+            return x.X if model.SolCount else None, model.ObjBound, model.Work
     except gurobipy.GurobiError as error:
         _say(f"gurobi: {error}; going on with HiGHS")
         return None
+
+
+@cache
+def libraries() -> tuple[str, ...]:
+    """The solvers that are installed, with their versions: others may find other placements."""
+    names = "ortools", "highspy", "gurobipy"
+    return tuple(f"{name} {found.version}" for name in names for found in distributions(name=name))
 
 
 @cache

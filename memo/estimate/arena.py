@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from memo import backends
 from memo.config import SUBSEQUENCE_KEYS, Config
+from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.estimate.hardware import Machine
 from memo.files import cache_folder, keep_json, kept_json
@@ -152,7 +153,7 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
                  multiprocessors=machine.multiprocessors)
     try:
-        key = hashlib.sha256(repr((keys, version("torch"), source_digest())).encode())
+        key = hashlib.sha256(repr((keys, version("torch"), libraries(), source_digest())).encode())
     except PackageNotFoundError:
         raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
     folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"

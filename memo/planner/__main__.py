@@ -20,7 +20,7 @@ def read_argv(argv: list[str]) -> Namespace:
     parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
     parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
     parser.option("--alignment", int, 512, "bytes; torch has 512 on CUDA", **ALIGNMENT_BOUNDS)
-    parser.option("--time_limit", float, 60.0, "seconds for each problem", **TIME_LIMIT_BOUNDS)
+    parser.option("--time_limit", float, 60.0, "seconds of work for each problem", **TIME_LIMIT_BOUNDS)
     parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
     return parser.parse_args(argv)
 

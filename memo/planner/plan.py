@@ -21,10 +21,10 @@ from memo.files import keep_json, kept_json, readable_json
 from memo.planner.trace import OUTSIDE, WHOLE, Trace, marked
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
-PLANNING_S = 10.0  # for each of a run's problems; what is found by then is used
+PLANNING_S = 10.0  # of work, for each of a run's problems; what is found by then is used
 # What is left to greedy, for CP-SAT would take all that time: a peak of so many lower bounds; and, with
 # solver=auto, a problem of more buffers, of which CP-SAT found no better plan (METP's backward: 883 and 3,315
-# buffers, peaks 1.4% and 0.3% above the bound). So these plans are the same on every machine.
+# buffers, peaks 1.4% and 0.3% above the bound).
 NEAR, MOST_SEARCHED = 1.001, 500
 # the fields of one of Plan.levels
 LEVEL = dict(segment=str, n=int, lower_bound=int, peak=int, proven=bool, solver=str, seconds=float)
@@ -213,7 +213,7 @@ def one_level(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit
 def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignment: int = 1) -> Plan:
     """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or
     None, costs time only."""
-    key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S}".encode())
+    key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S} {solvers.libraries()}".encode())
     # a better solver's plan is another
     sources = (problem.__file__, solvers.__file__, gaps.__file__)
     for module in (__file__, Path(__file__).with_name("trace.py"), *sources):
