@@ -13,7 +13,8 @@ import torch
 from memo.errors import ConfigError, reason
 from memo.files import fingerprint, load_json, open_file
 from memo.parallel.cp import interleaved
-from memo.tokens import DATA, DTYPES, load_tokenizer
+from memo.tokenizer import load_tokenizer
+from memo.tokens import DATA, DTYPES
 
 SPLITS = ("train", "val")
 

@@ -8,6 +8,7 @@ Both ways go tensor by tensor: a few of them are in memory at once. The files of
 
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -47,18 +48,18 @@ from memo.huggingface import CONFIG, OWN, check_reach, copy_own_files, hf_config
 from memo.layer import model_parameters
 from memo.load_config import stored_config
 from memo.rope import parse_scaling
-from memo.tokens import TOKENIZER, TOKENIZER_CONFIG, check_vocab_size, load_tokenizer
+from memo.tokenizer import TOKENIZER, TOKENIZER_CONFIG, OtherForm, check_vocab_size, find_tokenizer
 from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, save_weights
 
 
 def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
-    """The tokenizer beside the weights, None where there is none. Errors: ConfigError: it cannot be used, or
-    has more tokens than the model."""
-    if not (folder / TOKENIZER).exists():
-        return None
-    tokenizer = load_tokenizer(folder / TOKENIZER)
-    check_vocab_size(tokenizer, folder / TOKENIZER, cfg.vocab_size)
-    return tokenizer
+    """The tokenizer beside the weights, None where there is none, or one in a form that memo does not read.
+    Errors: ConfigError: it cannot be used, or has more tokens than the model."""
+    with suppress(OtherForm):  # it goes along
+        if tokenizer := find_tokenizer(folder):
+            check_vocab_size(tokenizer, folder, cfg.vocab_size)
+        return tokenizer
+    return None
 
 
 # --- from Hugging Face ---

@@ -48,9 +48,10 @@ def open_file(path: str | Path) -> int:
     return descriptor
 
 
-def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS) -> str:
-    """The text of a file in UTF-8, with or without a byte order mark. Errors: OSError, ValueError."""
-    with open(open_file(path), encoding="utf-8-sig") as file:
+def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS, newline: str | None = None) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark. `newline`: as open() takes it. Errors:
+    OSError, ValueError."""
+    with open(open_file(path), encoding="utf-8-sig", newline=newline) as file:
         text = file.read(most_chars + 1)
     if len(text) > most_chars:
         raise ValueError(f"it must be at most {most_chars:,} characters long")

@@ -27,7 +27,7 @@ from memo.out_dir import is_locked, lock, rescues
 from memo.pipeline_plot import pipeline
 from memo.plots import loss_curve, memory_plan, timeline
 from memo.swap.spans import Span, on_one_clock
-from memo.tokens import load_tokenizer
+from memo.tokenizer import encode_text, load_tokenizer
 
 if TYPE_CHECKING:
     from memo.run import Run
@@ -174,7 +174,7 @@ def sample_with(run: "Run") -> str | None:
         return None
     tokenizer, S = load_tokenizer(run.out / "tokenizer.json"), run.cfg.block_size
     words = tokenizer.decode(run.data.tokens["train"][:64].tolist()).lstrip("@").split()[:3]
-    room = S - len(tokenizer.encode(" ".join(words)).ids)
+    room = S - len(encode_text(tokenizer, " ".join(words)))
     if not words or room < 1:
         return None
     shorter = f" --max_new_tokens={room}" if room < SAMPLE_TOKENS else ""

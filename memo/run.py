@@ -42,7 +42,7 @@ from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
 from memo.report import furnish
-from memo.tokens import load_tokenizer
+from memo.tokenizer import OtherForm, find_tokenizer, what_decides
 
 if TYPE_CHECKING:
     from model import GPT
@@ -118,15 +118,15 @@ class Run(Checked):
 def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
     """Errors: ConfigError: the data was made with another tokenizer than `folder` holds, which belongs
     to the `weights`."""
-    mine, theirs = data.folder / "tokenizer.json", Path(folder) / "tokenizer.json"
-    if not (mine.exists() and theirs.exists()):
+    try:
+        theirs = find_tokenizer(folder) or find_tokenizer(Path(folder) / OWN)
+    except OtherForm as e:
+        warn(f"whether dataset={data.folder} was made with the tokenizer of {weights} is not known: {e}")
         return
-    with suppress(OSError, ValueError):  # load_tokenizer() tells them
-        if read_text(mine) == read_text(theirs):
-            return
-    if load_tokenizer(mine).to_str() != load_tokenizer(theirs).to_str():
+    mine = find_tokenizer(data.folder)
+    if mine and theirs and what_decides(mine) != what_decides(theirs):
         raise ConfigError(f"dataset={data.folder} was made with another tokenizer than {weights}; prepare it "
-                          f"again with data/text/prepare.py --tokenizer={theirs}")
+                          f"again with data/text/prepare.py --tokenizer={folder}")
 
 
 def arena_here(trace_step: Callable, cfg: Config, machine: Machine) -> ArenaBytes:

@@ -20,6 +20,8 @@ def read_argv(argv: list[str]) -> Namespace:
                   why="all tokens are equally likely by then")
     parser.option("--top_k", int, 200, "draw among the k likeliest; 0 among all", least=0, most=2**32,
                   why="no vocabulary is larger")
+    parser.option("--parse_special", bool, help="special tokens in the prompt are special, or ordinary text; "
+                  "by default as in the run's dataset")
     parser.option("--seed", int, 1337, "of what is drawn", least=0, below=2**63, why="seeds have 63 bits")
     parser.device_options()
     return parser.parse_args(argv)
@@ -38,7 +40,7 @@ from memo.errors import ConfigError, reason
 from memo.files import read_text
 from memo.load_config import stored_config
 from memo.staging import with_place
-from memo.tokens import check_vocab_size, load_tokenizer
+from memo.tokenizer import check_vocab_size, encode_text, load_tokenizer, said_in
 from model import GPT
 
 
@@ -146,7 +148,7 @@ def read_prompt(given: str) -> str:
     if not given.startswith("@"):
         return given.encode(errors="replace").decode()  # an argument can hold what is no UTF-8
     try:
-        return read_text(given[1:])
+        return read_text(given[1:], newline="")
     except (OSError, ValueError) as e:
         raise ConfigError(f"prompt={given} cannot be read ({reason(e)}); give a text file in UTF-8") from None
 
@@ -158,9 +160,11 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or "
                           "copy one there")
     tokenizer, prompt = load_tokenizer(path), read_prompt(args.prompt)
+    rule = said_in(Path(args.out_dir), "config.json").get("tokenizer")
+    special = rule.get("parse_special") is True if isinstance(rule, dict) else False
     model = load_model(args.out_dir, args.device, args.dtype)
     check_vocab_size(tokenizer, path, model.cfg.vocab_size)
-    ids = tokenizer.encode(prompt).ids
+    ids = encode_text(tokenizer, prompt, special if args.parse_special is None else args.parse_special)
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):
         ids.append(token)

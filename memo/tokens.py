@@ -14,25 +14,24 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from memo.command import progress, python
-from memo.errors import ConfigError, reason
-from memo.files import fingerprint, parse_json, read_text
+from memo.errors import ConfigError
+from memo.files import fingerprint
 from memo.keys import check_value, option
+from memo.tokenizer import ENDS, byte_level, encode_text, end_of_document, tokenizer_vocab_size
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-# of a document: the first of these that a vocabulary has
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 VAL_EVERY = 20          # every 20th document goes to val.bin
 PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to twice it, in parallel
 # the time to train a tokenizer grows with the square of a word's length
@@ -43,18 +42,17 @@ VOCAB_SIZE: dict[str, Any] = dict(least=257, most=2**20,
 # read ahead: bounds the memory (about 70 bytes a character while encoding), and is a step of the progress
 BATCH_CHARS = min(2**22, 4 * PIECE_CHARS * (os.cpu_count() or 1))
 DATASET_FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
-WORD_END = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
+# where a document may be cut, the likeliest place first: between words, between lines, at a space that goes
+# since the tokenizer puts one before each text, and beside signs
+CUTS = tuple(map(re.compile, (
+    r"(?<=\w)(?= \w)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\s)", r"(?<=\S) (?=\S)",
+    r"(?<=\w)(?=[^\w\s])", r"(?<=[^\w\s])(?=\w)", r"(?<=[a-zA-Z])(?=\d)")))
+WINDOW = 256            # characters before and behind a cut that are looked at
+LONG_RUN = re.compile(r"\d{32}|\s{32}|(.)\1{31}", re.DOTALL)
+MayCut = Callable[[str, str, str], bool]
 
 
-# --- tokenizers ---
-
-def byte_level(model: models.BPE) -> Tokenizer:
-    """A tokenizer like GPT-2's: bytes, cut into words, decoded without loss."""
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
+# --- a tokenizer of one's own ---
 
 def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: ConfigError:
@@ -69,35 +67,12 @@ def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
     def texts() -> Iterator[str]:
         nonlocal read
         for document in documents:
-            for piece, _ in document_pieces(document):
+            for piece, _ in document_pieces(document, lambda *around: True):
                 read += len(piece)
                 yield from short_words(piece)
     with bar_or_progress(lambda: f"training a tokenizer of {vocab_size:,} tokens on {read:,} characters"):
         tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer
-
-
-@contextmanager
-def no_stderr() -> Iterator[None]:
-    """Meanwhile there is no stderr: on errors that it did not foresee, the library prints more
-    than it raises."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def tokenizer_of(text: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
-    model = parse_json(text).get("model")
-    # the library aborts on merges without such a prefix
-    if isinstance(model, dict) and model.get("continuing_subword_prefix"):
-        raise ValueError("continuing_subword_prefix must be empty")
-    return Tokenizer.from_str(text)
 
 
 def short_words(text: str) -> Iterator[str]:
@@ -111,94 +86,45 @@ def bar_or_progress(text: Callable[[], str]) -> AbstractContextManager:
     return nullcontext() if sys.stderr.isatty() else progress(text)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or of a folder with a tokenizer.json or with GPT-2's vocab.json and
-    merges.txt; it neither cuts nor pads. Errors: ConfigError: there is none, or it cannot encode."""
-    path = Path(path)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    vocab, merges = path / "vocab.json", path / "merges.txt"
-    try:
-        with no_stderr():
-            if file.is_file():
-                tokenizer = tokenizer_of(read_text(file))
-            elif vocab.is_file() and merges.is_file():
-                tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
-                tokenizer.add_special_tokens([t for t in ENDS if tokenizer.token_to_id(t) is not None])
-            else:
-                tokenizer = None
-            if tokenizer:
-                tokenizer.no_truncation()
-                tokenizer.no_padding()
-                tokenizer.decode(tokenizer.encode("a b\n").ids)
-    except BaseException as e:  # tokenizers raises bare Exceptions, and panics of a class of their own
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # a signal, say
-            raise
-        raise ConfigError(f"tokenizer={path} cannot be read ({reason(e)}); give a tokenizer.json of "
-                          "`tokenizers`") from None
-    if tokenizer is None:
-        raise ConfigError(f"tokenizer={path} must be a tokenizer.json, a folder with one or with vocab.json "
-                          "and merges.txt, or train:<vocab>; try train:4096")
-    return tokenizer
-
-
-def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
-    """One more than the tokenizer's largest id."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
-def check_vocab_size(tokenizer: Tokenizer, where: str | Path, vocab_size: int) -> None:
-    """Errors: ConfigError: the tokenizer of `where` has more tokens than its model. Fewer are usual."""
-    if (n := tokenizer_vocab_size(tokenizer)) > vocab_size:
-        raise ConfigError(f"{where}: the tokenizer has {n} tokens, must have at most the model's "
-                          f"vocab_size={vocab_size}; put the model's own tokenizer.json there")
-
-
-def end_of_document(tokenizer: Tokenizer) -> str:
-    """The token that ends every document. Errors: ConfigError: the vocabulary has none of the known ones."""
-    for token in ENDS:
-        if tokenizer.token_to_id(token) is not None:
-            return token
-    raise ConfigError(f"tokenizer's vocabulary must hold a token that ends a document ({', '.join(ENDS)}); "
-                      f"add {ENDS[0]} to it")
-
-
 # --- documents to ids ---
 
-def document_pieces(document: str | Iterable[str], chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
+def find_cut(text: str, first: int, end: int, may_cut: MayCut) -> re.Match | None:
+    """The first place between characters `first` and `end`, of some that are tried, where `may_cut` holds."""
+    for kind in CUTS:
+        for start in range(first, end, (end - first) // 4 + 1):
+            if not (cut := kind.search(text, start, end)):
+                break
+            if may_cut(text[cut.start() - WINDOW:cut.start()], cut[0], text[cut.end():cut.end() + WINDOW]):
+                return cut
+    return None
+
+
+def document_pieces(document: str | Iterable[str], may_cut: MayCut,
+                    chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
     """Yields (piece, whether it is the document's last), in order. A document is a str, or the strs that it
-    consists of; an empty one has no piece. A piece ends behind `chars` characters between two words, since
-    byte-level BPEs never merge across words. Where no word ends within as many more, the word is cut: its ids
-    may differ from those of the whole."""
-    rest = ""
+    consists of; an empty one has no piece. A piece ends where may_cut(WINDOW characters before it, a space
+    that is left out or nothing, WINDOW characters behind it): behind `chars` characters, or as many more as
+    it takes."""
+    rest, least = "", chars
     for part in [document] if isinstance(document, str) else document:
         rest += part
         start = 0
-        while len(rest) - start > 2 * chars:
-            cut = WORD_END.search(rest, start + chars, start + 2 * chars)
-            end = cut.start() if cut else start + 2 * chars
-            yield rest[start:end], False
-            start = end
+        while len(rest) - start > 2 * least:
+            if cut := find_cut(rest, start + least, start + 2 * least - WINDOW, may_cut):
+                yield rest[start:cut.start()], False
+                start, least = cut.end(), chars
+            else:
+                least *= 2
         rest = rest[start:]
-    while cut := WORD_END.search(rest, chars):
-        yield rest[:cut.start()], False
-        rest = rest[cut.start():]
     if rest:
         yield rest, True
 
 
-def encodes_by_word(tokenizer: Tokenizer) -> bool:
-    """Whether pieces have the same ids as their document. They do not where a tokenizer puts a space
-    before each text."""
-    words = ("a", " b.\n", "c", " =", " 1\n\n  'D'", " é\n", "7")
-    ids = [tokenizer.encode(t, add_special_tokens=False).ids for t in ("".join(words), *words)]
-    return ids[0] == sum(ids[1:], [])
-
-
-def batches(documents: Iterable, chars: int) -> Iterator[list[tuple[str, bool]]]:
+def batches(documents: Iterable, may_cut: MayCut) -> Iterator[list[tuple[str, bool]]]:
     """Yields lists of pieces, about BATCH_CHARS long in all."""
     batch, size = [], 0
     for document in documents:
-        for piece in document_pieces(document, chars):
+        for piece in document_pieces(document, may_cut, PIECE_CHARS):
             batch.append(piece)
             size += len(piece[0])
             if size >= BATCH_CHARS:
@@ -207,23 +133,47 @@ def batches(documents: Iterable, chars: int) -> Iterator[list[tuple[str, bool]]]
     yield batch
 
 
-def encode(documents: Iterable, tokenizer: Tokenizer,
-           total_bytes: int | None) -> Iterator[tuple[list[int], bool]]:
-    """Yields (ids, whether they end their document), in order, encoded on all cores. `total_bytes`, for the
-    bar, may be None."""
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    tokenizer.encode_special_tokens = True  # a document that merely mentions <|endoftext|> does not end there
-    end: Any = tokenizer.token_to_id(end_of_document(tokenizer))
-    chars, done = PIECE_CHARS if encodes_by_word(tokenizer) else sys.maxsize // 4, 0
-    of = f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
+def pretokens(tokenizer: Tokenizer, text: str) -> list[Any]:
+    """The words into which a tokenizer cuts a text before its model sees them."""
+    text = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+    cutter = tokenizer.pre_tokenizer
+    return [word for word, _ in cutter.pre_tokenize_str(text)] if cutter else [text]
+
+
+def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: bool = False,
+           total_bytes: int | None = None, met: Counter | None = None) -> Iterator[tuple[list[int], bool]]:
+    """Yields (ids, whether they end their document, with the token `end`), in order, encoded on all cores.
+    `total_bytes`, for the bar, may be None. Counts in `met` the tokens in the text that were added to the
+    vocabulary: {whether they are special: number}."""
+    met = Counter() if met is None else met
+    tokenizer.encode_special_tokens = not parse_special  # a document cannot forge the end of another
+    patterns = {}
+    for special in (True, False):
+        added = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special is special]
+        longest_first = sorted(added, key=len, reverse=True)
+        patterns[special] = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def may_cut(left: str, between: str, right: str) -> bool:
+        """Whether the ids of both sides are those of the whole. Where a text repeats itself, what holds in
+        a window may not hold beyond it."""
+        if LONG_RUN.search(left) or LONG_RUN.search(right):
+            return False
+        texts = left + between + right, left, right
+        whole, *sides = (encode_text(tokenizer, text, parse_special) for text in texts)
+        if whole == sides[0] + sides[1] and isinstance(tokenizer.model, models.Unigram):
+            whole, *sides = (pretokens(tokenizer, text) for text in texts)  # its sums round over a word
+        return whole == sides[0] + sides[1]
+    done, of = 0, f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
           bar_or_progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB")):
-        for batch in batches(documents, chars):
+        for batch in batches(documents, may_cut):
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for text, last, encoding in zip(texts, lasts, encodings, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
-                nbytes = len(text.encode(errors="replace"))
+                for special, pattern in patterns.items():
+                    met[special] += len(pattern.findall(text))
+                nbytes = len(text.encode())
                 done += nbytes
                 bar.update(nbytes)
 
@@ -261,9 +211,10 @@ def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
 
 
 def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
-                  total_bytes: int | None = None) -> dict:
+                  total_bytes: int | None = None, end: str | None = None,
+                  parse_special: bool = False) -> dict:
     """Writes the folder `out_dir` from documents as document_pieces() takes them, and returns its meta. Empty
-    documents are left out.
+    documents are left out. `end`: the token that ends each, by default end_of_document()'s.
 
     Whatever stops the writing, `out_dir` holds the dataset of before, or none. Errors: ConfigError: there are
     no documents, or the tokenizer has no end-of-document token.
@@ -272,11 +223,15 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     out_dir, partial = Path(out_dir), Path(out_dir) / ".partial"
     vocab_size = tokenizer_vocab_size(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    end = end_of_document(tokenizer)
+    end = end or end_of_document(tokenizer)
+    end_id: Any = tokenizer.token_to_id(end)
+    met: Counter = Counter()
+    print(f"each document ends with the token {end}, id {end_id}", flush=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        counts = write_splits(partial, encode(documents, tokenizer, total_bytes), DTYPES[dtype])
+        encoded = encode(documents, tokenizer, end_id, parse_special, total_bytes, met)
+        counts = write_splits(partial, encoded, DTYPES[dtype])
         if not counts["train"]["documents"]:
             raise ConfigError("the source holds no text; give one with at least one document that is not "
                               "empty")
@@ -284,13 +239,17 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
         tokenizer.save(str(partial / "tokenizer.json"))
         sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
         meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, fingerprints=fingerprints,
-                    tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end))
+                    tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end,
+                                   parse_special=parse_special))
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         (out_dir / "meta.json").unlink(missing_ok=True)
         for name in DATASET_FILES:
             os.replace(partial / name, out_dir / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    read_as = "which they are" if parse_special else "read as ordinary text (--parse_special)"
+    others = f"; {met[False]:,} other added tokens, which stay whole" if met[False] else ""
+    print(f"special tokens met in the text: {met[True]:,}, {read_as}{others}")
     sizes = ", ".join(f"{s} {c['tokens']:,} tokens of {c['documents']:,} "
                       "documents" for s, c in counts.items())
     print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")

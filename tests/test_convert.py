@@ -19,7 +19,8 @@ from memo.huggingface import model_keys
 from memo.layer import model_parameters
 from memo.load_config import load_config
 from memo.optim import Optimizer
-from memo.tokens import load_tokenizer, train_tokenizer
+from memo.tokenizer import load_tokenizer
+from memo.tokens import train_tokenizer
 from memo.weights import hf_tensors
 from model import GPT
 from tests.helpers import batches, fails, memo_logits, save_states

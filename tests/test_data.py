@@ -18,7 +18,8 @@ from memo import command, tokens
 from memo.batch import SPLITS, open_dataset, to_device
 from memo.command import run
 from memo.errors import ConfigError
-from memo.tokens import DTYPES, load_tokenizer, train_tokenizer, write_dataset
+from memo.tokenizer import load_tokenizer
+from memo.tokens import DTYPES, train_tokenizer, write_dataset
 from tests.helpers import ROOT
 
 TEXTS = [f"document {i}\n" + f"line {i * i} of é漢 text\n\tindented 'words' {i}\n\n" * (i % 7 + 1)
@@ -74,7 +75,8 @@ def test_documents_come_back_whole(tmp_path, tokenizer):
     assert meta["dtype"] == "uint16"
     assert meta["vocab_size"] == 300
     sha256 = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
-    assert meta["tokenizer"] == dict(file="tokenizer.json", sha256=sha256, end_of_document="<|endoftext|>")
+    assert meta["tokenizer"] == dict(file="tokenizer.json", sha256=sha256, end_of_document="<|endoftext|>",
+                                     parse_special=False)
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
 
@@ -100,6 +102,7 @@ def test_vocabularies_beyond_uint16_take_uint32(tmp_path):
     words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    tokenizer.add_special_tokens(["</s>"])
     meta = write_dataset(tmp_path, ["w65535 w65536 w69999", "w1 w2"], tokenizer)
     assert meta["dtype"] == "uint32"
     assert meta["vocab_size"] == 70_001
@@ -107,36 +110,23 @@ def test_vocabularies_beyond_uint16_take_uint32(tmp_path):
     assert open_dataset(str(tmp_path), 2).batch("train", 0, 0, 1, 2, 0)[0].dtype == torch.int64
 
 
-def test_pieces_do_not_change_the_ids(tmp_path, tokenizer, monkeypatch):
-    """Long documents are encoded in pieces, unless that would give a tokenizer's texts more spaces."""
-    spaced = load_tokenizer(save(tokenizer, tmp_path / "t.json"))
-    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    for t, by_word in ((tokenizer, True), (spaced, False)):
-        whole = [t.encode(d).ids for d in TEXTS]
-        monkeypatch.setattr(tokens, "PIECE_CHARS", 20)
-        monkeypatch.setattr(tokens, "BATCH_CHARS", 50)
-        assert tokens.encodes_by_word(t) is by_word
-        assert len(list(tokens.document_pieces(TEXTS[6], 20))) > 10
-        end, found = t.token_to_id("<|endoftext|>"), [[]]
-        for ids, last in tokens.encode(TEXTS, t, None):
-            found[-1] += ids
-            found += [[]] if last else []
-        assert found == [ids + [end] for ids in whole] + [[]]
-
-
-@pytest.mark.parametrize("document", [
-    "x " + "ab" * 5000 + " z", " " * 10_000, "word " * 2000, "\n" * 50 + "  a\n    b\n" * 900,
-    "漢字" * 5000, "a", ""])
-def test_pieces_are_never_long(document):
-    """However long a word is, and whatever parts the document is read in."""
-    for chars in (64, 100):
-        whole = list(tokens.document_pieces(document, chars))
+@pytest.mark.parametrize("document", ["word " * 4000, "\n" * 50 + "  a\n    b\n" * 1900, "a", "",
+                                      "x " + "ab" * 5000 + ". z " * 9000])
+def test_pieces_are_as_short_as_they_may_be(document):
+    """Whatever parts the document is read in. One without a word's end stays whole."""
+    def may_cut(left, between, right):
+        return len(left) == len(right) == tokens.WINDOW and not between
+    for chars in (600, 1000):
+        whole = list(tokens.document_pieces(document, may_cut, chars))
         assert "".join(piece for piece, _ in whole) == document
-        assert all(0 < len(piece) <= 2 * chars for piece, _ in whole)
+        assert all(0 < len(piece) <= 2 * chars or "b" * 2 in piece or "ab" * 9 in piece for piece, _ in whole)
         assert [last for _, last in whole] == [False] * (len(whole) - 1) + [True] * bool(document)
+        assert len(whole) >= len(document) // 21000
         for size in (1, 63, 999):
             parts = (document[i:i + size] for i in range(0, len(document), size))
-            assert list(tokens.document_pieces(parts, chars)) == whole
+            assert list(tokens.document_pieces(parts, may_cut, chars)) == whole
+    for document in (" " * 9000, "\U0001f600" * 9000, "7" * 9000):
+        assert list(tokens.document_pieces(document, may_cut, 600)) == [(document, True)]
 
 
 def test_training_sees_no_long_word():
@@ -422,7 +412,9 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
      "tokenizer=nowhere.json must be a tokenizer.json, a folder with one"),
     ("--source=in --tokenizer=in/one.txt", "tokenizer=in/one.txt cannot be read ("),
     ("--source=in/key.jsonl --text_key=body --tokenizer=no_end.json",
-     "tokenizer's vocabulary must hold a token that ends"),
+     "tokenizer=no_end.json: no special tokens may end a document; add <|endoftext|> to its special tokens"),
+    ("--source=in --end_token=</s>", "end_token=</s> must be <|endoftext|> for a tokenizer that is trained"),
+    ("--source=in --parse_special=2", "parse_special='2' must be true or false"),
     ("--source=in --tokenizer=train:1" + "0" * 30,
      "must be at most 1048576 (the trainer takes memory for each before"),
     ("--source=in --tokenizer=train:1" + "0" * 5000, "tokenizer='train:10000"),

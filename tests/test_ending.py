@@ -335,7 +335,7 @@ def test_the_prompt_is_the_datas_and_leaves_room(dataset, tmp_path):
     for words, room in (("one two three four", 61), ("@ one two", 62), ("one", 63)):
         ids = SimpleNamespace(train=words.split())
         tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(tokens),
-                                    encode=lambda t: SimpleNamespace(ids=t.split()))
+                                    encode=lambda t, **kwargs: SimpleNamespace(ids=t.split()))
         run = SimpleNamespace(out=tmp_path, cfg=SimpleNamespace(block_size=64),
                               data=SimpleNamespace(tokens=dict(train=np.array(ids.train))))
         (tmp_path / "tokenizer.json").touch()

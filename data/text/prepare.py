@@ -31,12 +31,11 @@ from memo.config import KEYS
 from memo.errors import ConfigError, reason
 from memo.huggingface import model_keys
 from memo.keys import check_value, option, typed
+from memo.tokenizer import ENDS, check_vocab_size, end_of_document, load_tokenizer
 from memo.tokens import (
     DATA,
     DATASET_FILES,
     VOCAB_SIZE,
-    check_vocab_size,
-    load_tokenizer,
     train_tokenizer,
     train_with,
     write_dataset,
@@ -65,6 +64,10 @@ def read_argv(argv):
     parser.option("--config", help="which configuration of the Hugging Face dataset, where it has several",
                   least=1)
     parser.option("--split", default="train", help="which split of the Hugging Face dataset", least=1)
+    parser.option("--end_token", help="a special token of the tokenizer, which ends each document; by "
+                  "default its eos_token", least=1)
+    parser.option("--parse_special", bool, False, "special tokens in a text are special, as where a chat "
+                  "template made it; else they are ordinary text")
     args = parser.parse_args(argv)
     kind, _, vocab = args.tokenizer.partition(":")
     args.vocab_size = None
@@ -75,6 +78,9 @@ def read_argv(argv):
         f = option("vocab_size", int, **VOCAB_SIZE)
         args.vocab_size = typed(f, vocab, "--")
         check_value(f, args.vocab_size)
+        if args.end_token not in (None, ENDS[0]):
+            raise ConfigError(f"end_token={args.end_token} must be {ENDS[0]} for a tokenizer that is trained "
+                              "here; leave it out")
     return args
 
 
@@ -259,14 +265,14 @@ def open_source(args, out_dir):
     return lambda: (text_of(row, args.text_key, args.source) for row in rows), rows.data.nbytes
 
 
-def given_tokenizer(given):
-    """The tokenizer of a file or folder, or hf:<folder> of a model that memo has, and that model's keys.
-    Errors: ConfigError."""
+def given_tokenizer(given, end_token):
+    """(the tokenizer of a file or folder, or hf:<folder> of a model that memo has, what ends its documents,
+    that model's keys). Errors: ConfigError."""
     folder = given.removeprefix("hf:")
     tokenizer, model = load_tokenizer(folder), model_keys(folder) if folder != given else {}
     if model:
         check_vocab_size(tokenizer, folder, model["vocab_size"])
-    return tokenizer, model
+    return tokenizer, end_of_document(tokenizer, folder, end_token), model
 
 
 def main(argv):
@@ -275,10 +281,12 @@ def main(argv):
     if not args.out_dir and (out_dir / "meta.json").exists():
         raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, "
                           "the same one to replace it")
-    tokenizer, model = (None, {}) if args.vocab_size else given_tokenizer(args.tokenizer)
+    tokenizer, end, model = None, ENDS[0], {}
+    if not args.vocab_size:
+        tokenizer, end, model = given_tokenizer(args.tokenizer, args.end_token)
     documents, total_bytes = open_source(args, out_dir)
     tokenizer = tokenizer or train_tokenizer(documents(), args.vocab_size)
-    meta = write_dataset(out_dir, documents(), tokenizer, total_bytes)
+    meta = write_dataset(out_dir, documents(), tokenizer, total_bytes, end, args.parse_special)
     block_size = model.get("block_size", KEYS["block_size"].default)
     options = [f"--init_from={args.tokenizer}"] if model else []
     print(f"train on it: {train_with(out_dir, meta, block_size, *options)}")

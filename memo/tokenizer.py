@@ -1,0 +1,239 @@
+"""Tokenizers as they lie in a folder, in whatever form: read, compared, what ends a document, and the rule.
+
+A text is encoded without the tokenizer's template, which may put a <s> in front of it. Special tokens that
+stand in a text are ordinary text, unless parse_special says that they are special.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from memo.errors import ConfigError, reason
+from memo.files import load_json, parse_json, read_text
+
+# of a document, where nothing says what ends it: the one of these that is a special token
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+OTHER_FORMS = ("*.model", "tekken*.json", "vocab.*", "merges.txt", "*.tiktoken")
+NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
+MOST_NAMED = 6  # candidates in a message
+
+
+class OtherForm(ConfigError):
+    """A tokenizer in a form that memo does not read."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        super().__init__(f"tokenizer={folder} holds {what}, a form that memo does not read; transformers' "
+                         f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes {TOKENIZER}")
+
+
+# --- reading ---
+
+@contextmanager
+def no_stderr() -> Iterator[None]:
+    """Meanwhile there is no stderr: on errors that it did not foresee, the library prints more
+    than it raises."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def byte_level(model: models.BPE, prefix_space: bool = False) -> Tokenizer:
+    """A tokenizer like GPT-2's: bytes, cut into words, decoded without loss."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def tokenizer_of(text: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
+    model = parse_json(text).get("model")
+    # the library aborts on merges without such a prefix; with dropout a text has other ids each time
+    for name in ("continuing_subword_prefix", "dropout"):
+        if isinstance(model, dict) and model.get(name) and model.get("type") != "WordPiece":
+            raise ValueError(f"{name} must be empty")
+    return Tokenizer.from_str(text)
+
+
+def said_in(folder: Path, *names: str) -> dict[str, Any]:
+    """The fields of these JSON files in `folder`, as far as they are there. Errors: ConfigError."""
+    files = [load_json(folder / name, "mend or remove it") for name in names if (folder / name).is_file()]
+    return {key: value for file in files for key, value in file.items() if value is not None}
+
+
+def content(token: Any) -> str | None:
+    """The text of a token in these files: a text, or an object with its content."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) and token else None
+
+
+def told_tokens(folder: Path) -> Iterator[tuple[float, AddedToken]]:
+    """Yields what the files in `folder` add to a vocabulary, or say to be special: (id or infinity, token),
+    by id. Errors: ConfigError; Exception: they are not as transformers writes them."""
+    said = said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG)
+    special = {content(t) for t in (*map(said.get, NAMES), *said.get("additional_special_tokens", ()))}
+    told: dict[Any, tuple[float, dict]] = {text: (math.inf, {}) for text in special if text}
+    told |= {text: (int(i), {}) for text, i in said_in(folder, "added_tokens.json").items()}
+    told |= {content(row): (int(i), row) for i, row in said.get("added_tokens_decoder", {}).items()}
+    for text, (i, row) in sorted(told.items(), key=lambda item: (item[1][0], item[0])):
+        flags = dict(special=text in special, normalized=text not in special)
+        yield i, AddedToken(text, **flags | {name: row[name] for name in FLAGS if name in row})
+
+
+def folder_of(path: Path) -> Path | None:
+    """The folder whose files tell of the tokenizer at `path`. A file under another name stands alone."""
+    return path if path.is_dir() else path.parent if path.name == TOKENIZER else None
+
+
+def gpt2_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of GPT-2's vocab.json and merges.txt. Errors: OtherForm: they are of another class, which
+    cuts texts otherwise; Exception."""
+    said = said_in(folder, TOKENIZER_CONFIG)
+    kind = said.get("tokenizer_class") or said_in(folder, "config.json").get("model_type", "gpt2")
+    if kind not in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast"):
+        raise OtherForm(folder, f"vocab.json and merges.txt of {kind!r:.100}")
+    model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = byte_level(model, said.get("add_prefix_space") is True)
+    tokenizer.add_special_tokens([t for t in ENDS[:1] if tokenizer.token_to_id(t) is not None])
+    return tokenizer
+
+
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """As find_tokenizer(), with whatever the library raises."""
+    folder, file = folder_of(path), path / TOKENIZER if path.is_dir() else path
+    if file.is_file():
+        tokenizer = tokenizer_of(read_text(file))
+    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        tokenizer = gpt2_tokenizer(path)
+    elif found := sorted(other.name for form in OTHER_FORMS for other in path.glob(form)):
+        raise OtherForm(path, found[0])
+    else:
+        return None
+    for i, token in told_tokens(folder) if folder else ():
+        known = tokenizer.token_to_id(token.content)
+        if known is not None or (i < math.inf and not file.is_file()):
+            tokenizer.add_tokens([token])
+            if i not in (math.inf, known := tokenizer.token_to_id(token.content)):
+                raise ValueError(f"the files beside it give {token.content!r:.100} the id {i}, not {known}")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.decode(tokenizer.encode("a b\n").ids)
+    return tokenizer
+
+
+def find_tokenizer(path: str | Path) -> Tokenizer | None:
+    """Reads the tokenizer of a tokenizer.json or of a folder, in whatever form it lies there; it neither cuts
+    nor pads. None where there is none. Errors: OtherForm; ConfigError: it is damaged, or cannot encode."""
+    try:
+        with no_stderr():
+            return read_tokenizer(Path(path))
+    except ConfigError:
+        raise
+    except BaseException as e:  # tokenizers raises bare Exceptions, and panics of a class of their own
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # a signal, say
+            raise
+        file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
+        raise ConfigError(f"tokenizer={file} cannot be read ({reason(e)}); give a tokenizer.json of "
+                          "`tokenizers`") from None
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """As find_tokenizer(). Errors: ConfigError: also where there is none."""
+    if tokenizer := find_tokenizer(path):
+        return tokenizer
+    raise ConfigError(f"tokenizer={path} must be a tokenizer.json, a folder with one or with GPT-2's "
+                      "vocab.json and merges.txt, or train:<vocab>; try train:4096")
+
+
+# --- its ids ---
+
+def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> list[int]:
+    """The ids of a text, by the one rule."""
+    tokenizer.encode_special_tokens = not parse_special
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
+    """One more than the tokenizer's largest id."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def check_vocab_size(tokenizer: Tokenizer, where: str | Path, vocab_size: int) -> None:
+    """Errors: ConfigError: the tokenizer of `where` has more tokens than its model. Fewer are usual."""
+    if (n := tokenizer_vocab_size(tokenizer)) > vocab_size:
+        raise ConfigError(f"{where}: the tokenizer has {n} tokens, must have at most the model's "
+                          f"vocab_size={vocab_size}; put the model's own tokenizer.json there")
+
+
+def what_decides(tokenizer: Tokenizer) -> list[Any]:
+    """All that decides on the ids of a text: two tokenizers of which it is the same give the same ids."""
+    def bare(part: dict) -> dict:  # without what says nothing
+        return {k: v for k, v in part.items()
+                if v is not None and v is not False and v != "" and k != "trim_offsets"}
+    whole = json.loads(tokenizer.to_str(), object_hook=bare)
+    if "normalizer" not in whole:
+        for token in whole["added_tokens"]:
+            token.pop("normalized", None)
+    return [whole.get(part) for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
+
+
+# --- the end of a document ---
+
+def stated_ends(tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """The end tokens that the files of a model, run or dataset name: one, as a rule. Errors: ConfigError."""
+    if end := content(said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG).get("eos_token")):
+        return [end]
+    for name in ("meta.json", "config.json", "generation_config.json"):
+        said = said_in(folder, name)
+        if isinstance(own := said.get("tokenizer"), dict) and (end := content(own.get("end_of_document"))):
+            return [end]
+        ids = i if isinstance(i := said.get("eos_token_id"), list) else [i]
+        ends = [tokenizer.id_to_token(i) for i in ids if type(i) is int and 0 <= i < 2**32]
+        if any(ends):
+            return [end for end in ends if end]
+    return []
+
+
+def chat_templates(folder: Path) -> str:
+    """The texts of the chat templates in `folder`. Errors: ConfigError; OSError."""
+    files = (said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json"))
+    parts = (*folder.glob("*.jinja"), *folder.glob("*/*.jinja"))
+    return "\n".join([json.dumps([*files], ensure_ascii=False), *map(read_text, parts)])
+
+
+def end_of_document(tokenizer: Tokenizer, path: str | Path = "", given: str | None = None) -> str:
+    """Chooses the token that ends every document: the one `given`, else what the files beside the tokenizer
+    at `path` name, else the one of ENDS that is special. Errors: ConfigError: there is none, there are
+    several, or it ends the turns of a chat."""
+    added = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
+    known = [token for token in ENDS if added.get(token)]
+    folder = folder_of(Path(path)) if path else None
+    stated, templates = (stated_ends(tokenizer, folder), chat_templates(folder)) if folder else ([], "")
+    ends = [given] if given else stated or known
+    why = ""
+    if len(set(ends)) != 1:
+        why = f"{len(ends) or 'no'} special tokens may end a document"
+    elif ends[0] not in added:
+        why = f"end_token={ends[0]} is none of its special tokens"
+    elif not given and (ends[0] in templates or (stated and re.search(r"\beos_token\b", templates))):
+        why = f"its end token {ends[0]} ends the turns of its chat template, so documents may end otherwise"
+    if not why:
+        return ends[0]
+    ways = [f"--end_token={shlex.quote(t)}" for t in dict.fromkeys([*stated, *known, *added]) if t in added]
+    raise ConfigError(f"tokenizer={path}: {why}; " + (
+        f"give {' or '.join(ways[:MOST_NAMED])}" if ways else f"add {ENDS[0]} to its special tokens"))
