@@ -42,7 +42,6 @@ if __name__ == "__main__":  # a typo and --help are answered at once: to import 
     command.answer_early(answer)
 
 import math
-import os
 import time
 
 import torch
@@ -60,7 +59,7 @@ from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.report import report_step
 from memo.run import Run, open_run, prepare_run
-from memo.signals import Interrupted, StopSignal, handling, interrupt
+from memo.signals import StopSignal, interruptible
 from memo.swap.spans import busy_s, length_s, stall_s
 from memo.weights import hf_tensors
 from model import GPT, initial_weights
@@ -210,21 +209,15 @@ def train(run: Run, stop: StopSignal) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Trains as `argv` and torchrun say; returns the exit code: 0, or 128 + the signal that stopped the run.
-    Errors: ConfigError for the user's mistakes, TrainingError for a run that failed."""
+    Errors: ConfigError for the user's mistakes, TrainingError for a run that failed; Interrupted by a signal,
+    while no step is under way."""
     argv = sys.argv[1:] if argv is None else argv
     launch = read_launch()
-    try:
-        with handling(interrupt), connected(launch) as host:
-            with rank_errors(host):
-                run = set_up(argv, launch, host)
-            with contextlib.closing(run), rank_errors(host, run):
-                return complete(run, train)  # first lines, train(), last save, last lines
-    except Interrupted as e:  # a signal, while no step was under way
-        if launch.rank == 0:
-            print("interrupted; what is saved is whole", file=sys.stderr, flush=True)
-        if launch.world > 1:
-            os._exit(128 + e.number)  # an orderly end would wait for the other ranks, which may be gone
-        return 128 + e.number
+    with interruptible(), connected(launch) as host:
+        with rank_errors(host):
+            run = set_up(argv, launch, host)
+        with contextlib.closing(run), rank_errors(host, run):
+            return complete(run, train)  # first lines, train(), last save, last lines
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from memo.errors import ConfigError, last_line, reason
 from memo.keys import CONTROL, check_value, help_width, option, typed
-from memo.signals import handle
+from memo.signals import Interrupted, handle
 
 FIRST_S = 3  # after so long something is said
 
@@ -93,9 +93,9 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
             text = f"{e.filename}: {e.strerror}"
         print(f"error: {'?'.join(CONTROL.split(text))}", file=sys.stderr)  # an argument may hold line breaks
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except (KeyboardInterrupt, Interrupted) as e:
+        print(str(e) or "interrupted", file=sys.stderr)
+        return 128 + getattr(e, "number", signal.SIGINT)
     except Exception as e:
         print(f"error: {line}" if (line := last_line(e)) else traceback.format_exc(), file=sys.stderr)
         return 1
@@ -104,7 +104,9 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
 def answer_early(read: Callable[[list[str]], Any]) -> None:
     """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo,
     and ends the process (SystemExit) after --help. One of several ranks says nothing here: rank 0 will speak
-    for all. A signal during the imports, or a full disk on which torch cannot write, gives no traceback."""
+    for all. A signal during the imports, or a full disk on which torch cannot write, gives no traceback, nor
+    do warnings of torch's C++."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):

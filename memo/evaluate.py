@@ -3,7 +3,6 @@ on several GPUs: torchrun --nproc_per_node=8 -m memo.evaluate out_dir --cp=8 ...
 """
 
 import os
-import signal
 import sys
 from argparse import Namespace
 from typing import Any
@@ -83,6 +82,7 @@ from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.plots import loss_by_position, needle_map
 from memo.run import check_ranks, check_same_tokenizer
+from memo.signals import interruptible
 from memo.staging import with_place
 from model import GPT
 
@@ -246,20 +246,15 @@ def tell_answers(found: Evaluation, result: dict) -> None:
 
 def main(argv: list[str]) -> None:
     launch = read_launch()
-    try:
-        with connected(launch) as host, rank_errors(host):
-            found, model = set_up_evaluation(argv, launch, host)
-            if launch.rank == 0:
-                print_question(found)
-            result = answers(found, model, launch.rank == 0)
-            model.close()
-            model.mesh.close()
-            if launch.rank == 0:
-                tell_answers(found, result)
-    except KeyboardInterrupt:
-        if launch.world > 1:  # an orderly end would wait for other ranks, which may be gone
-            os._exit(128 + signal.SIGINT)
-        raise
+    with interruptible(), connected(launch) as host, rank_errors(host):
+        found, model = set_up_evaluation(argv, launch, host)
+        if launch.rank == 0:
+            print_question(found)
+        result = answers(found, model, launch.rank == 0)
+        model.close()
+        model.mesh.close()
+        if launch.rank == 0:
+            tell_answers(found, result)
 
 
 if __name__ == "__main__":

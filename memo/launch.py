@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from memo.command import progress
 from memo.errors import ConfigError, TrainingError, last_line
+from memo.signals import Interrupted
 
 if TYPE_CHECKING:
     from memo.parallel.axis import Axis
@@ -166,21 +167,32 @@ def rank_errors(host: "Axis", run: "Run | None" = None) -> Iterator[None]:
 
 def meeting(store: dist.Store, rank: int, world: int) -> str:
     """A name for all that the present ranks write into the store. torchrun may keep its store over a restart,
-    and each node counts its restarts for itself: the addresses of ranks that are gone must not be found."""
+    and each node counts its restarts for itself: the addresses of ranks that are gone must not be found.
+    Errors: ConfigError: this rank is of another run."""
     me = uuid4().hex
     if rank > 0:
-        store.set(f"hello {rank}", me)
-        name = store.get(f"answer {me}").decode()  # waits
-        store.add(f"here {name}", 1)
+        with progress(lambda: f"rank {rank}: waiting for rank 0 to answer"):
+            while not store.check([f"answer {me}"]):
+                store.set(f"hello {rank}", me)  # again: another process may have said so in between
+                with suppress(dist.DistStoreError):
+                    store.wait([f"answer {me}"], timedelta(seconds=1))
+        name, theirs = store.get(f"answer {me}").decode().split()
+        if int(theirs) != world or store.add(f"here {name} {rank}", 1) > 1:
+            raise ConfigError(f"RANK={rank} WORLD_SIZE={world} does not go with the rank 0 found, of "
+                              f"WORLD_SIZE={theirs}, or is there twice; give all ranks of a run the same "
+                              "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and each another RANK")
+        store.get(f"all {name}")  # waits, as rank 0 says
         return name
-    answered: set[str] = set()
-    with progress(lambda: f"waiting for {world - 1 - len(answered)} of {world} ranks"):
-        while store.add(f"here {me}", 0) < world - 1:
+    answered, missing = set[str](), [*range(1, world)]
+    with progress(lambda: f"waiting for {len(missing)} of {world} ranks: {missing[:9]}"):
+        while missing:
             for r in range(1, world):
                 if store.check([f"hello {r}"]) and (who := store.get(f"hello {r}").decode()) not in answered:
-                    store.set(f"answer {who}", me)
+                    store.set(f"answer {who}", f"{me} {world}")
                     answered.add(who)
+            missing = [r for r in missing if not store.check([f"here {me} {r}"])]
             time.sleep(0.01)
+    store.set(f"all {me}", "")
     return me
 
 
@@ -270,12 +282,17 @@ def process_group(launch: Launch) -> Iterator[Any]:
         yield None
         return
     rank, world = launch.rank, launch.world
-    with connection_errors(f"all {world} ranks over gloo", rank, "gloo"):
-        store = open_store(launch)
-        name = meeting(store, rank, world)
-        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world,
-                                timeout=FOREVER)
-        pulse = Pulse(rank, world)
-    yield dist.group.WORLD
+    try:
+        with connection_errors(f"all {world} ranks over gloo", rank, "gloo"):
+            store = open_store(launch)
+            name = meeting(store, rank, world)
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world,
+                                    timeout=FOREVER)
+            pulse = Pulse(rank, world)
+        yield dist.group.WORLD
+    except Interrupted as e:
+        if rank == 0:
+            print(e, file=sys.stderr, flush=True)
+        os._exit(128 + e.number)  # an orderly end would wait for the other ranks, which may be gone
     pulse.stop()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ TIMED = (signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 # that end a run; batch systems can send SIGUSR1, SIGUSR2 or SIGXCPU before a job's time is up
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
            *TIMED)
+HEAR_S = 3
 SAME_S = 1.0  # signals within so many seconds are one request: a terminal and torchrun both send SIGINT
 
 # as signal.signal() takes it, SIG_DFL is an int; None: C code's
@@ -24,7 +26,7 @@ class Interrupted(BaseException):
     """A signal ends the process while no step is under way."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__("interrupted; what is saved is whole")
         self.number = number
 
 
@@ -54,6 +56,32 @@ def handling(handler: Handler) -> Iterator[None]:
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Meanwhile a signal raises Interrupted, or ends the process where the main thread does not come to that
+    within HEAR_S: it is in C++, perhaps it waits for another rank."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)  # what is written there is the signal's number
+
+    def end_unheard() -> None:
+        while number := os.read(reader, 1):
+            for _ in range(1 + 10 * HEAR_S):
+                if signal.getsignal(number[0]) is not interrupt:  # it was heard, or a step is under way
+                    break
+                time.sleep(0.1)
+            else:
+                os._exit(128 + number[0])
+        os.close(reader)
+    threading.Thread(target=end_unheard, name="memo signals", daemon=True).start()
+    try:
+        with handling(interrupt):
+            yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 class StopSignal:

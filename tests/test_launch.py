@@ -35,7 +35,7 @@ from memo.layout import stage_of
 from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
-from testing.ranks import Ranks, children, free_port, pool, start_agent, start_ranks
+from testing.ranks import PROCESSES, Ranks, children, enter, free_port, pool, start_agent, start_ranks
 from tests.helpers import LLAMA, ROOT, bound_arena, choosing, error, mesh_of, no_picture, step
 from tests.layouts import build
 
@@ -565,6 +565,49 @@ def test_a_run_of_the_same_name_is_not_taken_for_the_one_that_is_started_again(d
         assert run.returncode == code, err
     assert err.count("already holds a checkpoint") == 2  # at the start, and when it is started again
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
+
+
+def start_rank(argv, rank, size, port, said):
+    process = PROCESSES.Process(target=enter, args=(train_main, argv, rank, size, port, said), daemon=True)
+    process.start()
+    return process
+
+
+def wait_for_words(path, words, seconds=60):
+    end = time.monotonic() + seconds
+    while not (path.exists() and words in path.read_text()):
+        assert time.monotonic() < end, f"no {words!r} within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("rank,number", [(0, signal.SIGINT), (1, signal.SIGTERM)])
+def test_a_rank_that_waits_for_others_says_so_and_ends_at_a_signal(dataset, tmp_path, rank, number):
+    process = start_rank(argv(dataset, tmp_path / "out"), rank, 2, free_port(), tmp_path / "said")
+    waits = "waiting for 1 of 2 ranks: [1]", "rank 1: waiting for rank 0 at"
+    wait_for_words(tmp_path / "said.err", waits[rank])
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number
+    said = (tmp_path / "said.err").read_text().splitlines()
+    assert rank or [line for line in said if "waiting" not in line] == ["interrupted; what is saved is whole"]
+
+
+def test_a_rank_of_another_run_is_told_so(dataset, tmp_path):
+    port, out = free_port(), tmp_path / "out"
+    zero = start_rank(argv(dataset, out), 0, 3, port, tmp_path / "0")
+    one, other, twice = (start_rank(argv(dataset, out), 1, size, port, tmp_path / f"{i}")
+                         for i, size in enumerate((3, 2, 3), 1))
+    other.join(60)
+    wait_for_words(tmp_path / "0.err", "waiting for 1 of 3 ranks: [2],")
+    for process in (one, twice):
+        process.join(5)  # one of them is told
+    [first] = errors_of(tmp_path, 2)
+    [line] = errors_of(tmp_path, 1) + errors_of(tmp_path, 3)
+    assert first.startswith("error: RANK=1 WORLD_SIZE=2 does not go with the rank 0 found, of WORLD_SIZE=3")
+    assert line.startswith("error: RANK=1 WORLD_SIZE=3 does not go with")
+    assert sorted([other.exitcode, one.exitcode or 0, twice.exitcode or 0]) == [0, 2, 2]
+    for process in (zero, one, twice):
+        process.kill()
 
 
 def test_a_port_that_is_taken_is_one_line(monkeypatch):

@@ -55,14 +55,16 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
     monkeypatch.setattr(command, "FIRST_S", 0.1)
     store = dist.TCPStore("localhost", 0, 3, True, wait_for_workers=False)
 
-    def late():
+    def late(rank):
         time.sleep(0.25)
-        for rank in (1, 2):
-            threading.Thread(target=launch.meeting,
-                             args=(dist.TCPStore("localhost", store.port), rank, 3)).start()
-    threading.Thread(target=late).start()
+        launch.meeting(dist.TCPStore("localhost", store.port), rank, 3)
+    others = [threading.Thread(target=late, args=[rank]) for rank in (1, 2)]
+    for other in others:
+        other.start()
     assert launch.meeting(store, 0, 3)
-    assert capfd.readouterr().err.startswith("waiting for 2 of 3 ranks, 0 s so far\n")
+    for other in others:
+        other.join()
+    assert capfd.readouterr().err.startswith("waiting for 2 of 3 ranks: [1, 2], 0 s so far\n")
 
 
 @pytest.mark.parametrize("keys,world,message", [
