@@ -49,6 +49,7 @@ from memo.manifest import (
     read_error,
 )
 from memo.optim import Optimizer
+from memo.shards import Reader
 from memo.snapshot import Copier
 
 if TYPE_CHECKING:
@@ -269,12 +270,11 @@ class Checkpoint:
     path: Path
     config: dict
     iter: int
-    reader: Any  # a memo.dcp.Reader
+    reader: Reader
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the tensors under `prefix`."""
-        stored = self.reader.metadata.state_dict_metadata
-        return {name: tuple(t.size) for name, t in stored.items() if name.startswith(f"{prefix}.")}
+        return {name: shape for name, shape in self.reader.shapes.items() if name.startswith(f"{prefix}.")}
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name without the prefix, fp32 tensor), one after the other."""
@@ -288,7 +288,7 @@ class Checkpoint:
         and shapes must be those of the checkpoint. Errors: CheckpointError: they are not finite; Damaged."""
         try:
             self.reader.read(pieces)
-        except pickle.UnpicklingError:  # torch's text advises to read what may run code
+        except pickle.UnpicklingError:
             text = f"{self.path} holds something that is no tensor; nothing of it was run"
             raise Damaged(self.path, text) from None
         except Exception as e:
@@ -303,12 +303,11 @@ def load(out_dir: str | Path, rank: int = 0, world: int = 1,
     """The newest Checkpoint in `out_dir` that is not in `passed_over`, as in manifest.newest(). Each of
     `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
     format; Damaged: one of its files is missing, truncated or corrupt."""
-    from memo import dcp  # takes a second: a run starts without it
     path, stored = newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}") if rank == 0 else contextlib.nullcontext():
         check_files(path, stored["files"], rank, world)
     try:
-        reader = dcp.Reader(path, METADATA, stored["files"])
+        reader = Reader(path, METADATA, stored["files"])
     except Exception as e:  # a pickle has many ways to be wrong
         raise Damaged(path, f"{path / METADATA} cannot be read ({reason(e)})") from None
     return Checkpoint(path, stored["config"], stored["iter"], reader)

@@ -1,9 +1,7 @@
-"""Pieces of tensors to and from the files of torch.distributed.checkpoint (DCP). DCP takes a second to
-import, so memo/checkpoint.py imports this module only when there is a checkpoint to write or to read."""
+"""Pieces of tensors to the files of torch.distributed.checkpoint (DCP), which memo/shards.py reads. DCP takes
+a second to import, so memo/checkpoint.py imports this module only when there is a checkpoint to write."""
 
 import io
-import pickle
-import pickletools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,16 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from memo.flat import Piece
@@ -56,8 +50,6 @@ def first_failure() -> Iterator[None]:
 def box(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
 
-
-# --- writing ---
 
 class Boxes(SavePlanner):
     """Saves pieces; all ranks' pieces together must tile every tensor. `read`: see write()."""
@@ -134,95 +126,3 @@ def write(folder: Path, pieces: list[Piece], group: dist.ProcessGroup | None,
         dcp.save({}, storage_writer=writer, planner=Boxes(pieces, read), process_group=group,
                  no_dist=group is None)
     return seals
-
-
-# --- reading ---
-
-MOST_METADATA_BYTES = 2**28
-ADMITTED = {("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            *(("torch.distributed.checkpoint.metadata", name) for name in (
-                "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
-                "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"))}
-
-
-def bounded_pickle(path: Path) -> bytes:
-    """The bytes of a pickle. Errors: pickle.UnpicklingError: the pickle is too large, or names a memo entry
-    beyond its own size. A few such bytes could ask for all memory there is."""
-    with open(path, "rb") as file:
-        data = file.read(MOST_METADATA_BYTES + 1)
-    if len(data) > MOST_METADATA_BYTES:
-        raise pickle.UnpicklingError(f"it must be at most {MOST_METADATA_BYTES} bytes long")
-    for operation, argument, _ in pickletools.genops(data):
-        if "PUT" in operation.name and (argument or 0) > len(data):
-            raise pickle.UnpicklingError(f"its memo has no place {argument}")
-    return data
-
-
-class Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ADMITTED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint")
-        return super().find_class(module, name)
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads DCP's files: the metadata once, without executing what it names, the tensors
-    with torch.load(weights_only=True)."""
-
-    def __init__(self, path: Path, metadata: str, files: dict[str, list[int]]) -> None:
-        """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and
-        any other exception."""
-        super().__init__(path)
-        self.metadata = Unpickler(io.BytesIO(bounded_pickle(path / metadata))).load()
-        if not isinstance(self.metadata, Metadata):
-            raise pickle.UnpicklingError(f"a {type(self.metadata).__name__} is not of a checkpoint")
-        if others := {s.relative_path for s in self.metadata.storage_data.values()} - set(files):
-            raise pickle.UnpicklingError(f"{min(others)!r} is no file of this checkpoint")
-        sizes = {name: tuple(t.size) for name, t in self.metadata.state_dict_metadata.items()}
-        for name, size in sizes.items():
-            if not isinstance(name, str) or any(type(n) is not int or n < 0 for n in size):
-                raise pickle.UnpicklingError(f"{name!r:.100} of size {size!r:.100} is no tensor")
-        elements = sum(map(prod, sizes.values()))
-        if 4 * elements > sum(size for size, *_ in files.values()):
-            raise pickle.UnpicklingError(f"{elements} elements do not fit into its files")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def read(self, pieces: list[Piece]) -> None:
-        """Fills the `pieces` in place."""
-        with first_failure():
-            dcp.load({}, storage_reader=self, planner=Targets(pieces), no_dist=True)
-
-
-class Targets(LoadPlanner):
-    """Fills pieces in place."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
-
-    def set_up_planner(self, state_dict: dict, metadata: Any = None,
-                       is_coordinator: bool = False) -> None:
-        self.stored = metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for p in self.pieces.values()
-                         for item in create_read_items_for_chunk_list(p.name, self.stored[p.name], [box(p)])])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("a checkpoint holds tensors only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        begin, sizes = read_item.dest_offsets, read_item.lengths
-        part = tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))
-        return self.pieces[read_item.dest_index].tensor[part]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass

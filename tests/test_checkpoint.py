@@ -662,15 +662,105 @@ def test_foreign_metadata_executes_nothing(tmp_path, intact):
     pickle.loads(evil)
     made.unlink()  # it would work
     good = (intact / ".metadata").read_bytes()
-    for data, message in ((evil, ".*is not of a"),
-                          (pickle.dumps(torch.Size([3])), "a Size is not of a checkpoint"),
-                          (b"", "pickle exhausted"), (b"no pickle", ""),
-                          (b"\x80\x04]r\xff\xff\xff\x1f.", "its memo has no place 536870911"),
+    for data, message in ((evil, "a NoneType stands where a list must be"),
+                          (pickle.dumps(torch.Size([3])), "a NoneType stands where a list must be"),
+                          (b"", "it is not a pickle of a checkpoint"), (b"no pickle", "it is not a pickle"),
+                          (b"\x80\x04]r\xff\xff\xff\x1f.", "a list stands where a Made must be"),
                           (good.replace(b"__0_0.distcp", b"../../secret"),
                            "'../../secret' is no file of this checkpoint")):
         put_metadata(intact, data)
         refused(intact, rf"\.metadata cannot be read \({message}")
         assert not made.exists()
+
+
+def made(module, name, state):
+    """The opcodes that make an object of a class without arguments."""
+    return b"c%s\n%s\n)\x81%sb" % (module, name, state)
+
+
+def bombs():
+    """Pickles of few bytes that stand for very much: tuples nested 40 times, each twice the one before, as a
+    key, a value, a name of a class, a file, a tensor's name; and a list in itself."""
+    deep = b")" + b"2\x86" * 40
+    shared = b")" + b"q\x00h\x00\x86" * 40
+    meta, files = b"torch.distributed.checkpoint.metadata", b"torch.distributed.checkpoint.filesystem"
+    for tuples in (deep, shared):
+        yield b"\x80\x02}" + tuples + b"K\x01s."
+        yield b"\x80\x02" + tuples + tuples + b"\x93."
+        for key, value in ((tuples, b"K\x01"), (b"K\x01", tuples)):
+            inner = b"(X\x0c\x00\x00\x00storage_data}" + key + value + b"s"
+            yield b"\x80\x02" + made(meta, b"Metadata", b"}" + inner + b"u") + b"."
+        place = made(files, b"_StorageInfo", b"}(X\x06\x00\x00\x00offsetK\x00X\x06\x00\x00\x00lengthK\x01"
+                     b"X\x0d\x00\x00\x00relative_path" + tuples + b"u")
+        index = made(meta, b"MetadataIndex", b"}X\x03\x00\x00\x00fqn" + tuples + b"s")
+        inner = b"}X\x0c\x00\x00\x00storage_data}" + index + place + b"ss"
+        yield b"\x80\x02" + made(meta, b"Metadata", inner) + b"."
+    yield b"\x80\x02" + b"]q\x00" + b"h\x00a" * 10 + b"."  # a list in itself
+    yield b"\x80\x04" + b"\x94" * 1000 + b"."
+
+
+@pytest.mark.parametrize("data", [*bombs()])
+def test_a_pickle_takes_work_in_proportion_to_its_bytes(intact, data):
+    """`refused` in a moment: they would take 2**40 steps."""
+    put_metadata(intact, data)
+    began = time.process_time()
+    refused(intact, r"\.metadata cannot be read \(")
+    assert time.process_time() - began < 2
+
+
+def put_shard(folder, change):
+    """The shard of an intact checkpoint, changed."""
+    shard = folder / "__0_0.distcp"
+    shard.write_bytes(change(shard.read_bytes()))
+    _, stored = newest(folder.parents[1])
+    stored["files"][shard.name] = [shard.stat().st_size, checkpoint.crc32(shard)]
+    (folder / CHECKPOINT_JSON).write_text(manifest_text(stored))
+
+
+@pytest.mark.parametrize("change", [
+    lambda data, pkl: data.replace(pkl, (b"\x80\x02})" + b"2\x86" * 40 + b"K\x01s.").ljust(len(pkl), b".")),
+    lambda data, pkl: data.replace(pkl, pkl.replace(b"FloatStorage", b"ByteStorage\n")),
+    lambda data, pkl: data.replace(b"PK\x01\x02\0\0\0\0\x08\x08\0\0", b"PK\x01\x02\0\0\0\0\x08\x08\x08\0"),
+    lambda data, pkl: data.replace(b"PK\6\6", b"PK\6\7"),
+    lambda data, pkl: data.replace(b"archive/data/0", b"archive/data/1"),
+    lambda data, pkl: data.replace(b"cpuq\x04K", b"cpuq\x04L"),
+], ids=["shared tuples", "another type", "compressed", "no zip", "no data", "an opcode"])
+def test_a_shard_takes_work_in_proportion_to_its_bytes(tmp_path, change):
+    write(tmp_path, [whole("params.a", torch.arange(3.0))], 0)
+    folder = tmp_path / "ckpt" / "0"
+    data = (folder / "__0_0.distcp").read_bytes()
+    start = data.index(b"\x80\x02")
+    pkl = data[start:data.index(b"Rq\x0b.") + 4]
+    put_shard(folder, lambda data: change(data, pkl))
+    with pytest.raises(CheckpointError, match="holds something that is no tensor; nothing of it was run"):
+        dict(checkpoint.load(tmp_path).tensors("params"))
+
+
+def test_a_tensor_is_read_however_it_lies_in_its_shard(tmp_path):
+    """Transposed, of no dimension, a part of a larger one; cut anywhere."""
+    a = torch.arange(24.0).reshape(4, 6)
+    pieces = [Piece("params.a", (6, 4), (0, 0), a.t()[:2]), Piece("params.a", (6, 4), (2, 0), a.t()[2:]),
+              whole("params.b", torch.tensor(7.0)), whole("params.c", torch.arange(300.0)[100:200])]
+    write(tmp_path, pieces, 0)
+    reader = checkpoint.load(tmp_path).reader
+    for rows, columns in ((slice(0, 6), slice(0, 4)), (slice(1, 4), slice(1, 3)), (slice(5, 6), slice(0, 1))):
+        wanted = a.t()[rows, columns]
+        got = torch.full(wanted.shape, -1.0)
+        reader.read([Piece("params.a", (6, 4), (rows.start, columns.start), got)])
+        assert got.equal(wanted)
+    stored = dict(checkpoint.load(tmp_path).tensors("params"))
+    assert stored["b"] == 7 and stored["c"].equal(torch.arange(300.0)[100:200])
+
+
+def test_torch_reads_what_memo_writes(tmp_path):
+    _, optimizer = saved(tmp_path)
+    mine = checkpoint.load(tmp_path)
+    theirs = {name: torch.empty(shape) for name, shape in mine.reader.shapes.items()}
+    torch.distributed.checkpoint.load(theirs, checkpoint_id=mine.path, no_dist=True)
+    for name, tensor in theirs.items():
+        got = torch.empty_like(tensor)
+        mine.reader.read([whole(name, got)])
+        assert got.equal(tensor) and tensor.any()
 
 
 class EvilTensor(torch.Tensor):
