@@ -117,14 +117,16 @@ class Run(Checked):
 
 def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
     """Errors: ConfigError: the data was made with another tokenizer than `folder` holds, which belongs
-    to the `weights`."""
-    try:
-        theirs = find_tokenizer(folder) or find_tokenizer(Path(folder) / OWN)
-    except OtherForm as e:
-        warn(f"whether dataset={data.folder} was made with the tokenizer of {weights} is not known: {e}")
+    to the `weights`. Warns where that cannot be told."""
+    if not (mine := find_tokenizer(data.folder)):
         return
-    mine = find_tokenizer(data.folder)
-    if mine and theirs and what_decides(mine) != what_decides(theirs):
+    try:
+        theirs, why = find_tokenizer(folder) or find_tokenizer(Path(folder) / OWN), f"{folder} holds none"
+    except OtherForm as e:
+        theirs, why = None, str(e)
+    if not theirs:
+        warn(f"whether dataset={data.folder} was made with the tokenizer of {weights} is not known: {why}")
+    elif what_decides(mine) != what_decides(theirs):
         raise ConfigError(f"dataset={data.folder} was made with another tokenizer than {weights}; prepare it "
                           f"again with data/text/prepare.py --tokenizer={folder}")
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import random
 import re
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -315,9 +316,13 @@ def test_the_models_tokenizer_in_any_form_is_compared_with_the_datas(tmp_path, c
     own = tmp_path / {"hf": "hf", "from-hf": "out/hf_files"}[through]
     for name in ("vocab.json", "merges.txt"):
         (own / name).unlink()
-    (tmp_path / "out" / "tokenizer.json").unlink(missing_ok=True)
-    (own / "tokenizer.model").write_bytes(b"a sentencepiece model")
-    assert train_on("same") == 0
-    assert re.search(r"^warning: whether dataset=\S+same was made with the tokenizer of the weights of "
-                     r"init_from=\S+ is not known: tokenizer=\S+ holds tokenizer.model, a form that ",
-                     capsys.readouterr().err, re.MULTILINE)
+    for name, why in (("tokenizer.model", r"tokenizer=\S+ holds tokenizer.model, a form that memo"),
+                      ("README.md", r"\S+ holds none$")):
+        (own / "tokenizer.model").unlink(missing_ok=True)
+        (own / name).write_bytes(b"something")
+        (tmp_path / "out" / "tokenizer.json").unlink(missing_ok=True)  # the data's
+        if through == "hf":
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert train_on("same") == 0
+        assert re.search(r"^warning: whether dataset=\S+same was made with the tokenizer of the weights of "
+                         rf"init_from=\S+ is not known: {why}", capsys.readouterr().err, re.MULTILINE)
