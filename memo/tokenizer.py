@@ -8,7 +8,10 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +19,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from memo import HOME
 from memo.errors import ConfigError, reason
-from memo.files import load_json, parse_json, read_text
+from memo.files import MOST_JSON_CHARS, load_json, parse_json, read_text
 
 # of a document, where nothing says what ends it: the one of these that is a special token
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -26,6 +30,10 @@ OTHER_FORMS = ("*.model", "tekken*.json", "vocab.*", "merges.txt", "*.tiktoken")
 NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
 MOST_NAMED = 6  # candidates in a message
+MOST_CHARS = 2**26           # of a tokenizer.json, a vocabulary or merges
+MOST_GROWTH = 2**8           # how many times as long a tokenizer may make a text
+TRIAL_S, TRIAL_BYTES = 5, 2**30  # of a processor and of memory, in which it must encode this
+TRIAL = "".join(map(chr, range(32, 127))) * 3 + "\n\n  é ж 中文 \t😀\r\n"
 
 
 class OtherForm(ConfigError):
@@ -60,9 +68,28 @@ def byte_level(model: models.BPE, prefix_space: bool = False) -> Tokenizer:
     return tokenizer
 
 
+def growth(part: object) -> int:
+    """How many times as long these parts of a tokenizer.json may make a text, one after the other; or more
+    than MOST_GROWTH."""
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    times = 1
+    if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
+        pattern, made = part.get("pattern"), str(part.get("content", part.get("prepend")))
+        found = str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
+        times = -(-len(made) // len(found)) if found else 1 + len(made)  # an expression may find nothing
+    elif isinstance(part, dict):
+        times = {"ByteLevel": 2, "Precompiled": 16}.get(str(part.get("type")), 1)
+    for other in inner:
+        times = min(max(1, times) * growth(other), MOST_GROWTH + 1)
+    return times
+
+
 def tokenizer_of(text: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
-    model = parse_json(text).get("model")
+    whole = parse_json(text)
+    model = whole.pop("model", None)
+    if growth([*whole.values()]) > MOST_GROWTH:
+        raise ValueError(f"it may make a text more than {MOST_GROWTH} times as long")
     # the library aborts on merges without such a prefix; with dropout a text has other ids each time
     for name in ("continuing_subword_prefix", "dropout"):
         if isinstance(model, dict) and model.get(name) and model.get("type") != "WordPiece":
@@ -107,6 +134,8 @@ def gpt2_tokenizer(folder: Path) -> Tokenizer:
     kind = said.get("tokenizer_class") or said_in(folder, "config.json").get("model_type", "gpt2")
     if kind not in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast"):
         raise OtherForm(folder, f"vocab.json and merges.txt of {kind!r:.100}")
+    for name in ("vocab.json", "merges.txt"):
+        read_text(folder / name, MOST_CHARS)
     model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     tokenizer = byte_level(model, said.get("add_prefix_space") is True)
     tokenizer.add_special_tokens([t for t in ENDS[:1] if tokenizer.token_to_id(t) is not None])
@@ -117,23 +146,53 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     """As find_tokenizer(), with whatever the library raises."""
     folder, file = folder_of(path), path / TOKENIZER if path.is_dir() else path
     if file.is_file():
-        tokenizer = tokenizer_of(read_text(file))
+        tokenizer = tokenizer_of(read_text(file, MOST_CHARS))
     elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         tokenizer = gpt2_tokenizer(path)
     elif found := sorted(other.name for form in OTHER_FORMS for other in path.glob(form)):
         raise OtherForm(path, found[0])
     else:
         return None
-    for i, token in told_tokens(folder) if folder else ():
-        known = tokenizer.token_to_id(token.content)
-        if known is not None or (i < math.inf and not file.is_file()):
-            tokenizer.add_tokens([token])
-            if i not in (math.inf, known := tokenizer.token_to_id(token.content)):
-                raise ValueError(f"the files beside it give {token.content!r:.100} the id {i}, not {known}")
+    told = [(i, token) for i, token in (told_tokens(folder) if folder else ())
+            if tokenizer.token_to_id(token.content) is not None or (i < math.inf and not file.is_file())]
+    tokenizer.add_tokens([token for _, token in told])  # at once: each call goes through all
+    for i, token in told:
+        if i not in (math.inf, known := tokenizer.token_to_id(token.content)):
+            raise ValueError(f"the files beside it give {token.content!r:.100} the id {i}, not {known}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.decode(tokenizer.encode("a b\n").ids)
+    for trial in ("a b\n", TRIAL):
+        ids = tokenizer.encode(trial).ids
+        if len(ids) > MOST_GROWTH * len(trial):
+            raise ValueError(f"it makes a text more than {MOST_GROWTH} times as long")
+        tokenizer.decode(ids)
     return tokenizer
+
+
+def try_out(path: str) -> None:
+    """Reads a tokenizer within TRIAL_S and TRIAL_BYTES: else this process, which does nothing else, ends."""
+    used, pages = sum(os.times()[:2]), Path("/proc/self/statm").read_text().split()[0]
+    limits = {resource.RLIMIT_CPU: math.ceil(used) + TRIAL_S, resource.RLIMIT_CORE: 0,
+              resource.RLIMIT_AS: int(pages) * resource.getpagesize() + TRIAL_BYTES}
+    for limit, most in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    try:
+        read_tokenizer(Path(path))
+    except MemoryError:
+        raise
+    except BaseException as e:  # whoever waits for this process meets it too
+        print(e)
+
+
+def check_work(path: Path) -> None:
+    """Errors: ValueError: in a process of its own, the tokenizer at `path` is not read within bounds."""
+    code = f"import sys; sys.path[0] = {HOME!r}; from memo.tokenizer import try_out; try_out({str(path)!r})"
+    nothing = subprocess.DEVNULL
+    if subprocess.run([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=nothing).returncode:
+        raise ValueError(f"to read it and to encode {len(TRIAL)} characters takes more than {TRIAL_S} s or "
+                         f"{TRIAL_BYTES >> 30} GiB of memory")
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
@@ -141,6 +200,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
     nor pads. None where there is none. Errors: OtherForm; ConfigError: it is damaged, or cannot encode."""
     try:
         with no_stderr():
+            check_work(Path(path))
             return read_tokenizer(Path(path))
     except ConfigError:
         raise
@@ -213,7 +273,8 @@ def chat_templates(folder: Path) -> str:
     """The texts of the chat templates in `folder`. Errors: ConfigError; OSError."""
     files = (said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json"))
     parts = (*folder.glob("*.jinja"), *folder.glob("*/*.jinja"))
-    return "\n".join([json.dumps([*files], ensure_ascii=False), *map(read_text, parts)])
+    texts = (read_text(part, MOST_JSON_CHARS) for part in parts)
+    return "\n".join([json.dumps([*files], ensure_ascii=False), *texts])
 
 
 def end_of_document(tokenizer: Tokenizer, path: str | Path = "", given: str | None = None) -> str:

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+import time
 from collections import Counter
 
 import numpy as np
@@ -23,6 +24,7 @@ from memo.tokenizer import (
     encode_text,
     end_of_document,
     find_tokenizer,
+    growth,
     load_tokenizer,
     what_decides,
 )
@@ -326,3 +328,38 @@ def test_the_models_tokenizer_in_any_form_is_compared_with_the_datas(tmp_path, c
         assert train_on("same") == 0
         assert re.search(r"^warning: whether dataset=\S+same was made with the tokenizer of the weights of "
                          rf"init_from=\S+ is not known: {why}", capsys.readouterr().err, re.MULTILINE)
+
+
+REPLACE = [dict(type="Replace", pattern=dict(String="q"), content="qq")]
+TWICE = [dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (dict(normalizer=dict(type="Sequence", normalizers=REPLACE * 40)), "may make a text more than 256"),
+    (dict(decoder=dict(type="Sequence", decoders=REPLACE * 40)), "may make a text more than 256 times as"),
+    (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=TWICE * 30)), "may make a text more than"),
+    (dict(normalizer=dict(type="Prepend", prepend="x" * 257)), "may make a text more than 256 times as long"),
+    (dict(post_processor=dict(type="TemplateProcessing", pair=[], special_tokens={}, single=[
+        {"Sequence": {"id": "A", "type_id": 0}}] * 300)), "it makes a text more than 256 times as long"),
+    ({"x" * 2**26: 1}, "it must be at most 67,108,864 characters long"),
+    ('{"model": [' + "{}," * 20_000_000 + "1]}", "to encode 300 characters takes more than 5 s or 1 GiB"),
+], ids=["normalizers", "decoders", "words", "one text", "template", "bytes", "memory"])
+def test_a_tokenizer_takes_bounded_work(tmp_path, changes, message):
+    whole = json.loads(train_tokenizer(TEXTS, 300).to_str())
+    file = tmp_path / "tokenizer.json"
+    file.write_text(changes if isinstance(changes, str) else json.dumps(whole | changes))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"^tokenizer={file} cannot be read \(.*{message}.*; give a"):
+        load_tokenizer(file)
+    assert time.monotonic() - began < 30
+
+
+def test_usual_parts_of_tokenizers_are_no_growth(tmp_path):
+    """Those of Llama 2 and of T5."""
+    whole = json.loads(train_tokenizer(TEXTS, 300).to_str())
+    llama = [dict(type="Prepend", prepend="▁"), dict(type="Replace", pattern=dict(String=" "), content="▁")]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(
+        whole | dict(normalizer=dict(type="Sequence", normalizers=llama))))
+    load_tokenizer(tmp_path)
+    spaces = dict(type="Replace", pattern=dict(Regex=" {2,}"), content="▁")
+    assert growth([[dict(type="Precompiled"), spaces], dict(type="Metaspace"), llama]) == 64
