@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from memo.errors import ConfigError, reason
-from memo.files import fingerprint, load_json, open_file
+from memo.errors import ConfigError, DataError, reason
+from memo.files import STRETCH_BYTES, STRETCHES, fingerprint, load_json, open_file
 from memo.parallel.cp import interleaved
 from memo.tokenizer import load_tokenizer
 from memo.tokens import DATA, DTYPES
@@ -37,7 +37,7 @@ class Data:
               columns: list[list[list[tuple[int, int]]]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, targets): int64 (B, T) each, the targets one token later. `columns`, as of
         cp.token_columns: the ranges of each sequence that are read, by default all S tokens.
-        Errors: ConfigError: a token id beyond the vocabulary."""
+        Errors: DataError: a token id beyond the vocabulary."""
         offsets = self.offsets(split, step, micro_step, B, S, seed)
         made: list[torch.Tensor] = []
         for subsequence in columns or [[[(0, S)]]]:
@@ -49,15 +49,9 @@ class Data:
 
     def windows(self, split: str, offsets: list[int], first: int, end: int) -> torch.Tensor:
         """int64 (B, end - first + 1): tokens `first` to `end`, which is one of them, behind each of the
-        offsets. Errors: ConfigError: an id beyond the vocabulary."""
-        ids = self.tokens[split]
-        found = torch.from_numpy(np.stack([ids[o + first:o + end + 1] for o in offsets]).astype(np.int64))
-        if found.max() >= self.vocab_size:
-            row, column = (found >= self.vocab_size).nonzero()[0].tolist()
-            raise ConfigError(f"{self.folder / split}.bin: token {found[row, column]} at position "
-                              f"{offsets[row] + first + column} must be below meta.json's "
-                              f"vocab_size={self.vocab_size}; {prepare_again(self.folder)}")
-        return found
+        offsets. Errors: DataError: an id beyond the vocabulary."""
+        parts = [self.tokens[split].checked(o + first, o + end + 1, self.vocab_size) for o in offsets]
+        return torch.from_numpy(np.stack(parts).astype(np.int64))
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
@@ -144,13 +138,22 @@ class Ids:
             got += more
         return np.frombuffer(got, self.dtype)
 
+    def checked(self, start: int, end: int, vocab_size: int) -> np.ndarray:
+        """The ids from `start` to `end`. Errors: DataError: one is not below `vocab_size`."""
+        ids = self[start:end]
+        if len(ids) and ids.max() >= vocab_size:
+            at = int((ids >= vocab_size).argmax())
+            raise DataError(f"{self.path}: token {ids[at]} at position {start + at} must be below "
+                            f"meta.json's vocab_size={vocab_size}; {prepare_again(self.path.parent)}")
+        return ids
+
 
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False) -> Data:
     """Opens `splits` of `dataset`, a folder's name under data/ or a path, for sequences of `block_size`
     tokens -> Data. `whole`: whether all of it is compared with what was prepared, not stretches alone.
 
-    Errors: ConfigError: there is no dataset, its files do not fit its meta.json, or a split is shorter than
-    one window of block_size + 1 tokens.
+    Errors: ConfigError: there is no dataset, its files do not fit its meta.json, which is found in the ids of
+    the same stretches, or of all, or a split is shorter than one window of block_size + 1 tokens.
     """
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
@@ -172,4 +175,7 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
         if stored[:len(here)] != here:
             raise ConfigError(f"{ids.path} is not what was prepared: its fingerprint is {here}, meta.json "
                               f"has {stored[:len(here)]!r}; {prepare_again(folder)}")
+        length = STRETCH_BYTES // dtype.itemsize
+        for start in range(0, len(ids), length if whole else max(length, len(ids) // STRETCHES)):
+            ids.checked(start, start + length, meta["vocab_size"])
     return Data(folder, meta, tokens, known)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memo import checkpoint, command
-from memo.errors import BadState, CheckpointError, ConfigError, RunFailed, TrainingError, reason
+from memo.errors import BadState, CheckpointError, ConfigError, DataError, RunFailed, TrainingError, reason
 from memo.estimate.expected import naming_region
 from memo.launch import together
 from memo.manifest import last_good
@@ -114,7 +114,8 @@ def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
             pass
         except Exception as e:
             save_after(run, e)
-            if isinstance(e, (ConfigError, OSError)):  # too late to be a user's mistake
+            # too late to be a user's mistake, but in the data
+            if isinstance(e, (ConfigError, OSError)) and not isinstance(e, DataError):
                 raise RunFailed(str(e)) from e
             raise
         if run.done > run.first:

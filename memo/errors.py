@@ -10,6 +10,10 @@ class ConfigError(ValueError):
     """Bad input: a value that the user can mend."""
 
 
+class DataError(ConfigError):
+    """Data that contradicts its own description: the user's to mend, also where a step finds it."""
+
+
 class Unusable(Exception):
     """A package that is not there, or of another interface. One line."""
 

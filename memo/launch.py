@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.errors import ConfigError, TrainingError, last_line
+from memo.errors import ConfigError, DataError, TrainingError, last_line
 from memo.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def rank_errors(host: "Axis", run: "Run | None" = None) -> Iterator[None]:
         if common and host.rank > 0:
             time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
         sys.stdout.flush()
-        os._exit(2 if run is None and isinstance(e, (ConfigError, OSError)) else 1)
+        early = run is None and isinstance(e, (ConfigError, OSError))
+        os._exit(2 if early or isinstance(e, DataError) else 1)
 
 
 # --- connections ---

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from memo import command, tokens
+import train
+from memo import batch, command, tokens
 from memo.batch import SPLITS, open_dataset, to_device
 from memo.command import run
-from memo.errors import ConfigError
+from memo.errors import ConfigError, DataError
 from memo.tokenizer import load_tokenizer
 from memo.tokens import DTYPES, train_tokenizer, write_dataset
 from tests.helpers import ROOT
@@ -517,9 +519,25 @@ def test_windows_cover_the_split_to_both_ends(tmp_path):
 def test_ids_beyond_the_vocabulary(tmp_path):
     folder = fake_dataset(tmp_path / "d", counts=(9, 9), vocab_size=30,
                           ids=np.array([0, 1, 2, 3, 4, 30, 6, 99, 8]))
-    with pytest.raises(ConfigError,
+    with pytest.raises(DataError,
                        match=r"train\.bin: token 30 at position 5 must be below meta.json's vocab_size=30"):
-        open_dataset(str(folder), 8).batch("train", 0, 0, 1, 8, seed=0)
+        open_dataset(str(folder), 8)
+
+
+def test_ids_beyond_the_vocabulary_are_found_at_once_or_in_a_step(tmp_path, monkeypatch, capsys):
+    """Small stretches, so that one lies between them: the run reads it, or check_data; the user's mistake."""
+    ids = np.zeros(4000, np.uint16)
+    ids[1001] = 40
+    folder = fake_dataset(tmp_path / "d", counts=(4000, 9), vocab_size=30, ids=ids)
+    monkeypatch.setattr(batch, "STRETCH_BYTES", 2)
+    keys = [f"--dataset={folder}", f"--out_dir={tmp_path / 'out'}", "--block_size=8", "--n_layer=1",
+            "--n_head=1", "--n_embd=8", "--device=cpu", "--max_iters=50", "--batch_size=64",
+            "--eval_interval=0"]
+    for more in ([], ["--check_data=true"]):
+        assert run(train.main, [*keys, *more]) == 2
+        assert re.search(r"^error: \S+train\.bin: token 40 at position 1001 must be below meta.json's "
+                         "vocab_size=30; run .*$", capsys.readouterr().err, re.MULTILINE)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 def change(**changes):
