@@ -27,7 +27,7 @@ from memo.launch import Launch
 from memo.parallel.mesh import connected
 from memo.planner.allocator import Unavailable, load_library
 
-TIMEOUT_S = 300
+TIMEOUT_S = 1800  # of what takes seconds: only what hangs takes so long, on a busy machine too
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["testing.ranks", "train", "torch._dynamo", "torch.distributed.checkpoint"])
 
@@ -101,7 +101,7 @@ class Ranks:
             if process.is_alive():
                 pipe.send(None)
         for process in self.processes:
-            process.join(10)
+            process.join(TIMEOUT_S)
 
 
 def redirect(said: Path) -> None:

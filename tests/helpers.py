@@ -47,6 +47,11 @@ def argv(folder, out, **keys):
     return [f"--{k}={v}" for k, v in keys.items()]
 
 
+def told(stderr):
+    """What a command has told, without the lines of what takes long on a busy machine."""
+    return re.sub(r"^.*, \d+ s so far\n", "", stderr, flags=re.MULTILINE)
+
+
 def losses(out):
     """[(iter, loss)] of a run."""
     return [(r["iter"], r["loss"]) for r in read_metrics(Path(out) / "metrics.jsonl")]

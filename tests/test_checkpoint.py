@@ -28,7 +28,7 @@ from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
 from memo.snapshot import Copier
 from model import GPT, initial_weights
-from testing.ranks import PROCESSES
+from testing.ranks import PROCESSES, TIMEOUT_S
 
 CFG = Config(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=200, bias=True)
 LARGER = replace(CFG, n_embd=128)
@@ -278,7 +278,7 @@ def test_ranks_write_in_parallel_and_fail_together(tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(TIMEOUT_S)
         process.kill()
     assert [process.exitcode for process in ranks] == [0] * WORLD
     assert torch.equal(dict(checkpoint.load(tmp_path).tensors("params"))["a"], torch.zeros(300, 300))
@@ -310,7 +310,7 @@ def test_the_state_is_that_of_the_moment_of_the_call(tmp_path, monkeypatch):
     before, real = state(model, optimizer), dcp.Writer.write_data
     first, second = threading.Event(), threading.Event()
     gates = iter((first, second))  # a save whose files are all there removes the one before
-    monkeypatch.setattr(dcp.Writer, "write_data", lambda *args: next(gates).wait(60) and real(*args))
+    monkeypatch.setattr(dcp.Writer, "write_data", lambda *args: next(gates).wait(TIMEOUT_S) and real(*args))
     saver = Saver(tmp_path)
     saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     saver.copied()
@@ -338,7 +338,7 @@ def test_the_forward_and_backward_need_not_wait_for_the_states(copies, tmp_path,
     before, go = state(model, optimizer), threading.Event()
     owner, name = (Copier, "copy") if copies else (dcp.Writer, "write_data")
     real = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: go.wait(60) and real(*args))
+    monkeypatch.setattr(owner, name, lambda *args: go.wait(TIMEOUT_S) and real(*args))
     saver, batch = Saver(tmp_path, copies=copies), torch.zeros(1, 24, dtype=torch.int64)
     saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     model.forward(batch, batch, scale=1.0)
@@ -348,7 +348,7 @@ def test_the_forward_and_backward_need_not_wait_for_the_states(copies, tmp_path,
     waits.join(0.2)
     assert waits.is_alive()
     go.set()
-    waits.join(60)
+    waits.join(TIMEOUT_S)
     assert not waits.is_alive()
     optimizer.clip(1.0)
     optimizer.step(1.0)
@@ -395,7 +395,7 @@ def test_a_failure_is_raised_once_and_the_next_save_may_succeed(tmp_path, monkey
 def run_in_a_process_of_its_own(target, out_dir):
     process = PROCESSES.Process(target=target, args=(out_dir,))
     process.start()
-    process.join(300)
+    process.join(TIMEOUT_S)
     assert process.exitcode == 0
 
 

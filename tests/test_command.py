@@ -19,7 +19,7 @@ from memo.command import run
 from memo.device import device_name
 from memo.errors import ConfigError
 from memo.planner import __main__ as planner_main
-from tests.helpers import ROOT
+from tests.helpers import ROOT, told
 
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
 
@@ -33,9 +33,10 @@ SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"
 def test_a_command_ends_quietly_with_its_reader(command):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
+    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT,
+                          text=True)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+    assert (done.returncode, told(done.stderr)) == (-signal.SIGPIPE, "")
 
 
 COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.evaluate", "out"),

@@ -42,7 +42,7 @@ from memo.run import arena_here
 from memo.swap.placement import Placement
 from model import GPT
 from testing.paper import LONG, PAPER, of_that_width, paper_config, rows_of_table3
-from testing.ranks import PROCESSES, pool
+from testing.ranks import PROCESSES, TIMEOUT_S, pool
 from tests.helpers import ROOT, mesh_of
 from tests.helpers import argv as arguments
 from trace_step import trace_step
@@ -845,7 +845,7 @@ def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
                      batch_size=8, max_iters=1, warmup_iters=0)
     process = PROCESSES.Process(target=train_in_little, args=([*argv, "--force"], said := tmp_path / "said"))
     process.start()
-    process.join(120)
+    process.join(TIMEOUT_S)
     assert "while the region rounding_buffers grew, estimated at " in said.read_text()
 
 

@@ -36,7 +36,7 @@ from memo.long_context import (
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE
 from model import GPT, initial_weights
-from testing.ranks import pool, start_ranks
+from testing.ranks import TIMEOUT_S, pool, start_ranks
 from testing.twin import Twin
 from tests.helpers import CPU, VOCAB, argv, degrees_of, mesh_of, perturbed_weights
 
@@ -328,7 +328,7 @@ def test_the_command_tells_draws_and_stores(trained, evaluated):
 def test_as_ranks_of_torchrun_it_gives_the_same(trained, evaluated, tmp_path):
     _, alone = evaluated
     for process in (ranks := start_ranks(evaluate.main, ask(trained, "--cp=2"), 2, tmp_path)):
-        process.join(60)
+        process.join(TIMEOUT_S)
     assert [process.exitcode for process in ranks] == [0, 0], (tmp_path / "0.err").read_text()
     assert ["needles: " in (tmp_path / f"{rank}.out").read_text() for rank in (0, 1)] == [True, False]
     found = json.loads((trained / "evaluate.json").read_text())

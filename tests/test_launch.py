@@ -35,7 +35,17 @@ from memo.layout import stage_of
 from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
-from testing.ranks import PROCESSES, Ranks, children, enter, free_port, pool, start_agent, start_ranks
+from testing.ranks import (
+    PROCESSES,
+    TIMEOUT_S,
+    Ranks,
+    children,
+    enter,
+    free_port,
+    pool,
+    start_agent,
+    start_ranks,
+)
 from tests.helpers import LLAMA, ROOT, bound_arena, choosing, error, mesh_of, no_picture, step
 from tests.layouts import build
 
@@ -456,7 +466,7 @@ def test_a_rank_without_room_for_a_layer_ends_the_run(dataset, tmp_path, size, k
     ranks, said = Ranks(size), tmp_path / "said "
     ranks.start(without_memory, argv(dataset, tmp_path / "out", **keys), said, rank, steps)
     for process in ranks.processes:
-        process.join(60)
+        process.join(TIMEOUT_S)
     assert [process.exitcode for process in ranks.processes] == [1] * size
     others = [Path(f"{said}{rank}").read_text() for rank in range(size)]
     [line] = [line for line in others.pop(rank).splitlines() if line.startswith("error: ")]
@@ -498,21 +508,21 @@ def torchrun(no_matplotlib):
     return start
 
 
-def wait_for_rows(out, n, seconds=240):
-    end = time.monotonic() + seconds
+def wait_for_rows(out, n):
+    end = time.monotonic() + TIMEOUT_S
     while not ((out / "metrics.jsonl").exists() and len(losses(out)) >= n):
-        assert time.monotonic() < end, f"no {n} steps within {seconds} s"
+        assert time.monotonic() < end, f"no {n} steps within {TIMEOUT_S} s"
         time.sleep(0.02)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2, **IN_ORDER)], ids=["tp2", "pp2"])
-def test_a_killed_rank_ends_the_run_within_a_minute(dataset, tmp_path, layout):
+def test_a_killed_rank_ends_the_run(dataset, tmp_path, layout):
     keys = argv(dataset, tmp_path / "out", **LONG | layout | dict(max_iters=10**6))
     first, second = start_ranks(train_main, keys, 2, tmp_path)
     wait_for_rows(tmp_path / "out", 8)  # the save before step 6 waited for the one before step 3
     second.kill()
-    first.join(60)
+    first.join(TIMEOUT_S)
     assert first.exitcode == 1
     [line] = errors_of(tmp_path, 0)
     assert LOST.fullmatch(line), line
@@ -532,7 +542,7 @@ def test_two_agents_stand_for_two_nodes_and_carry_on_when_one_loses_a_rank(datas
     wait_for_rows(tmp_path / "two", 8)
     os.kill(children(nodes[1].pid)[0], signal.SIGKILL)
     for node in nodes:
-        node.join(400)
+        node.join(TIMEOUT_S)
         assert node.exitcode == 0
     said, lines = ("".join((tmp_path / f"{name}.{kind}").read_text() for name in "ab")
                    for kind in ("out", "err"))
@@ -549,7 +559,7 @@ def test_a_signal_to_torchrun_saves_and_leaves(dataset, tmp_path, torchrun, numb
     run = torchrun(argv(dataset, tmp_path, **keys), "--standalone", ranks=2)
     wait_for_rows(tmp_path, 5)
     run.send_signal(number)
-    out, err = run.communicate(timeout=60)  # until no rank can say more
+    out, err = run.communicate(timeout=TIMEOUT_S)  # until no rank can say more
     done = checkpoint.load(tmp_path).iter
     assert done == len(losses(tmp_path)) and f"stopped by SIGTERM after {done} of" in out
     assert err.count("SIGTERM: finishing this step, then saving") == 1
@@ -561,7 +571,7 @@ def test_a_run_of_the_same_name_is_not_taken_for_the_one_that_is_started_again(d
     options = "--rdzv-id=7", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--max-restarts=1"
     for code, seed in ((0, 1), (1, 2)):
         run = torchrun(argv(dataset, tmp_path, cp=2, max_iters=4, seed=seed), *options, ranks=2)
-        _, err = run.communicate(timeout=600)
+        _, err = run.communicate(timeout=TIMEOUT_S)
         assert run.returncode == code, err
     assert err.count("already holds a checkpoint") == 2  # at the start, and when it is started again
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
@@ -631,7 +641,7 @@ def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
     # of four chunks of sixteen tokens, and a target behind each, rank 0 has the first and the last
     first, second = start_ranks(train_main, argv(data, tmp_path / "out", cp=2), 2, tmp_path)
     for process in (first, second):
-        process.join(60)
+        process.join(TIMEOUT_S)
         assert process.exitcode == 1
     [line], [named] = (errors_of(tmp_path, rank) for rank in (0, 1))
     assert named.startswith(f"error: rank 1 ({socket.gethostname()}), step 0: ")

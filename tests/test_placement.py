@@ -137,7 +137,7 @@ def test_the_modes(activation, n_buffers, host):
 def test_alpha_from_measured_rates(mode):
     model, d = decided(replace(CFG, alpha_mode=mode), ENOUGH)
     r = d.rates
-    assert min(r.forward_s, r.backward_s) > 0 and r.offload_bytes_per_s > 1e6 and r.prefetch_bytes_per_s > 1e6
+    assert min(r.forward_s, r.backward_s, r.offload_bytes_per_s, r.prefetch_bytes_per_s) > 0
     assert set(r.recompute_s) == {"ln1_out", "q", "k", "v", "mid", "ln2_out", "fc1_out", "gelu_out"}
     # here they are microseconds
     assert all(s >= 0 for s in r.recompute_s.values()) and max(r.recompute_s.values()) > 0

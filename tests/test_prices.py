@@ -1,12 +1,12 @@
 """Each message of a step has its price: the dry run counts what the code sends, and --calibrate measures
 it."""
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
 from math import inf
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +24,7 @@ from memo.swap.placing import place_rows
 from memo.swap.streams import open_streams
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import CPU, LLAMA, mesh_of
+from tests.helpers import CPU, LLAMA
 
 KEYS = dict(n_layer=2, n_head=8, n_embd=64, vocab_size=150, block_size=4096, batch_size=2)
 FOUR = dict(subsequences=4, unit_order="layer", activation="recompute")  # keys are made again
@@ -105,13 +105,24 @@ def test_what_is_measured_of_a_message_is_that_message():
         assert sent(program) == {(op, 4, 1): (1, nbytes)}
 
 
-def seconds_behind_sleep(host, late):
-    """As measured, of a gather behind sleeping: rank r's n-th sleep takes late(r, n) seconds."""
-    axis, numbers = mesh_of(host, Config(tp=2)).weights, count()
-    with patch.multiple(calibrate, REPEATS=2, BEHIND=2, LEAST_S=0.0):
-        return calibrate.seconds_of(calibrate.timings_behind(
-            lambda: time.sleep(late(host.rank, next(numbers))),
-            partial(axis.gather, torch.zeros(8)), CPU, host))
+def seconds_behind_computing(host, late):
+    """As measured, by a clock of its own, of a gather behind computing: rank r's n-th takes late(r, n)
+    seconds, and a gather hardly any, from when the last rank comes."""
+    numbers, now = count(), 0.0
+
+    def compute():
+        nonlocal now
+        now += late(host.rank, next(numbers))
+
+    def meet(*values, message_s=0.0):
+        nonlocal now
+        [now] = host.max(now)
+        now += message_s
+        return host.max(*values)
+    gather, mesh_host = partial(meet, 0.0, message_s=1e-3), SimpleNamespace(max=meet)
+    with patch.multiple(calibrate, REPEATS=2, BEHIND=2, LEAST_S=0.0), patch.object(
+            calibrate.time, "perf_counter", lambda: now):
+        return calibrate.seconds_of(calibrate.timings_behind(compute, gather, CPU, mesh_host))
 
 
 def always_late(rank, n):
@@ -124,5 +135,6 @@ def in_turns_late(rank, n):
 
 @pytest.mark.ranks
 def test_a_rank_that_is_always_late_is_not_in_the_messages_seconds():
-    always, in_turns = (pool(2).run(seconds_behind_sleep, late)[0] for late in (always_late, in_turns_late))
-    assert always < 0.05 < in_turns  # 0, but for the message, and 0.1
+    always, in_turns = (pool(2).run(seconds_behind_computing, late)[0]
+                        for late in (always_late, in_turns_late))
+    assert (always, in_turns) == (pytest.approx(1e-3), pytest.approx(0.1 + 1e-3))
