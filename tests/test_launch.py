@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -583,10 +584,10 @@ def start_rank(argv, rank, size, port, said):
     return process
 
 
-def wait_for_words(path, words, seconds=60):
-    end = time.monotonic() + seconds
+def wait_for_words(path, words):
+    end = time.monotonic() + TIMEOUT_S
     while not (path.exists() and words in path.read_text()):
-        assert time.monotonic() < end, f"no {words!r} within {seconds} s"
+        assert time.monotonic() < end, f"no {words!r} within {TIMEOUT_S} s"
         time.sleep(0.05)
 
 
@@ -596,7 +597,7 @@ def test_a_rank_that_waits_for_others_says_so_and_ends_at_a_signal(dataset, tmp_
     waits = "waiting for 1 of 2 ranks: [1]", "rank 1: waiting for rank 0 at"
     wait_for_words(tmp_path / "said.err", waits[rank])
     os.kill(process.pid, number)
-    process.join(60)
+    process.join(TIMEOUT_S)
     assert process.exitcode == 128 + number
     said = (tmp_path / "said.err").read_text().splitlines()
     assert rank or [line for line in said if "waiting" not in line] == ["interrupted; what is saved is whole"]
@@ -607,10 +608,11 @@ def test_a_rank_of_another_run_is_told_so(dataset, tmp_path):
     zero = start_rank(argv(dataset, out), 0, 3, port, tmp_path / "0")
     one, other, twice = (start_rank(argv(dataset, out), 1, size, port, tmp_path / f"{i}")
                          for i, size in enumerate((3, 2, 3), 1))
-    other.join(60)
+    other.join(TIMEOUT_S)
     wait_for_words(tmp_path / "0.err", "waiting for 1 of 3 ranks: [2],")
+    connection.wait([one.sentinel, twice.sentinel], TIMEOUT_S)  # one of them is told
     for process in (one, twice):
-        process.join(5)  # one of them is told
+        process.join(0)
     [first] = errors_of(tmp_path, 2)
     [line] = errors_of(tmp_path, 1) + errors_of(tmp_path, 3)
     assert first.startswith("error: RANK=1 WORLD_SIZE=2 does not go with the rank 0 found, of WORLD_SIZE=3")
