@@ -12,7 +12,6 @@ without moments (memo.convert makes them) starts a run of its own. Reading one e
 """
 
 import contextlib
-import errno
 import os
 import pickle
 import shutil
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from memo.command import progress
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
-from memo.errors import BadState, CheckpointError, elsewhere, reason, warn
+from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
 from memo.files import regular, save_bytes, sync_folder
 from memo.flat import Piece, is_finite, whole
 from memo.layer import model_parameters
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
 READ_BYTES = 2**24
 LESS = "try a lower --learning_rate or more --warmup_iters"
-FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # of a disk, or of a user's share of one
 
 
 def crc32(path: Path) -> int:
@@ -78,14 +76,14 @@ class Saver:
     checkpoints stay, beside one that no step has followed yet; on a full disk one. `whole`: the iteration of
     the newest whole checkpoint, or None. `read`: gives the tensor of a piece when it is to be written; then
     pieces have shapes only. `copies`: whether pieces are copied, so that they may change soon; others are
-    written from where they are. `lease`: whether the folder is still this run's; rank 0 asks before each of
+    written from where they are. `lease`: whether an out_dir is still this run's; rank 0 asks before each of
     its changes there.
     """
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
                  keep: int = 1, whole: int | None = None,
                  read: Callable[[Piece], torch.Tensor] | None = None, copies: bool = True,
-                 lease: Callable[[], bool] = lambda: True) -> None:
+                 lease: Callable[[Path], bool] = lambda out: True) -> None:
         self.lease = lease
         self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -156,11 +154,12 @@ class Saver:
             path = self.folder / str(iter)
             temporary = path.with_name(self.together(lambda: f"{iter}.{token_hex(8)}.tmp")[0])
             if bad := [name for name in self.together(self.take, pieces, reached) if name]:
-                raise BadState(f"{bad[0]} after {iter} steps must be finite, it is not saved; "
-                                f"{last_good(self.folder.parent, iter)}; {LESS}")
+                good = self.together(lambda: "" if self.rank else last_good(self.folder.parent, iter))[0]
+                raise BadState(f"{bad[0]} after {iter} steps must be finite, it is not saved; {good}; {LESS}")
             # rank 0 looks whether the newest whole one is still there
             if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:
-                self.remove_old(self.keep)  # the newest has proved itself: finite steps have followed it
+                # the newest has proved itself: finite steps have followed it
+                self.together(self.remove_old, self.keep)
                 try:
                     self.write_folder(path, temporary, config, iter)
                 except CheckpointError as e:
@@ -205,20 +204,20 @@ class Saver:
                 raise result
         return results
 
-    def check_lease(self) -> None:
+    def check_lease(self, out: Path) -> None:
         """Errors: CheckpointError: the folder is another run's, or removed."""
-        if not self.lease():
-            raise CheckpointError(f"{self.folder.parent} is not this run's any more")
+        if not self.lease(out):
+            raise CheckpointError(f"{out} is not this run's any more")
 
     def begin(self, path: Path, temporary: Path) -> None:
         """Rank 0 clears the way to `path`, and makes the folder `temporary`, which nobody has planted."""
         if self.rank:
             return
-        self.check_lease()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self.folder.is_symlink():
-            raise CheckpointError(f"{self.folder} must be a folder, not a link")
-        for leftover in self.folder.glob("*.tmp"):
+        self.check_lease(path.parents[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent.is_symlink():
+            raise CheckpointError(f"{path.parent} must be a folder, not a link")
+        for leftover in path.parent.glob("*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         if os.path.lexists(path):
             pass_over(path)
@@ -236,17 +235,17 @@ class Saver:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
         save_bytes(manifest_text(stored).encode(), temporary / CHECKPOINT_JSON)
-        self.check_lease()
+        self.check_lease(path.parents[1])
         temporary.rename(path)
-        sync_folder(self.folder)
-        sync_folder(self.folder.parent)
+        sync_folder(path.parent)
+        sync_folder(path.parents[1])
 
     def remove_old(self, keep: int) -> None:
         """Rank 0 removes this run's checkpoints but the `keep` newest, and all damaged ones but as many. What
         has a higher number than its newest is not its own."""
-        if self.rank or self.whole is None or not self.lease():
-            return
         out = self.folder.parent
+        if self.rank or self.whole is None or not self.lease(out):
+            return
         mine = [folder for folder in checkpoints(out) if int(folder.name) <= self.whole]
         for old in [*mine[keep:], *damaged(out)[keep:]]:
             with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment

@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 
@@ -42,9 +43,18 @@ from tokenizers import Tokenizer
 from memo import checkpoint
 from memo.config import Config, as_keys
 from memo.errors import CheckpointError, ConfigError, warn
-from memo.files import load_json, save_bytes, save_json
+from memo.files import json_bytes, load_json, save_bytes, save_json
 from memo.flat import whole
-from memo.huggingface import CONFIG, OWN, check_reach, copy_own_files, hf_config, model_keys, overlaid
+from memo.huggingface import (
+    CONFIG,
+    OWN,
+    check_reach,
+    hf_config,
+    model_keys,
+    overlaid,
+    own_files,
+    save_own_files,
+)
 from memo.layer import model_parameters
 from memo.load_config import stored_config
 from memo.rope import parse_scaling
@@ -67,7 +77,7 @@ def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
 def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
     """Check what stands in `hf_folder` beside its config.json -> its tokenizer, None where there is none.
     Errors: ConfigError: it is not of the model `cfg`."""
-    check_reach(hf_folder, cfg.block_size)
+    check_reach(hf_folder, 1)  # the length of a run is compared when one starts
     check_tied_head(hf_folder, cfg)
     return tokenizer_in(Path(hf_folder), cfg)
 
@@ -79,14 +89,17 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     cfg = Config(**model_keys(hf_folder), out_dir=str(out_dir))
     tokenizer = check_folder(hf_folder, cfg)
     weights = HfWeights(hf_folder, cfg)
-    for name in weights.parameters:  # what is not finite is refused before anything is written
-        weights.read(name)
+    save_own_files(own_files(hf_folder), out_dir / OWN)
     # the pieces have shapes only: a tensor is read when it is written
     saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
                 for name, p in model_parameters(cfg).items()], as_keys(cfg), 0)
-    saver.wait()
-    copy_own_files(hf_folder, out_dir / OWN)
+    try:
+        saver.wait()
+    except CheckpointError:
+        if weights.refused:
+            raise ConfigError(weights.refused) from None
+        raise
     if tokenizer:  # memo's commands read this one
         save_bytes(tokenizer.to_str().encode(), out_dir / TOKENIZER)
     save_json(as_keys(cfg), out_dir / CONFIG)
@@ -114,11 +127,11 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
             tensor = torch.empty(stored[f"params.{name}"])
             ckpt.read([whole(f"params.{name}", tensor)])
             return tensor
-        hf_folder.mkdir(parents=True, exist_ok=True)
-        kind = getattr(torch, dtype)
-        save_weights(hf_folder, shapes, export_tensors(cfg, read, kind), kind)
         end = (ckpt.config.get("tokenizer") or {}).get("end_of_document")
-        describe(hf_folder, out_dir, cfg, dtype, tokenizer, end)
+        files, kind = description(out_dir, cfg, dtype, tokenizer, end), getattr(torch, dtype)
+        hf_folder.mkdir(parents=True, exist_ok=True)
+        save_weights(hf_folder, shapes, export_tensors(cfg, read, kind), kind)
+        save_own_files(files, hf_folder)
         return cfg
     cfg = checkpoint.read_newest(out_dir, export)
     scaling = parse_scaling(cfg.rope_scaling)
@@ -130,30 +143,33 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
     print(f"{hf_folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
 
 
-def describe(hf_folder: Path, out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | None,
-             end: str | None) -> None:
-    """Write what transformers needs beside the weights. A model that came with files keeps them, but for what
-    training has changed. One that was made here gets a config.json and the dataset's `tokenizer`, whose
-    documents end with the token `end`. Errors: ConfigError; OSError."""
-    own = out_dir / OWN
-    if (own / CONFIG).exists():
-        made = overlaid(own, cfg, dtype)
-        copy_own_files(own, hf_folder)
-        path = own / TOKENIZER_CONFIG
-        if path.exists() and cfg.block_size != model_keys(own)["block_size"]:
-            stored = load_json(path, "remove it")
-            save_json(stored | dict(model_max_length=cfg.block_size), hf_folder / TOKENIZER_CONFIG)
+def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | None,
+                end: str | None) -> dict[str, bytes]:
+    """Make what transformers needs beside the weights -> {name: content}. A model that came with files keeps
+    them, but for what training has changed. One that was made here gets a config.json and the dataset's
+    `tokenizer`, whose documents end with the token `end`. Errors: ConfigError; OSError."""
+    own, files = out_dir / OWN, own_files(out_dir / OWN)
+    if CONFIG in files:
+        made, of_tokenizer = overlaid(own, cfg, dtype), dict[str, Any]()
+        if TOKENIZER_CONFIG in files and cfg.block_size != model_keys(own)["block_size"]:
+            of_tokenizer = load_json(own / TOKENIZER_CONFIG, "remove it")
+            of_tokenizer |= dict(model_max_length=cfg.block_size)
     else:
         begin = begin_of_text(tokenizer) if tokenizer else None
-        ids = {f"{name}_token_id": tokenizer.token_to_id(token) if tokenizer and token else None
-               for name, token in (("bos", begin), ("eos", end))}
-        made = hf_config(cfg, dtype, ids)
+        tokens = {name: token for name, token in (("bos", begin), ("eos", end)) if tokenizer and token}
+        made = hf_config(cfg, dtype, {
+            f"{name}_token_id": tokenizer.token_to_id(tokens[name]) if tokenizer and name in tokens else None
+            for name in ("bos", "eos")})
+        of_tokenizer = {}
         if tokenizer:
-            save_bytes((out_dir / TOKENIZER).read_bytes(), hf_folder / TOKENIZER)
-            tokens = {name: token for name, token in (("bos_token", begin), ("eos_token", end)) if token}
-            save_json(dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
-                           model_max_length=cfg.block_size) | tokens, hf_folder / TOKENIZER_CONFIG)
-    save_json(made, hf_folder / CONFIG)  # last: a folder without it is no model
+            files[TOKENIZER] = (out_dir / TOKENIZER).read_bytes()
+            of_tokenizer = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+                          model_max_length=cfg.block_size)
+            of_tokenizer |= {f"{name}_token": token for name, token in tokens.items()}
+    if of_tokenizer:
+        files[TOKENIZER_CONFIG] = json_bytes(of_tokenizer)
+    files.pop(CONFIG, None)
+    return files | {CONFIG: json_bytes(made)}  # written last: a folder without it is no model
 
 
 def begin_of_text(tokenizer: Tokenizer) -> str | None:

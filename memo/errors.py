@@ -5,6 +5,8 @@ import errno
 import os
 import sys
 
+FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # what a full disk says
+
 
 class ConfigError(ValueError):
     """Bad input: a value that the user can mend."""
@@ -47,8 +49,7 @@ def reason(e: BaseException) -> str:
 
 def elsewhere(e: BaseException, what: str) -> str:
     """Say what mends the exception `e` of writing something: room where there was none, or another `what`."""
-    full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    return "free some space there or " * full + f"choose another {what}"
+    return "free some space there or " * (reason(e) in FULL) + f"choose another {what}"
 
 
 def last_line(e: BaseException) -> str | None:

@@ -153,7 +153,7 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     cfg = evaluation_config(args, trained, lengths[-1], launch.world)
     data = open_dataset(cfg.dataset, 1)
     check_lengths(lengths, cfg, data)
-    check_reach(Path(args.out_dir) / OWN, lengths[-1])
+    check_reach(Path(args.out_dir) / OWN, lengths[-1], "--lengths")
     if not NEEDLE <= data.vocab_size <= cfg.vocab_size:
         raise ConfigError(f"dataset={cfg.dataset}: vocab_size={data.vocab_size} must be at least {NEEDLE} "
                           f"(a needle's tokens differ) and at most {cfg.vocab_size}, the model's; give a "

@@ -194,9 +194,14 @@ def save_bytes(data: bytes, path: str | Path) -> None:
         file.write(data)
 
 
+def json_bytes(value: Any) -> bytes:
+    """Encode `value` as JSON for people."""
+    return f"{readable_json(value)}\n".encode()
+
+
 def save_json(value: Any, path: str | Path) -> None:
     """Write `value` as JSON, as replacing() does."""
-    save_bytes(f"{readable_json(value)}\n".encode(), path)
+    save_bytes(json_bytes(value), path)
 
 
 # --- kept from run to run ---
@@ -238,18 +243,16 @@ def cache_place() -> tuple[Path | None, str | None]:
         return None, f"no cache folder can be made ({reason(e)}); {other}"
 
 
-def keep(data: bytes, folder: Path | None, name: str) -> None:
-    """Store `data` in cache_folder(), where there is one, for the next run, with its digest behind it. A
-    failure costs only time."""
-    if folder is not None:
-        with suppress(OSError), replacing(folder / name, 0o600) as file:
-            file.write(data + digest_of(data))
+def keep(data: bytes, path: Path) -> None:
+    """Store `data` in a cache, with its digest behind it. Errors: OSError."""
+    with replacing(path, 0o600) as file:
+        file.write(data + digest_of(data))
 
 
-def kept(folder: Path, name: str) -> bytes:
-    """Read what keep() stored. Errors: OSError; ValueError: others can write it, or it is not what was
-    stored."""
-    with open(open_file(folder / name), "rb") as file:
+def kept(descriptor: int) -> bytes:
+    """Read what keep() stored, from an open file, which stays open. Errors: OSError; ValueError: others can
+    write it, or it is not what was stored."""
+    with open(descriptor, "rb", closefd=False) as file:
         if not ours_alone(os.fstat(file.fileno())):
             raise ValueError("others can write it")
         data = file.read(MOST_TEXT_CHARS + 1)
@@ -265,10 +268,17 @@ def digest_of(data: bytes) -> bytes:
 
 
 def keep_json(value: Any, folder: Path | None, name: str) -> None:
-    """Store `value` as JSON, as keep() does."""
-    keep(readable_json(value).encode(), folder, name)
+    """Store `value` as JSON in cache_folder(), where there is one, for the next run. A failure costs only
+    time."""
+    if folder is not None:
+        with suppress(OSError):
+            keep(readable_json(value).encode(), folder / name)
 
 
 def kept_json(folder: Path, name: str) -> dict[str, Any]:
     """Read what keep_json() stored. Errors: as kept()."""
-    return parse_json(kept(folder, name).decode())
+    descriptor = open_file(folder / name)
+    try:
+        return parse_json(kept(descriptor).decode())
+    finally:
+        os.close(descriptor)

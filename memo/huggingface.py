@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from memo.errors import ConfigError
+from memo.errors import ConfigError, warn
 from memo.files import MOST_TEXT_CHARS, load_json, open_file, save_bytes
 from memo.layer import model_parameters
 from memo.rope import SCALINGS, checked_scaling, parse_scaling
@@ -29,7 +29,7 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
     output_attentions output_hidden_states return_dict tokenizer_class problem_type id2label label2id
     _num_labels _name_or_path _attn_implementation attn_implementation _attn_implementation_autoset
     is_llama_config unsloth_fixed unsloth_version n_special predict_special_tokens transformers.js_config
-    sep_token_id decoder_start_token_id _from_model_config use_bfloat16 torchscript pruned_heads
+    sep_token_id decoder_start_token_id _from_model_config use_bfloat16 torchscript
     tf_legacy_loss finetuning_task prefix is_decoder is_encoder_decoder chunk_size_feed_forward
     tie_encoder_decoder max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
@@ -37,8 +37,8 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split())
 # No files of a model's description: weights, in each form that they have
-WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz",
-               ".index.json")
+WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
+               ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -144,7 +144,7 @@ def check_fields(path: Path, hf: Mapping[str, Any], family: Family) -> None:
     known = HARMLESS | {*family.sizes.values(), *family.only, family.norm_eps[0], "tie_word_embeddings"}
     known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *WINDOW}
     for name, value in hf.items():
-        if name not in known and value is not None:
+        if name not in known and value not in (None, {}, []):  # an empty one says nothing
             raise ConfigError(f"{path}: memo does not know {name}={value!r:.100}, which may change the "
                               "model; give another folder, or take the field out where it changes nothing")
     for name, allowed in family.only.items():
@@ -169,9 +169,9 @@ def float_field(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def check_reach(folder: Path | str, S: int) -> None:
+def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> None:
     """Check that every layer of the model in `folder`, where there is one, attends to all of S tokens, the
-    length of the run. Errors: ConfigError: some layer has a shorter window."""
+    length that the command takes from `option`. Errors: ConfigError: some layer has a shorter window."""
     path = Path(folder) / CONFIG
     if not path.exists():
         return
@@ -189,9 +189,9 @@ def check_reach(folder: Path | str, S: int) -> None:
             return
         window = hf.get("sliding_window", 4096)
     if window is not None and not (type(window) is int and window >= S):
-        raise ConfigError(f"{path}: sliding_window={window!r:.100} must be null, or at least block_size={S}, "
-                          "the run's length; " + reach.format("set it to null") + ", or give a shorter "
-                          "--block_size")
+        raise ConfigError(f"{path}: sliding_window={window!r:.100} must be null, or at least {S}, the "
+                          "length of the run; " + reach.format("set it to null")
+                          + f", or give a smaller {option}")
 
 
 def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def overlaid(own: Path, cfg: Any, dtype: str) -> dict[str, Any]:
     path = own / CONFIG
     hf = load_json(path, GIVE_FOLDER)
     made = hf_config(cfg, dtype, {})
-    before = hf_config(replace(cfg, **keys_of(path, hf)), dtype, {})
+    before = hf_config(type(cfg)(**keys_of(path, hf)), dtype, {})
     named = {k: v for k, v in made.items() if k not in ("model_type", "architectures", "torch_dtype")}
     changed = {k: v for k, v in named.items() if v != before.get(k)}
     if keys_of(path, hf | changed) != keys_of(path, made):  # a scaling that counts from a length not in it
@@ -294,27 +294,29 @@ def overlaid(own: Path, cfg: Any, dtype: str) -> dict[str, Any]:
 
 # --- the files that came with a model ---
 
-def own_files(folder: Path) -> dict[str, Path]:
-    """List what lies in a model's folder beside the weights: config.json, the files of its tokenizer and of
-    generation, templates -> {name within the folder: path}."""
-    if not folder.is_dir():
-        return {}
-    found = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*.jinja")]
-    return {str(path.relative_to(folder)): path for path in sorted(found)
-            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS_END)}
-
-
-def copy_own_files(source: Path, target: Path) -> None:
-    """Copy own_files() of `source` to `target`, byte for byte. Errors: OSError; ConfigError: one is too
-    large."""
-    for name, path in own_files(source).items():
+def own_files(folder: Path) -> dict[str, bytes]:
+    """Read what lies in a model's folder beside the weights: config.json, the files of its tokenizer and of
+    generation, templates -> {name within the folder: content}. Larger ones are left out, with a line. Errors:
+    OSError."""
+    found = {}
+    templates = (folder / "additional_chat_templates").glob("*.jinja")
+    for path in sorted([*folder.iterdir(), *templates]) if folder.is_dir() else ():
+        if not path.is_file() or path.name.startswith(".") or path.name.endswith(WEIGHTS_END):
+            continue
+        if path.stat().st_size > MOST_TEXT_CHARS:
+            warn(f"{path} is larger than {MOST_TEXT_CHARS:,} bytes, it does not go along with the model")
+            continue
         with open(open_file(path), "rb") as file:
-            data = file.read(MOST_TEXT_CHARS + 1)
-        if len(data) > MOST_TEXT_CHARS:
-            raise ConfigError(f"{path} must have at most {MOST_TEXT_CHARS:,} bytes, it is copied along as a "
-                              "part of the model's description; move it out of the model's folder")
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        save_bytes(data, target / name)
+            found[str(path.relative_to(folder))] = file.read(MOST_TEXT_CHARS)
+    return found
+
+
+def save_own_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write what own_files() has read. Errors: OSError."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        save_bytes(data, folder / name)
+
 
 
 # --- weights ---

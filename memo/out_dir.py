@@ -25,7 +25,7 @@ def lock(out: Path, owner: str) -> IO:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = open(os.open(out / LOCK, flags, 0o666), "r+")  # noqa: SIM115  until the process ends
         if regular(os.fstat(file.fileno())).st_nlink > 1:  # another name of a file that is not the run's
-            raise OSError(errno.EMLINK, "its .lock has other names too")
+            raise OSError(errno.EMLINK, "its .lock has other names too, remove it")
     except OSError as e:
         raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another "
                           "--out_dir") from None
@@ -65,10 +65,14 @@ def rescues(out: Path) -> tuple[str, list[Path]]:
 
 
 def is_locked(out: Path, file: IO) -> bool:
-    """Whether the open lock `file` is still the one in `out`: somebody may have removed the folder."""
-    with contextlib.suppress(OSError):
+    """Whether the open lock `file` is still the one in `out`: somebody may have removed the folder. A network
+    disk that does not answer has not lost it."""
+    try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
-    return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def check_shared(out: Path, owner: str) -> None:

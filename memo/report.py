@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from memo import memory
 from memo.command import python
-from memo.config import KEYS
+from memo.config import KEYS, MODEL_KEYS
 from memo.device import device_name
 from memo.files import save_bytes, save_json
 from memo.formulas import flops_per_sample, parameters
-from memo.huggingface import OWN, copy_own_files
+from memo.huggingface import OWN, save_own_files
 from memo.layer import n_rows
 from memo.loggers import JsonlLogger, StepStats, read_metrics, say
 from memo.manifest import CHECKPOINT
@@ -46,9 +46,12 @@ def print_first_lines(run: "Run") -> None:
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
+    stored = run.stored
     why_ops = f": {m.why_ops}" if m.why_ops and run.device.type == "cuda" else ""
     was = run.ckpt.config if run.ckpt else {}
-    changed = differences(was | was.get("origin", {}), {k: run.stored[k] for k in KEYS} | run.origin)
+    if run.ckpt and run.ckpt.iter == 0:  # from memo.convert: nobody has chosen how to train
+        was = {name: was.get(name) for name in MODEL_KEYS}
+    changed = differences(was | was.get("origin", {}), {k: stored[k] for k in KEYS} | run.origin)
     print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
           f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
@@ -98,9 +101,11 @@ def keep_folder(run: "Run") -> None:
     ConfigError, OSError: there can be none."""
     if run.lock is not None and is_locked(run.out, run.lock):
         return
-    before, run.out = run.out, run.out.with_name(f"{run.out.name}-{token_hex(4)}")
-    run.lock = lock(run.out, run.owner)
-    furnish(run, run.out)
+    before = run.out.absolute()
+    out = before.with_name(f"{before.name}-{token_hex(4)}")
+    held = lock(out, run.owner)
+    furnish(run, out)
+    run.out, run.lock = out, held
     run.saver.folder = run.out / CHECKPOINT
     for logger in run.loggers:
         if isinstance(logger, JsonlLogger):
@@ -112,13 +117,11 @@ def keep_folder(run: "Run") -> None:
 def furnish(run: "Run", folder: Path) -> None:
     """Writes config.json, plan.json, the data's tokenizer.json and what came with the model into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = Path(run.hf or run.out / OWN)
-    if own.is_dir() and own != folder / OWN:
-        copy_own_files(own, folder / OWN)
+    save_json(run.stored, folder / "config.json")  # first: what stands beside it is the run's
+    save_own_files(run.own, folder / OWN)
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")
-    save_json(run.stored, folder / "config.json")
     save_plan(run, folder)
 
 

@@ -29,7 +29,7 @@ from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
 from memo.files import plain_name, read_text
-from memo.huggingface import CONFIG, OWN
+from memo.huggingface import CONFIG, OWN, own_files
 from memo.launch import Launch, run_name, same_everywhere, together
 from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
@@ -91,6 +91,7 @@ class Run(Checked):
     done: int  # steps
     whole: bool = True  # whether weights and optimizer are those after `done` steps; False while they change
     loggers: list = field(default_factory=list)
+    own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
     failed_saves: int = 0  # in a row
     attempt: Attempts = field(default_factory=Attempts)
     drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
@@ -278,16 +279,19 @@ def take_device(launch: Launch, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def is_restart(argv: list[str], host: Axis, name: str, read_argv: Callable) -> bool:
-    """Whether torchrun starts the run called `name` again after a failure, and the run has left a
-    checkpoint."""
-    ours = False  # rank 0 looks
+def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
+    """Find the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
+    failure; the run may have gone on beside the out_dir that it was given."""
+    found = None  # rank 0 looks
     if host.rank == 0:
-        with suppress(ConfigError, OSError, ValueError):  # check_rank() tells them
+        with suppress(ConfigError):  # check_rank() tells them
             cfg, _ = read_argv(argv)
-            ours = (cfg.init_from != "resume" and latest(cfg.out_dir) is not None
-                    and name in read_text(Path(cfg.out_dir) / LOCK).splitlines())
-    return host.objects(ours)[0]
+            out = Path(cfg.out_dir).absolute()
+            for folder in [out, *out.parent.glob(f"{out.name}-" + "?" * 8)]:
+                with suppress(OSError, ValueError):
+                    if latest(folder) and name in read_text(folder / LOCK).splitlines():
+                        found = folder
+    return host.objects(found)[0]
 
 
 def check_ranks(host: Axis, check: Callable) -> tuple[Any, dict[Path, str]]:
@@ -334,8 +338,8 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     read_argv(argv, passed_over) -> (Config, whether to start although memory lacks); `trace_step`: the
     function of trace_step.py. Errors: ConfigError."""
     name = host.objects(run_name() if host.rank == 0 else "")[0]
-    if is_restart(argv, host, name, read_argv):
-        argv = [*argv, "--init_from=resume"]
+    if before := restarted(argv, host, name, read_argv):
+        argv = [*argv, "--init_from=resume", f"--out_dir={before}"]
     found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
     cfg, device = found.cfg, found.device
     here = found.origin | {"device in use": device.type, "checkpoint": found.ckpt and found.ckpt.iter}
@@ -364,7 +368,8 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
     # an optimizer on the host has no room for a copy: its next step waits for the disk
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None, copies=not cfg.optimizer_on_host,
-                             lease=lambda: run.lock is None or is_locked(run.out, run.lock))
+                             lease=lambda out: run.lock is None or (
+                                 out == run.out and is_locked(out, run.lock)))
     lines = memory.where_it_lives(cfg, decision, model, optimizer)
     records = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
@@ -380,6 +385,8 @@ def open_loggers(run: Run) -> list:
     cannot be written."""
     cfg = run.cfg
     try:
+        own = Path(run.hf or run.out / OWN)
+        run.own = own_files(own) if run.hf or run.ckpt else {}
         if not run.ckpt and (run.out / CONFIG).exists():  # of a run that has left no checkpoint
             rmtree(run.out / OWN, ignore_errors=True)
         furnish(run, run.out)

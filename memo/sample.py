@@ -38,6 +38,7 @@ from memo.attention import Attention
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
+from memo.huggingface import OWN, check_reach
 from memo.load_config import stored_config
 from memo.staging import with_place
 from memo.tokenizer import check_vocab_size, encode_text, load_tokenizer, said_in
@@ -165,6 +166,7 @@ def main(argv: list[str]) -> None:
     model = load_model(args.out_dir, args.device, args.dtype)
     check_vocab_size(tokenizer, path, model.cfg.vocab_size)
     ids = encode_text(tokenizer, prompt, special if args.parse_special is None else args.parse_special)
+    check_reach(Path(args.out_dir) / OWN, len(ids) + args.max_new_tokens, "--max_new_tokens")
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):
         ids.append(token)

@@ -136,16 +136,15 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
     they get where that is faster, or host or device have no room for more. `typical`: the facts that say who
     helps, which changes bits: what is known of the machine's type where `stages` have measured theirs, else
     `stages`."""
-    if typical is not stages:
+    measured = typical is not stages
+    if measured:
         judged = shared(typical, with_bubbles(typical, [one.alone() for one in typical]), typical)
-        if not (shares := tuple(piece for p, _ in judged for piece in p.lent)):
-            return list(alone)
-        helped = [with_shares(one, shares) for one in stages]
-        return with_bubbles(helped, [one.alone() for one in helped])
-    found = decided_shares(stages)
-    helped = [with_shares(one, found) for one in stages]
+        found = tuple(piece for p, _ in judged for piece in p.lent)
+    else:
+        found = decided_shares(stages)
     if not found:
         return list(alone)
+    helped = [with_shares(one, found) for one in stages]
     try:
         together = with_bubbles(helped, [one.alone() for one in helped])
     except OutOfHostMemory:
@@ -154,6 +153,8 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
                for facts, those in ((helped, together), (stages, alone))]
     if any(more > before for more, before in zip(*lacking, strict=True)):
         return list(alone)
+    if measured:  # what is faster was judged by what is typical
+        return together
     seconds = [micro_batch_s(facts, [p for p, _ in those])
                for facts, those in ((helped, together), (stages, alone)) if timed(stages)]
     return together if seconds == sorted(seconds) else list(alone)

@@ -16,8 +16,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from memo.command import progress, python
 from memo.errors import ConfigError
-from memo.files import fingerprint
+from memo.files import NEW, fingerprint, load_json, sync_folder
 from memo.keys import check_value, option
 from memo.tokenizer import ENDS, byte_level, encode_text, end_of_document, tokenizer_vocab_size
 
@@ -210,6 +211,18 @@ def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
     return counts
 
 
+def check_own(out_dir: Path) -> None:
+    """Check that a dataset may be written to `out_dir`: what has the names of its files there is a dataset's.
+    Errors: ConfigError."""
+    ours = False
+    with suppress(ConfigError):
+        ours = {"dtype", "vocab_size", "counts"} <= load_json(out_dir / "meta.json", "").keys()
+    for path in (out_dir / name for name in DATASET_FILES):
+        if os.path.lexists(path) and (not ours or path.is_symlink() or not path.is_file()):
+            raise ConfigError(f"{path} is not of a dataset that memo has written, and would be replaced; "
+                              "choose another --out_dir, or remove it")
+
+
 def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
                   total_bytes: int | None = None, end: str | None = None,
                   parse_special: bool = False) -> dict:
@@ -220,14 +233,15 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     no documents, or the tokenizer has no end-of-document token.
     """
     began = time.monotonic()
-    out_dir, partial = Path(out_dir), Path(out_dir) / ".partial"
+    out_dir = Path(out_dir)
+    check_own(out_dir)
+    partial = out_dir / f"{NEW}{token_hex(8)}"
     vocab_size = tokenizer_vocab_size(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     end = end or end_of_document(tokenizer)
     end_id: Any = tokenizer.token_to_id(end)
     met: Counter = Counter()
     print(f"each document ends with the token {end}, id {end_id}", flush=True)
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         encoded = encode(documents, tokenizer, end_id, parse_special, total_bytes, met)
@@ -242,9 +256,13 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                     tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end,
                                    parse_special=parse_special))
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        (out_dir / "meta.json").unlink(missing_ok=True)
+        for name in DATASET_FILES:
+            with open(partial / name, "rb") as file:
+                os.fsync(file.fileno())
+        check_own(out_dir)
         for name in DATASET_FILES:
             os.replace(partial / name, out_dir / name)
+        sync_folder(out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     read_as = "which they are" if parse_special else "read as ordinary text (--parse_special)"

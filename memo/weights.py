@@ -7,6 +7,7 @@ Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotate
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -80,8 +81,10 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
             raise ConfigError(f"{folder / INDEX}: weight_map must give each tensor the name of a file in its "
                               f"folder; {AGAIN}")
-        return {folder / path: {name for name in files if files[name] == path}
-                for path in sorted(set(files.values()))}
+        tensors = defaultdict[str, set[str]](set)
+        for name, path in files.items():
+            tensors[path].add(name)
+        return {folder / path: tensors[path] for path in sorted(tensors)}
     pickled = any(folder.glob("pytorch_model*.bin"))
     raise ConfigError(f"{folder} holds no {WEIGHTS}; " + (
         "pytorch_model.bin could run code, so save the model again with transformers: "
@@ -155,6 +158,7 @@ class HfWeights:
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
         self.weights = {w.name: w for w in weights_of(cfg)}
+        self.refused = ""
 
     def read(self, name: str) -> torch.Tensor:
         """Read memo's parameter `name`. Positions are cropped to block_size; rows that memo adds to the
@@ -170,8 +174,9 @@ class HfWeights:
             mine, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
             mine.copy_(theirs)
         if not all(map(torch.isfinite, torch.aminmax(part))):
-            raise ConfigError(f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
-                              f"cannot train; {AGAIN}")
+            self.refused = (f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
+                            f"cannot train; {AGAIN}")
+            raise ConfigError(self.refused)
         return part
 
 

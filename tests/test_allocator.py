@@ -306,7 +306,7 @@ def test_no_library_runs_that_another_could_have_written(tmp_path, monkeypatch, 
     temporary.mkdir()
     folder.mkdir(parents=True, mode=0o700)
     path = folder / quick_compiler
-    keep(library.read_bytes(), folder, path.name)
+    keep(library.read_bytes(), path)
     if change:
         path.chmod(0o700)
         change(folder, path)
@@ -340,7 +340,7 @@ def test_what_is_compiled_can_be_loaded_whatever_the_umask(tmp_path, monkeypatch
 
 def test_one_library_is_not_taken_for_another(tmp_path, planted, quick_compiler):
     """The loader goes by names, and a descriptor's number comes again."""
-    keep(planted[0].read_bytes(), tmp_path, "own.so")
+    keep(planted[0].read_bytes(), tmp_path / "own.so")
     with pytest.raises(AttributeError):
         allocator.open_library(tmp_path / "own.so")
     (tmp_path / "new").mkdir()

@@ -10,7 +10,7 @@ from memo import checkpoint, optim
 from memo.errors import BadState
 from memo.optim import Optimizer, digest
 from testing.ranks import pool
-from tests.test_launch import IN_ORDER, UNTIED, argv, here, losses
+from tests.runs import IN_ORDER, UNTIED, argv, here, losses
 
 KEYS = dict(save_interval=2, eval_interval=0)
 HOST = rf"\({re.escape(socket.gethostname())}\)"

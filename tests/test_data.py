@@ -244,8 +244,23 @@ def test_a_kill_between_the_renames_leaves_no_dataset(tmp_path, tokenizer, monke
     monkeypatch.setattr(tokens.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_dataset(tmp_path, TEXTS[:25], tokenizer)
-    with pytest.raises(ConfigError, match="no meta.json"):
+    with pytest.raises(ConfigError, match="bytes must be the [0-9]* of .* that meta.json counts"):
         open_dataset(str(tmp_path), 8)
+    monkeypatch.undo()
+    write_dataset(tmp_path, TEXTS[:25], tokenizer)
+    assert open_dataset(str(tmp_path), 8)
+
+
+@pytest.mark.parametrize("plant", [
+    lambda path: path.write_text("{}"), lambda path: path.symlink_to("/dev/null"), lambda path: path.mkdir(),
+    lambda path: path.symlink_to("elsewhere")])
+@pytest.mark.parametrize("name", tokens.DATASET_FILES)
+def test_a_folder_that_is_no_dataset_is_not_written(tmp_path, tokenizer, name, plant):
+    """A model's, say, with a tokenizer.json of its own."""
+    plant(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} is not of a dataset that memo has written"):
+        write_dataset(tmp_path, TEXTS[:25], tokenizer)
+    assert os.listdir(tmp_path) == [name]
 
 
 # --- the sources and tokenizers of data/text/prepare.py ---

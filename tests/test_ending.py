@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import train
 from memo import checkpoint, command, dcp, ending, plots, report, signals
 from memo import run as run_module
 from memo.block import Block
+from memo.checkpoint import Saver
 from memo.console import Attempts, Console
 from memo.errors import ConfigError, TrainingError
 from memo.loggers import JsonlLogger, StepStats, read_metrics
@@ -373,6 +375,24 @@ def test_a_run_whose_folder_another_has_taken_leaves_it_alone(dataset, tmp_path,
     [moved] = (f for f in tmp_path.iterdir() if re.fullmatch("out-[0-9a-f]{8}", f.name))
     assert checkpoint.load(moved).iter == 12
     assert f"done: 12 steps; {moved}/ holds ckpt" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_save_under_way_does_not_reach_anothers_folder(dataset, tmp_path, monkeypatch, capsys):
+    out, real, taken = tmp_path / "out", Saver.commit, []
+
+    def slow(self, path, temporary, *args):
+        if not taken:
+            out.rename(tmp_path / "before")
+            taken.append(lock(out, "another"))
+            shutil.copytree(tmp_path / "before" / "ckpt" / temporary.name, temporary)  # nothing else lacks
+            while self.folder == out / "ckpt":  # the next step moves the run
+                time.sleep(0.01)
+        return real(self, path, temporary, *args)
+    monkeypatch.setattr(Saver, "commit", slow)
+    assert train.main(argv(dataset, out)) == 0
+    assert os.listdir(out / "ckpt") == []
+    assert "is not this run's any more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keys", [dict(), dict(init_from="resume")])

@@ -931,12 +931,12 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = hardware.calibration_path(1)
     preset = ["config/gpt2_124m.py", "--fast"]
-    keep(changed().encode(), path.parent, path.name)
+    keep(changed().encode(), path)
     assert command(*preset, capsys=capsys)[0] in (0, 1, 2) and hardware.machine("here").threads == 2
-    keep(speeds([[1, 7.0]], op="swiglu backward").encode(), path.parent, path.name)
+    keep(speeds([[1, 7.0]], op="swiglu backward").encode(), path)
     assert hardware.machine("here").speeds.rate("swiglu backward") == 7.0
     for text in DAMAGED:
-        keep(text.encode(), path.parent, path.name)
+        keep(text.encode(), path)
         code, out, err = command(*preset, capsys=capsys)
         assert code == 2 and err.startswith(f"error: {path}"), text
         assert "; try python -m memo.profiler --calibrate, or" in err and err.count("\n") == 1 and not out
@@ -973,7 +973,7 @@ def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     assert len(traces) == 1 and first == [ArenaBytes(1024, 0)] * 2
     assert stored["arena"] == dict(transient=1024, head=0)
     text = poison if isinstance(poison, str) else json.dumps(stored | poison if "arena" in poison else poison)
-    keep(text.encode(), file.parent, file.name)
+    keep(text.encode(), file)
     assert traced_arena(cfg, machine, trace) == first[0] and len(traces) == 2
     assert kept_json(file.parent, file.name) == stored
     (tmp_path / "memo").chmod(0o777)

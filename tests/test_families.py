@@ -317,9 +317,8 @@ def test_fields_of_public_models_are_known(tmp_path, config):
     (dict(mlp_bias=True), "mlp_bias=True must be False"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 must be 1.0"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes' must be true or false"),
-    (dict(use_sliding_window=True, sliding_window=32, max_window_layers=1),
-     "sliding_window=32 must be null, or at least block_size=64"),
-    (dict(model_type="mistral", sliding_window=32), "sliding_window=32 must be null"),
+    (dict(use_sliding_window=True, sliding_window=0, max_window_layers=1),
+     "sliding_window=0 must be null, or at least 1"),
     (dict(layer_types=["full_attention", "sliding_attention"]),
      "layer_types=.* must be full_attention in every layer"),
     (dict(layer_types=5), "layer_types=5 must be full_attention"),
@@ -498,7 +497,7 @@ def test_what_training_changed_is_written_over_the_fields_that_came(tmp_path, ki
 def test_windows_are_compared_with_the_runs_length(tmp_path):
     came(tmp_path, "mistral")
     given = [f"--init_from=hf:{tmp_path}", "--block_size"]
-    with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least block_size={2 * S}"):
+    with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least {2 * S}"):
         load_config([f"{'='.join(given[1:])}={2 * S}", given[0]])
     (tmp_path / "config.json").write_text(json.dumps(CAME["mistral"] | dict(sliding_window=S // 2)))
     assert load_config([f"--block_size={S // 2}", given[0]]).block_size == S // 2
@@ -511,7 +510,7 @@ def test_a_window_is_compared_again_when_a_run_goes_on(tmp_path):
     convert.from_hf(tmp_path / "hf", tmp_path / "out")
     resume = ["--init_from=resume", f"--out_dir={tmp_path / 'out'}"]
     load_config(resume)
-    with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least block_size={S + 1}"):
+    with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least {S + 1}"):
         load_config([*resume, f"--block_size={S + 1}"])
 
 

@@ -33,7 +33,6 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.launch import Launch, open_store, rank_errors
 from memo.layout import stage_of
-from memo.loggers import read_metrics
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import (
@@ -47,29 +46,13 @@ from testing.ranks import (
     start_agent,
     start_ranks,
 )
-from tests.helpers import LLAMA, ROOT, bound_arena, choosing, error, mesh_of, no_picture, step
+from tests.helpers import ROOT, bound_arena, choosing, error, mesh_of, no_picture, step
 from tests.layouts import build
+from tests.runs import IN_ORDER, UNTIED, argv, here, losses, rows
 
-MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
-             gradient_accumulation_steps=2, max_iters=6, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
-             eval_interval=3, eval_iters=2, save_interval=0, device="cpu")
-UNTIED = LLAMA | dict(n_kv_head=4, position="rope", bias=False)
 FOUR = dict(tp=2, cp=2)
-IN_ORDER = dict(subsequences=2, subsequence_cut="equal", unit_order="subsequence")  # as stages want it
 SAME = 1e-5
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
-
-
-def argv(folder, out, **keys):
-    return [f"--{k}={v}" for k, v in (MODEL | dict(dataset=folder, out_dir=out) | keys).items()]
-
-
-def rows(out):
-    return read_metrics(Path(out) / "metrics.jsonl")
-
-
-def losses(out):
-    return [r["loss"] for r in rows(out)]
 
 
 def worst(mine, reference):
@@ -77,23 +60,7 @@ def worst(mine, reference):
     return max(abs(a - b) / b for a, b in zip(mine, reference, strict=True))
 
 
-def here(host, argv, console=os.devnull):
-    """train.main in a rank of a pool -> its exit code, or what went wrong. `argv`: of all, or one of each."""
-    mine = argv[host.rank] if isinstance(argv[0], list) else argv
-    path = f"{console}{host.rank}" if console != os.devnull else console
-    with open(path, "w") as file, contextlib.redirect_stdout(file), pytest.MonkeyPatch.context() as m:
-        m.setattr("memo.report.draw_picture", no_picture)
-        bound_arena(m)
-        try:
-            run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size), host)
-        except Exception as e:
-            return f"{type(e).__name__}: {e}"
-        try:
-            with contextlib.closing(run):
-                return complete(run, train.train)
-        finally:
-            if run.lock:
-                run.lock.close()
+
 
 
 def converted(out, folder):

@@ -155,15 +155,14 @@ def test_all_of_a_file_is_written_when_it_is_synced(tmp_path, monkeypatch):
     synced, real = {}, os.fsync
 
     def sync(descriptor):
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        synced[os.path.basename(path).removesuffix(".tmp")] = os.fstat(descriptor).st_size
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
         real(descriptor)
     monkeypatch.setattr(os, "fsync", sync)
     saver = Saver(tmp_path)
     saver.save([whole("params.a", torch.zeros(3))], {}, 4)
     saver.wait()
     for file in (tmp_path / "ckpt" / "4").iterdir():
-        assert synced[file.name] == file.stat().st_size > 0
+        assert synced[file.stat().st_ino] == file.stat().st_size > 0
 
 
 # --- what is not removed ---

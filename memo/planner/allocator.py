@@ -8,7 +8,6 @@ segment. What is requested outside the segments never comes near the plan. Sourc
 """
 
 import ctypes
-import errno
 import hashlib
 import os
 import platform
@@ -60,21 +59,19 @@ def compile_library(folder: str | Path, *flags: str) -> Path:
             if done.returncode or not made.exists():
                 why = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
                 raise Unavailable(f"g++ failed: {why}")
-            keep(made.read_bytes(), library.parent, library.name)
-            if not library.exists():
-                raise OSError(errno.ENOSPC, "its library cannot be kept", str(library))
+            keep(made.read_bytes(), library)
     return library
 
 
 def open_library(path: Path) -> ctypes.CDLL:
     """The library, with its functions. Errors: OSError, ValueError where it is broken, or not ours alone;
     AttributeError where it is another one."""
-    kept(path.parent, path.name)  # whole, and what the compiler wrote: the loader would die of less
     descriptor = open_file(path)
     try:
+        kept(descriptor)  # whole, and what the compiler wrote: the loader would die of less
         through = f"/proc/self/fd/{descriptor}"  # the file that was checked, whatever has its name by now
         lib = ctypes.CDLL(through if os.path.exists(through) else str(path))
-    except OSError:
+    except (OSError, ValueError):
         os.close(descriptor)
         raise
     # it stays open: the loader takes a name that it knows, /proc/self/fd/7, for the library that it was
