@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 import model as memo_model
 from memo import checkpoint, convert, weights
@@ -24,22 +24,10 @@ from memo.tokens import train_tokenizer
 from memo.weights import hf_tensors
 from model import GPT
 from tests.helpers import batches, fails, memo_logits, save_states
+from tests.texts import C, L, S, V, gpt2
 
-V, S, C, L = 300, 31, 64, 3
 pytestmark = pytest.mark.usefixtures("one_thread")
 GELUS = {"gelu_new": "tanh", "gelu": "exact"}
-
-
-def gpt2(activation="gelu_new", vocab_size=V):
-    """A GPT-2 with random weights in which no bias is zero and no gain is one."""
-    torch.manual_seed(5)
-    net = GPT2LMHeadModel(GPT2Config(
-        vocab_size=vocab_size, n_positions=S, n_embd=C, n_layer=L, n_head=2, activation_function=activation,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        attn_implementation="eager"))
-    for p in net.parameters():
-        p.data += torch.randn_like(p) * 0.1 if p.dim() == 1 else 0.0
-    return net.eval()
 
 
 @pytest.fixture

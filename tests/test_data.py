@@ -1,6 +1,5 @@
 import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -22,21 +21,14 @@ from memo.command import run
 from memo.errors import ConfigError, DataError
 from memo.tokenizer import load_tokenizer
 from memo.tokens import DTYPES, train_tokenizer, write_dataset
+<<<<<<< HEAD
 from testing.ranks import TIMEOUT_S
 from tests.helpers import ROOT, told
+=======
+from tests.helpers import ROOT
+from tests.texts import TEXTS, rows, save, stdlib, text
+>>>>>>> 4e409f7 (Tests share what they share in modules of their own)
 
-TEXTS = [f"document {i}\n" + f"line {i * i} of é漢 text\n\tindented 'words' {i}\n\n" * (i % 7 + 1)
-         for i in range(45)]
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-text, stdlib = script("text"), script("stdlib")
 HF = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=512)  # a config.json
 
 
@@ -279,11 +271,6 @@ def write_source(folder, kind):
     return folder
 
 
-def save(tokenizer, path):
-    tokenizer.save(str(path))
-    return path
-
-
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_sources(tmp_path, tokenizer, kind):
     source, out = write_source(tmp_path / "in", kind), tmp_path / "out"
@@ -305,10 +292,6 @@ def test_a_folder_may_mix_and_nest(tmp_path):
     assert documents(tmp_path / "in" / "made", "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
     text.main(argv)  # what the first one wrote is no source
     assert documents(tmp_path / "in" / "made", "train") == [t for i, t in enumerate(expected) if i % 20 != 19]
-
-
-def rows(texts):
-    return "".join(json.dumps(dict(text=t)) + "\n" for t in texts).encode()
 
 
 def zstd(data):

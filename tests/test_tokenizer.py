@@ -29,8 +29,7 @@ from memo.tokenizer import (
     what_decides,
 )
 from memo.tokens import train_tokenizer, write_dataset
-from tests.test_convert import gpt2
-from tests.test_data import TEXTS, rows, save, text
+from tests.texts import TEXTS, gpt2, rows, save, text
 
 WORDS = ("the of don't we'll x1 foo_bar naïve e\u0301a 漢字 안녕 ﬁne ½ ² 3.14 1234567 http://a.b/c //next "
          "};// ...?!! « 。 你好。世界 \U0001f600 </s> <think> \u200b \xa0 % CamelCase").split(" ")
