@@ -21,13 +21,9 @@ from memo.command import run
 from memo.errors import ConfigError, DataError
 from memo.tokenizer import load_tokenizer
 from memo.tokens import DTYPES, train_tokenizer, write_dataset
-<<<<<<< HEAD
 from testing.ranks import TIMEOUT_S
 from tests.helpers import ROOT, told
-=======
-from tests.helpers import ROOT
 from tests.texts import TEXTS, rows, save, stdlib, text
->>>>>>> 4e409f7 (Tests share what they share in modules of their own)
 
 HF = dict(model_type="gpt2", n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=512)  # a config.json
 
