@@ -16,7 +16,8 @@ MOST_TOGETHER = {  # keys within their bounds may be too much together
     "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
     "gradient_accumulation_steps*batch_size*block_size":
         (2**40, "the ids of a step's tokens alone take 16 TiB"),
-    "parameters": (10**14, "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size")}
+    "parameters": (10**14, "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size"),
+    "n_layer*subsequences": (2**16, "each unit of a step is planned; lower subsequences")}
 
 
 def check_rules(cfg: "Config") -> None:
@@ -80,7 +81,8 @@ def check_sizes(cfg: "Config") -> None:
     B, S = cfg.batch_size, cfg.block_size
     steps = 1 if cfg.gradient_accumulation_steps == "auto" else cfg.gradient_accumulation_steps
     found = (B * S // cfg.cp, steps * B * S,
-             parameters(cfg) + (S * cfg.n_embd if cfg.position == "learned" else 0))
+             parameters(cfg) + (S * cfg.n_embd if cfg.position == "learned" else 0),
+             cfg.n_layer * cfg.n_subsequences if cfg.n_subsequences > 1 else 0)
     for (what, (most, why)), value in zip(MOST_TOGETHER.items(), found, strict=True):
         if value > most:
             raise ConfigError(f"{what}={value} must be at most {most} ({why})")

@@ -1001,3 +1001,16 @@ def test_attention_without_a_kernel_holds_the_scores():
                            for one in (cfg, slow))
         assert scores > kernels + 12 * 8192**2 * 8
         assert sum(arena_here(trace_step, slow, A)) <= sum(fast_arena(slow, A))
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (["--subsequences=65536"], r"n_layer\*subsequences=2097152 must be at most 65536 \(each unit"),
+    (["--gpus=32", "--pp=32", "--tp=1", "--cp=1", "--subsequences=4096"], r"n_layer\*subsequences=131072"),
+    (["--gpus=1048576", "--search"], r"--gpus=1048576 must be at most 16384 for --search"),
+    (["--gpus=8", "--n_layer=2000", "--search", "--max_context"], r"n_layer=2000 \* 308 layouts = 616000"),
+])
+def test_a_search_without_end_is_refused(capsys, keys, message):
+    argv = ["config/7b_1m.py", "--gpu=h100-80gb", "--fast", "--vocab_size=50257", *keys]
+    assert commands.run(estimate_main.main, argv) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(f"error: {message}", last) and ("lower" in last or "leave" in last)

@@ -26,6 +26,7 @@ LONGEST = 2**27  # tokens; where the search for the longest context stops
 MODES: tuple[dict[str, Any], ...] = (
     dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
     dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor"))
+MOST_RANKS, MOST_WORK = 2**14, 2**18  # of a search; layers of all its layouts
 FARTHEST = MODES[1], MODES[-1]  # with the longest contexts: recompute where the host is small
 Suits = Callable[[Estimate], bool]
 
@@ -128,13 +129,27 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = M
                     yield one
 
 
+def bounded_layouts(cfg: Config, machine: Machine, world: int,
+                    modes: Sequence[dict] = MODES) -> list[Config]:
+    """layouts() to search. Errors: ConfigError: to estimate all would take hours."""
+    if world > MOST_RANKS:
+        raise ConfigError(f"--gpus={world} must be at most {MOST_RANKS} for --search (else each layout "
+                          "takes seconds); leave --search out")
+    every = [*layouts(cfg, machine, world, modes)]
+    if (work := len(every) * cfg.n_layer) > MOST_WORK:
+        raise ConfigError(f"n_layer={cfg.n_layer} * {len(every)} layouts = {work} must be at most "
+                          f"{MOST_WORK} for --search (each takes time); leave --search out, or "
+                          "lower --gpus or --n_layer")
+    return every
+
+
 def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
            best: int = 5) -> list[Estimate]:
     """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`;
     with stages that help each other (msp) where these are faster so. Where none fits, the one that takes the
     least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
     seen: set[tuple] = set()
-    every, judged = [*layouts(cfg, machine, world)], 0
+    every, judged = bounded_layouts(cfg, machine, world), 0
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "
                           "looked at closely"):
         fit, taken = list[Estimate](), list[Estimate]()
@@ -233,7 +248,7 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
                        suits: Suits = lambda got: got.fits) -> list[Estimate]:
     """Of the `best` layouts with the longest contexts the Estimate of each one's longest that `suits`, the
     longest first; judged by the fast bound, the longest by `arena`, too. Empty where no layout fits."""
-    every, tried, alone = [*layouts(cfg, machine, world, modes)], 0, untimed(machine)
+    every, tried, alone = bounded_layouts(cfg, machine, world, modes), 0, untimed(machine)
     every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
     found: dict[tuple, Estimate] = {}
 
