@@ -17,7 +17,7 @@ MOST_TOGETHER = {  # keys within their bounds may be too much together
     "gradient_accumulation_steps*batch_size*block_size":
         (2**40, "the ids of a step's tokens alone take 16 TiB"),
     "parameters": (10**14, "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size"),
-    "n_layer*subsequences": (2**16, "each unit of a step is planned; lower subsequences")}
+    "n_layer*subsequences": (10**5, "each unit of a step is planned; lower subsequences")}
 
 
 def check_rules(cfg: "Config") -> None:

@@ -1004,7 +1004,7 @@ def test_attention_without_a_kernel_holds_the_scores():
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (["--subsequences=65536"], r"n_layer\*subsequences=2097152 must be at most 65536 \(each unit"),
+    (["--subsequences=65536"], r"n_layer\*subsequences=2097152 must be at most 100000 \(each unit"),
     (["--gpus=32", "--pp=32", "--tp=1", "--cp=1", "--subsequences=4096"], r"n_layer\*subsequences=131072"),
     (["--gpus=1048576", "--search"], r"--gpus=1048576 must be at most 16384 for --search"),
     (["--gpus=8", "--n_layer=2000", "--search", "--max_context"], r"n_layer=2000 \* 308 layouts = 616000"),
