@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from memo.errors import ConfigError, reason
 
 MOST_TEXT_CHARS = 2**28  # of a text that is read at once: above the largest request log of a step
-MOST_JSON_CHARS = 2**26  # values may take thirty times as much memory
+MOST_JSON_CHARS = 2**24  # values may take thirty times as much memory, and seconds
 MOST_DEPTH = 32          # of lists and objects inside each other
 NEW = ".memo-new-"       # how names begin of what is not whole yet; random digits follow
 DIGEST = 73              # bytes of digest_of()
