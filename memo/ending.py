@@ -13,7 +13,14 @@ from memo.estimate.expected import naming_region
 from memo.launch import together
 from memo.manifest import last_good
 from memo.out_dir import rescues
-from memo.report import draw_loss, furnish, go_on_with, print_first_lines, print_last_lines
+from memo.report import (
+    draw_loss,
+    furnish,
+    go_on_with,
+    keep_folder,
+    print_first_lines,
+    print_last_lines,
+)
 from memo.run import Run
 from memo.signals import StepGivenUp, StopSignal, handling
 
@@ -51,8 +58,11 @@ def save_last(run: Run) -> None:
         run.saver.wait()
     try:
         save_and_wait(run, run.saver)
+        host = run.mesh.host
+        if host.objects(together(host, lambda: run.speaks and keep_folder(run)))[0]:  # lost since
+            save_and_wait(run, run.saver)
         return
-    except ConfigError as e:
+    except (ConfigError, OSError) as e:
         error = str(e)
     folder = None
     with contextlib.suppress(OSError):

@@ -96,11 +96,11 @@ def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool
         draw_loss(run)
 
 
-def keep_folder(run: "Run") -> None:
-    """Go on in a new folder beside out_dir where that was removed in mid-run, or is another run's. Errors:
-    ConfigError, OSError: there can be none."""
+def keep_folder(run: "Run") -> bool:
+    """Go on in a new folder beside out_dir where that was removed in mid-run, or is another run's -> whether
+    it was. Errors: ConfigError, OSError: there can be none."""
     if run.lock is not None and is_locked(run.out, run.lock):
-        return
+        return False
     before = run.out.absolute()
     out = before.with_name(f"{before.name}-{token_hex(4)}")
     held = lock(out, run.owner)
@@ -112,6 +112,7 @@ def keep_folder(run: "Run") -> None:
             logger.path = run.out / "metrics.jsonl"
     print(f"\nwarning: out_dir={before} was removed, or is another run's by now; this run goes on in "
           f"out_dir={run.out}, without what it had written before", file=sys.stderr)
+    return True
 
 
 def furnish(run: "Run", folder: Path) -> None:
@@ -202,6 +203,10 @@ def print_last_lines(run: "Run", number: int) -> None:
     if val:
         print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of "
               "ln V")
+    if run.lock and not is_locked(run.out, run.lock):
+        print(f"done: {run.done} steps, which were saved; since then out_dir={run.out} was removed, or taken "
+              "by another run")
+        return
     print(f"done: {run.done} steps; {run.out}{os.sep} holds "
           f"{', '.join(f for f in FILES if (run.out / f).exists())}")
     if command := sample_with(run):
