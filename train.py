@@ -191,6 +191,7 @@ def train(run: Run, stop: StopSignal) -> None:
         mine = time.perf_counter() - start, stall_s(spans), stop.number, length_s(spans), busy_s(spans)
         every = mesh.host.gather(torch.tensor(mine, dtype=torch.float64))
         step_s, stalled_s, stopped, longest_s, _ = every.amax(0).tolist()
+        run.slowest_s = max(run.slowest_s, step_s)
         bubble_s = longest_s - every[:, -1].mean().item() if cfg.pp > 1 else None
         rate = tgs(tokens, mesh.host.size, step_s)
         stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak),

@@ -38,6 +38,7 @@ from memo.manifest import (
     CHECKPOINT_JSON,
     FORMAT,
     METADATA,
+    SAVE,
     Damaged,
     checkpoints,
     damaged,
@@ -48,6 +49,7 @@ from memo.manifest import (
     read_error,
 )
 from memo.optim import Optimizer
+from memo.parallel.axis import come
 from memo.shards import Reader
 from memo.snapshot import Copier
 
@@ -196,6 +198,7 @@ class Saver:
             results = [work(*args)]
         except Exception as e:
             results = [CheckpointError(reason(e))]
+        come(SAVE, "part")
         if self.group is not None:
             [mine], results = results, [None] * dist.get_world_size(self.group)
             dist.all_gather_object(results, mine, self.group)

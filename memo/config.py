@@ -134,6 +134,9 @@ class Config:
     keep_checkpoints: int = key(2, "newest checkpoints to keep, in case one is damaged; one more until a "
                                 "finite step has followed the newest", least=1, most=10**6,
                                 why="the folder of all is listed at each save")
+    stall_timeout: float = key("auto", "seconds without progress on any rank, after which the run says "
+                               "which rank the others wait for, and ends; auto: those of ten steps, at least "
+                               "600; 0: it waits for ever", least=0.0, most=1e9, why="it is 31 years")
     wandb_log: bool = key(False, "also log to Weights & Biases")
     wandb_project: str = key("memo", "its project")
     wandb_run_name: str = key("", "its run name; empty lets it choose")

@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.futures import Future
 
 from memo.flat import Piece
+from memo.manifest import SAVE
+from memo.parallel.axis import come
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 
@@ -107,7 +109,9 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+            come(SAVE, "part")
+            return written
         except RuntimeError as e:  # of torch.save; its context is the disk's, which other ranks would not get
             raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
 

@@ -23,6 +23,7 @@ from memo.report import (
 )
 from memo.run import Run
 from memo.signals import StepGivenUp, StopSignal, handling
+from memo.watch import Watch
 
 MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 
@@ -117,7 +118,7 @@ def not_finite(run: Run, loss: float, grad_norm: float) -> BadState:
 
 def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
     """train(run, stop), then the last save. Errors: those of `train`; what can be saved is saved before."""
-    with handling(stop), naming_region(run.expected, run.device, "transient"):
+    with handling(stop), naming_region(run.expected, run.device, "transient"), contextlib.closing(Watch(run)):
         try:
             train(run, stop)
         except StepGivenUp:

@@ -34,6 +34,7 @@ FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of
 CONNECT_S = 600  # for a first message
 LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
 MOST_RANKS = 2**20
+LEAVES = threading.Lock()
 
 
 # --- torchrun ---
@@ -134,10 +135,13 @@ def same_everywhere(host: "Axis", values: dict[str, Any], remedy: str) -> None:
             raise Agreed(f"{where} has {name}={theirs[name]}, rank 0 {name}={first[name]}; {remedy}")
 
 
-def leave(line: str) -> None:
-    """Ends the process at once, whatever its threads wait for."""
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    os._exit(1)
+def leave(line: str, wait_s: float = 0) -> None:
+    """Ends the process, `wait_s` after it has said the line, if any, whatever its threads wait for."""
+    with LEAVES:  # the first thread that knows a reason
+        if line:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        time.sleep(wait_s)
+        os._exit(1)
 
 
 @contextmanager
@@ -154,14 +158,15 @@ def rank_errors(host: "Axis", run: "Run | None" = None) -> Iterator[None]:
         where = rank_name(host.rank)
         if run:
             where += f", stage {run.cfg.stage}" * (run.cfg.pp > 1) + f", step {run.step}"
-        if host.rank == 0 or not common:
-            line = last_line(e) or traceback.format_exc()
-            print(f"error: {line if common else f'{where}: {line}'}", file=sys.stderr, flush=True)
-        if common and host.rank > 0:
-            time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
-        sys.stdout.flush()
-        early = run is None and isinstance(e, (ConfigError, OSError))
-        os._exit(2 if early or isinstance(e, DataError) else 1)
+        with LEAVES:
+            if host.rank == 0 or not common:
+                line = last_line(e) or traceback.format_exc()
+                print(f"error: {line if common else f'{where}: {line}'}", file=sys.stderr, flush=True)
+            if common and host.rank > 0:
+                time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
+            sys.stdout.flush()
+            early = run is None and isinstance(e, (ConfigError, OSError))
+            os._exit(2 if early or isinstance(e, DataError) else 1)
 
 
 # --- connections ---
@@ -275,22 +280,21 @@ def connection_errors(what: str, rank: int, backend: str) -> Iterator[None]:
 
 @contextmanager
 def process_group(launch: Launch) -> Iterator[Any]:
-    """The group of all ranks, over gloo, while the process is one of several; None for a single process.
+    """(the group of all ranks, over gloo, their store) while the process is one of several, else Nones.
     Where the with-block ends with an error the process must end too: rank_errors()."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow_torchrun()
     if launch.world == 1:
-        yield None
+        yield None, None
         return
     rank, world = launch.rank, launch.world
     try:
         with connection_errors(f"all {world} ranks over gloo", rank, "gloo"):
             store = open_store(launch)
-            name = meeting(store, rank, world)
-            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world,
-                                    timeout=FOREVER)
+            store = dist.PrefixStore(meeting(store, rank, world), store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
             pulse = Pulse(rank, world)
-        yield dist.group.WORLD
+        yield dist.group.WORLD, store
     except Interrupted as e:
         if rank == 0:
             print(e, file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from memo.keys import shown
 CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's own manifest
 FORMAT = "memo 2"
+SAVE = "the save"  # what a Watch calls its parts
 REMEDY = "use another copy of the checkpoint or start from scratch"
 
 

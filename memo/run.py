@@ -93,6 +93,7 @@ class Run(Checked):
     loggers: list = field(default_factory=list)
     own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
     failed_saves: int = 0  # in a row
+    slowest_s: float = 0.0  # of the steps so far
     attempt: Attempts = field(default_factory=Attempts)
     drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
 

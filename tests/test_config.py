@@ -30,7 +30,7 @@ def test_the_set_of_keys_is_frozen():
         subsequences subsequence_cut unit_order host_memory_gb pin_memory memory_plan memory_plan_check solver
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip
         optimizer_device states
-        out_dir init_from eval_interval eval_iters log_interval save_interval keep_checkpoints
+        out_dir init_from eval_interval eval_iters log_interval save_interval keep_checkpoints stall_timeout
         wandb_log wandb_project wandb_run_name device dtype attention ops matmul
         deterministic seed""".split()
 

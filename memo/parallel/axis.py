@@ -4,10 +4,12 @@ this rank sends. Sums and gathers take an algorithm of a library; they count as 
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,18 @@ FIRST_BYTES = 2**25
 # the second name is that before torch 2.13
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# {line of ranks: (number, kind) of the message that this rank has come to last}, the newest behind
+CAME: dict[str, tuple[int, str]] = {}
+NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(partial(count, 1))
+
+
+def come(line: str, kind: str) -> None:
+    """Notes for the Watch of this rank that it has come to a message of a line of ranks; "" is none."""
+    if line:
+        CAME.pop(line, None)
+        CAME[line] = next(NUMBERS[line]), kind
 
 
 class Works:
@@ -65,7 +79,8 @@ def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
 class Axis:
     """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received tensors
     are uninitialised: shapes, memory requests and bytes are as with a group. `notes`: where such an Axis
-    writes down what it is asked for; `sender`: over gloo the thread that shifts. Tensors are contiguous."""
+    writes down what it is asked for; `sender`: over gloo the thread that shifts; `line`: its name in CAME;
+    `store`: by which the ranks have met. Tensors are contiguous."""
 
     name: str
     size: int = 1
@@ -73,6 +88,8 @@ class Axis:
     group: Any = None
     sent_bytes: int = field(default=0, compare=False)
     notes: Notes | None = field(default=None, compare=False)
+    line: str = field(default="", compare=False)
+    store: dist.Store | None = field(default=None, compare=False)
     sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
                                        compare=False, repr=False)
 
@@ -83,6 +100,7 @@ class Axis:
         if self.group is None:
             works = self.noted(kind, sent.nbytes, **ends)
         else:
+            come(self.line, kind)
             works = [start_collective(call, received, sent, self.group)] if sent.nbytes else ()
         return Works(works, sent, received)
 
@@ -120,6 +138,7 @@ class Axis:
                 for work in self.noted("sum", x.nbytes):
                     work.wait()
             elif x.nbytes:
+                come(self.line, "sum")
                 dist.all_reduce(borrowed(x), op, group=self.group)
         return x
 
@@ -160,6 +179,7 @@ class Axis:
         to, source = ((self.rank + d) % self.size for d in (1, -1))
         if self.group is None:  # the tensors live as long as if they were sent
             return Works(self.noted("shift", nbytes, to=to, source=source), tensors, here)
+        come(self.line, "shift")
         ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=peer) for call, ts, peer in
                ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
         if not here[0].is_cpu:  # NCCL has a stream for them
@@ -181,6 +201,7 @@ class Axis:
         self.sent_bytes += nbytes * (kind == "send")
         if self.group is None:
             return Works(self.noted(kind, nbytes, **{end: other}), tensors, tensors)
+        come(self.line, kind)
         ops = [dist.P2POp(call, borrowed(x), group=self.group, group_peer=other) for x in tensors]
         return Works(dist.batch_isend_irecv(ops), tensors, tensors)
 
@@ -206,6 +227,7 @@ class Axis:
         """[the value of each rank]; anything that can be pickled."""
         if self.group is None:
             return [value]
+        come(self.line, "objects")
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values

@@ -137,8 +137,8 @@ ALONE = Mesh()
 @contextmanager
 def connected(launch: Launch) -> Iterator[Axis]:
     """The Axis of all ranks, over gloo, while the process is one of several: see process_group()."""
-    with process_group(launch) as group:
-        yield Axis("host", launch.world, launch.rank, group)
+    with process_group(launch) as (group, store):
+        yield Axis("host", launch.world, launch.rank, group, store=store, line="all ranks")
 
 
 def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, list[list[int]]]:
@@ -186,7 +186,8 @@ def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str
         if not mine:
             return None
         group = carrier or groups[lines.index(mine)]
-        axis = Axis(name, len(mine), mine.index(host.rank), group)
+        axis = Axis(name, len(mine), mine.index(host.rank), group,
+                    line=f"axis {name} (ranks {mine[0]} to {mine[-1]}, group {group.group_name})")
         axis.warm(kinds, device)
         return axis
 

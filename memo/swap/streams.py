@@ -53,6 +53,12 @@ class Timeline:
     def clear(self) -> None:
         self.spans.clear()
 
+    def newest(self) -> tuple[int, int, str]:
+        """(how many spans there are, the number of the newest that is done, its label)."""
+        spans = self.spans
+        done = next((i for i in reversed(range(len(spans))) if spans[i][4].done()), -1)
+        return len(spans), done, spans[done][2] if done >= 0 else ""
+
     def take(self) -> list[Span]:
         """[Span] since the last call. Everything launched must be done: call it at the step boundary."""
         spans, self.spans = self.spans, []
@@ -67,6 +73,7 @@ class CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
+        self.done = self.event.query
 
     def seconds_since(self, other: "CudaMark") -> float:
         return other.event.elapsed_time(self.event) / 1e3
@@ -110,6 +117,7 @@ class CudaStream:
 class CpuMark:
     def __init__(self) -> None:
         self.reached, self.time = threading.Event(), 0.0
+        self.done = self.reached.is_set
         self.error: BaseException | None = None
 
     def reach(self, error: BaseException | None = None) -> None:
