@@ -115,9 +115,7 @@ def fingerprint(path: str | Path, whole: bool) -> str:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())
         for start in range(0, size, max(STRETCH_BYTES, size // STRETCHES)):
-            file.seek(start)
-            digest.update(file.read(STRETCH_BYTES))
-        file.seek(0)
+            digest.update(os.pread(file.fileno(), STRETCH_BYTES, start))
         rest = hashlib.file_digest(file, "sha256").hexdigest()[:16] if whole else ""
     return digest.hexdigest()[:16] + rest
 

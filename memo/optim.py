@@ -52,12 +52,13 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat(norms).double().square().sum()
 
 
-def digest(flat: torch.Tensor) -> int:
-    """The sum of the bits of a flat tensor, each element's times a number of its place: the same in any order
-    of adding, another one where a bit differs."""
+def digest(flat: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The sum of a flat tensor's bits in `dtype`, each element's times a number of its place: the same in any
+    order of adding, another one where a bit differs."""
     total: Any = 0
     odd = torch.arange(1, 2 * min(CHUNK, len(flat)), 2, device=flat.device)
-    for bits in flat.view(torch.int16 if flat.itemsize == 2 else torch.int32).split(CHUNK):
+    for part in flat.split(CHUNK):
+        bits = part.to(dtype).view(torch.int16 if dtype.itemsize == 2 else torch.int32)
         total = 31 * total + (bits * odd[:len(bits)]).sum()
     return int(total)
 
@@ -179,8 +180,8 @@ class Optimizer:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
     def copies(self) -> Iterator[tuple[str, int]]:
-        """(name, digest) of what other ranks hold as well, by the same name: parameters, which all replicas
-        have, but for those that come; norms and tied matrices, with their moments."""
+        """(name, digest) of what is held more than once, by the same name: parameters, which all replicas
+        have, but for those that come; what they are rounded from; norms and tied matrices, with moments."""
         model, tp = self.model, self.model.mesh.weights
         params = bucket_views(model.layout, model.buckets, model.bucket_params)
         for k in range(len(self.own)):
@@ -190,23 +191,30 @@ class Optimizer:
             part = name if shared or tp.size == 1 else f"{name} of tp rank {tp.rank}"
             if name == "wpe" and self.elsewhere(name):  # nobody reads it
                 continue
-            if not any(model.buckets[k][0] <= p.offset < model.buckets[k][1] for k in self.coming):
-                yield part, digest(params[name].view(-1))
-            for r in self.shard_of(p) if shared or (name == "wte" and self.cfg.ties_stages) else ():
-                for prefix, flat in self.states().items():
-                    yield f"{prefix}.{part} from {r.start - p.offset} on", digest(flat[r.shard])
+            stays = not any(model.buckets[k][0] <= p.offset < model.buckets[k][1] for k in self.coming)
+            if stays and model.mesh.host.size > 1:
+                yield part, digest(params[name].view(-1), model.dtype)
+            for r in self.shard_of(p):
+                a, b = r.start - p.offset, r.end - p.offset
+                if stays and self.staging is None and self.master is not model.params:
+                    for flat in (params[name].view(-1)[a:b], self.master[r.shard]):
+                        yield f"{part}[{a}:{b}] and its master weights", digest(flat, model.dtype)
+                if shared or (name == "wte" and self.cfg.ties_stages):
+                    for prefix, flat in self.states().items():
+                        yield f"{prefix}.{part}[{a}:{b}]", digest(flat[r.shard])
 
     def check_copies(self) -> None:
-        """Errors: BadState, on all ranks: what several ranks hold is not the same."""
+        """Errors: BadState, on all ranks: what is held more than once is not the same."""
         host = self.model.mesh.host
         found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for where, pairs in host.objects((rank_name(host.rank), [*self.copies()])) if host.size > 1 else ():
+        for where, pairs in host.objects((rank_name(host.rank), [*self.copies()])):
             for name, value in pairs:
                 found[name][value].append(where)
         for name, values in found.items():
             if len(values) > 1:
                 odd, *_, usual = sorted(reversed(values.values()), key=len)
-                raise BadState(f"{odd[0]} and {usual[0]} hold different values of {name}: memory or a "
+                where = " and ".join(dict.fromkeys((odd[0], usual[0])))
+                raise BadState(f"{where}: different values of {name}, which must be the same: memory or a "
                                "message has failed; this state is not saved, what was saved before is whole")
 
     def pieces(self, saved: bool = False) -> list[Piece]:

@@ -249,7 +249,8 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
         if not counts["train"]["documents"]:
             raise ConfigError("the source holds no text; give one with at least one document that is not "
                               "empty")
-        fingerprints = {split: fingerprint(partial / f"{split}.bin", whole=True) for split in counts}
+        with progress(lambda: f"reading {out_dir} again"):
+            fingerprints = {split: fingerprint(partial / f"{split}.bin", whole=True) for split in counts}
         tokenizer.save(str(partial / "tokenizer.json"))
         sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
         meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, fingerprints=fingerprints,
