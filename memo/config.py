@@ -101,7 +101,8 @@ class Config:
     memory_plan: str = key("bilevel", "temporary tensors get addresses planned before training; off leaves "
                            "them to torch", choices=("bilevel", "off"))
     memory_plan_check: bool = key(False, "on every request, check that no two live tensors overlap; slow")
-    solver: str = key("auto", "the memory plan's solver", choices=("auto", "greedy", "mip", "cpsat"))
+    solver: str = key("auto", "the memory plan's solver",
+                      choices=("auto", "greedy", "mip", "cpsat", "gurobi"))
 
     max_iters: int = key(1000, "steps in the whole run", section="optimizer", least=1, **STEPS)
     learning_rate: float = key(1e-3, "highest learning rate", **RATE)

@@ -20,7 +20,7 @@ from memo.dsa import solvers
 from memo.errors import ConfigError
 from memo.keys import shown
 
-SOLVERS = ("auto", "greedy", "mip", "cpsat")
+SOLVERS = ("auto", "greedy", "mip", "cpsat", "gurobi")
 MOST_BYTES = 2**60  # of all buffers together
 # bounds of options, here and of memo.planner
 ALIGNMENT_BOUNDS: dict[str, Any] = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")

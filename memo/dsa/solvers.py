@@ -13,7 +13,7 @@ written, and no clock is read. One thread does all. So a result is the same on e
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -163,8 +163,10 @@ def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) 
     """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
     if len(part.size) > LARGE:
         return None, 0, 0.0
-    from ortools.sat.python import cp_model
-
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        return lacking("ortools")
     model = cp_model.CpModel()
     offsets = [model.new_int_var(0, highest - size, "") for size in part.size]
     columns = [model.new_fixed_size_interval_var(lower, upper - lower, "")
@@ -278,12 +280,15 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
             for i in np.flatnonzero(there)]
 
 
-def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """The paper's program. z_ij says that i lies above j, of a conflicting pair; M is the peak of the
-    placement to beat.
+def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
+        program_solver: Callable[..., Relaxed] | None = None) -> Found:
+    """The paper's program, solved by HiGHS or another. z_ij says that i lies above j, of a conflicting pair; M
+    is the peak of the placement to beat.
 
     A_i + S_i <= A_j + z_ij*M,  A_j + S_j <= A_i + (1 - z_ij)*M,  A_i + S_i <= peak <= M.  Source: MEMO 4.2.
     """
+    if program_solver is None and importlib.util.find_spec("highspy") is None:
+        return lacking("highspy")
     from scipy.sparse import csr_matrix
 
     n, pairs, M, size = len(part.size), part.n_pairs(), part.peak(best), np.array(part.size)
@@ -301,11 +306,18 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float) ->
                    upper=np.concatenate((M - size, [M], one)),
                    first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))))
     program = {name: array.astype(float) for name, array in program.items()}
-    found, bound, took = _gurobi(n, stop, seconds, **program) or _highs(n, stop, seconds, **program)
+    found, bound, took = (program_solver or _highs)(n, stop, seconds, **program)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
     return None if found is None else _dropped(part, i, j, found), proven, took
+
+
+def gurobi(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
+    """The paper's program, solved by Gurobi, whose licence is the user's: only where it is asked for."""
+    def solve(*given: Any, **program: Any) -> Relaxed:
+        return _gurobi(*given, **program) or _highs(*given, **program)
+    return mip(part, best, stop, highest, seconds, solve)
 
 
 def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) -> list[int]:
@@ -360,6 +372,7 @@ def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nd
             upper: np.ndarray, first: np.ndarray) -> Relaxed | None:
     """As _highs, on Gurobi; None where it is not installed or its licence does not let it."""
     if importlib.util.find_spec("gurobipy") is None:
+        _say("gurobi: gurobipy is not installed; going on with HiGHS")
         return None
     import gurobipy
 
@@ -388,6 +401,12 @@ def libraries() -> tuple[str, ...]:
     return tuple(f"{name} {found.version}" for name in names for found in distributions(name=name))
 
 
+def lacking(package: str) -> Found:
+    """Say once that a solver's package is not there: what others have found stays."""
+    _say(f"{package} is not installed, it would look for better placements; try pip install {package}")
+    return None, 0, 0.0
+
+
 @cache
 def _say(line: str) -> None:
     """A line on stderr, once a process."""
@@ -395,6 +414,7 @@ def _say(line: str) -> None:
 
 
 # {solver: what it tries in turns, after greedy}
-METHODS = {"greedy": (), "mip": (mip,), "cpsat": (cpsat,), "auto": (briefly, coarse, cpsat)}
+METHODS = {"greedy": (), "mip": (mip,), "cpsat": (cpsat,), "gurobi": (gurobi,),
+           "auto": (briefly, coarse, cpsat)}
 
 
