@@ -282,8 +282,8 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
 
 def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
         program_solver: Callable[..., Relaxed] | None = None) -> Found:
-    """The paper's program, solved by HiGHS or another. z_ij says that i lies above j, of a conflicting pair; M is
-    the peak of the placement to beat.
+    """The paper's program, solved by HiGHS or another. z_ij says that i lies above j, of a conflicting pair;
+    M is the peak of the placement to beat.
 
     A_i + S_i <= A_j + z_ij*M,  A_j + S_j <= A_i + (1 - z_ij)*M,  A_i + S_i <= peak <= M.  Source: MEMO 4.2.
     """
