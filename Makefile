@@ -30,7 +30,7 @@ papers: $(VENV)/.installed-dev data/stdlib/meta.json
 	$(BIN)/python -m bench.papers
 
 same-losses: $(VENV)/.installed data/stdlib/meta.json
-	$(BIN)/python -m bench.same_losses $(BASE)
+	$(BIN)/python -m bench.same_losses $(BASE) $(if $(ONE),--one)
 
 test-cuda:
 	tests/nullcuda/run.sh $(PYTHON) '$(TORCH)' tests

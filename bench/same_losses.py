@@ -1,6 +1,6 @@
 """Does this working tree compute what another commit computes, to the last bit?
 
-    python -m bench.same_losses [BASE [NAME ...]]        make same-losses [BASE=commit]
+    python -m bench.same_losses [BASE [NAME ...]] [--one]        make same-losses [BASE=commit] [ONE=1]
 
 BASE (default: the commit where this branch left main; on main itself the last commit) is unpacked into a
 temporary folder. Short CPU runs and dry runs take place in BASE and in this tree, with separate caches.
@@ -8,6 +8,9 @@ Compared are losses, gradient norms and counted bytes of metrics.jsonl; placemen
 plan.json; all that memo.estimate --json prints. Checkpoints of BASE are resumed in both trees. Prints a line
 for each run; exit code 1 if any differs or fails. NAMEs select runs ("resume x" comes after x). Nothing is
 stored: losses depend on the CPU.
+
+--one: losses, gradient norms and counted bytes alone must be the same, and these only where both trees have
+one subsequence. What else differs is told. Writes what was found to bench/results/same_losses.json.
 """
 
 import json
@@ -19,12 +22,16 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench.machine import machine
 from memo.command import run
 from memo.errors import ConfigError
+from memo.files import save_json
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = {"step_s", "tgs", "mfu", "stall_s", "bubble_s", "device_peak_bytes", "rates", "alpha_limits",
             "binds", "seconds", "host_limit_bytes", "capacity"}  # keys whose values change from run to run
+# of a step, with --one
+COUNTED = ("iter", "loss", "grad_norm", "val_loss", "tokens", "offload_bytes", "host_bytes", "sent_bytes")
 
 KEYS = ("config/stdlib.py --n_layer=4 --n_embd=128 --n_head=4 --block_size=1024 --max_iters=3 "
         "--warmup_iters=1 --gradient_accumulation_steps=2 --eval_interval=3 --eval_iters=2 "
@@ -46,11 +53,12 @@ RUNS = {  # name: (ranks, keys)
     "pp2 msp": (2, "--alpha=0.5 --pp=2 --subsequences=4 --batch_size=1 --msp=true --deterministic=true"),
 }
 RESUMED = {"resume alpha 0.5": "alpha 0.5", "resume tp2 cp2 dp2": "tp2 cp2 dp2"}  # both in one process
-ESTIMATES = """\
+GPT2 = "config/gpt2_124m.py --gradient_accumulation_steps=32"
+ESTIMATES = f"""\
 config/stdlib.py --vocab_size=4096 --gpu=rtx4090 --max_context
 config/swap_demo.py --vocab_size=4096 --gpu=l40s
-config/gpt2_124m.py --gpu=rtx4090
-config/gpt2_124m.py --gpus=8 --gpu=a100-80gb --block_size=65536 --position=rope --search
+{GPT2} --gpu=rtx4090
+{GPT2} --gpus=8 --gpu=a100-80gb --block_size=65536 --position=rope --search
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --max_context
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --host_memory_bytes=1.035e12 --max_context
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --alpha_mode=per_tensor
@@ -60,12 +68,12 @@ config/7b_1m.py --gpus=8 --gpu=a800-80gb --alpha=0.5 --block_size=16384
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=recompute
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --activation=swap --host_memory_bytes=4e12
 config/7b_1m.py --gpus=8 --gpu=a800-80gb --context_parallel=ulysses --block_size=262144 --alpha=0.25
-config/7b_1m.py --gpus=8 --gpu=a800-80gb --search
+config/7b_1m.py --gpus=8 --gpu=a800-80gb --gradient_accumulation_steps=1 --search
 config/7b_1m.py --gpus=8 --gpu=h100-80gb --block_size=3145728
 config/7b_1m.py --gpus=8 --gpu=h200-141gb --tp=8 --cp=1 --optimizer_device=cpu --max_context
 config/7b_1m.py --gpus=16 --gpu=gh200-96gb --deterministic=true --alpha=0.5 --gradient_accumulation_steps=2
 config/13b_1m.py --gpus=16 --gpu=a800-80gb --max_context
-config/13b_1m.py --gpus=16 --gpu=b200 --search
+config/13b_1m.py --gpus=16 --gpu=b200 --gradient_accumulation_steps=1 --search
 config/30b_1m.py --gpus=32 --gpu=a800-80gb --block_size=1441792
 config/65b_1m.py --gpus=64 --gpu=h800-80gb --max_context
 config/65b_1m.py --gpus=128 --gpu=b300 --batch_size=2 --gradient_accumulation_steps=4 --max_context
@@ -123,13 +131,31 @@ def first_difference(old, new, where=""):
     return next(filter(None, (first_difference(*part) for part in parts)), None)
 
 
-def verdict(name, base, here, pool):
-    """'same', or how the two trees differ."""
+def counted(figures):
+    """The part of a run's figures, or of a dry run's, that --one holds to; None with several subsequences."""
+    if "step" not in figures:
+        one = figures["layout"]["subsequences"] == 1
+        return {key: figures[key] for key in ("device_bytes", "host_bytes")} if one else None
+    if len(figures["plan.json"]["placement"].get("cuts", ())) > 1:
+        return None
+    return [{key: row.get(key) for key in COUNTED} for row in figures["step"]]
+
+
+def verdict(name, base, here, pool, one, stored):
+    """'same', or how the two trees differ. `one`: where it matters with --one; what differs beside that goes
+    into `stored`."""
     both = [pool.submit(tree.figures, name, base) for tree in (base, here)]
     errors = [future.exception() for future in both]
     if any(errors):
         return f"fails in BASE: {errors[0] or 'no'}; in this tree: {errors[1] or 'no'}"
-    difference = first_difference(*(future.result() for future in both))
+    old, new = (future.result() for future in both)
+    difference = first_difference(old, new)
+    if one:
+        parts, otherwise = (counted(old), counted(new)), difference
+        difference = None if None in parts else first_difference(*parts)
+        stored[name] = dict(compared=None not in parts, differs=difference, otherwise=otherwise)
+        if otherwise and not difference:
+            print(f"{name}: otherwise {otherwise}", flush=True)
     return f"differs: {difference}" if difference else "same"
 
 
@@ -143,8 +169,9 @@ def git(*command):
 
 def main(argv):
     """The command line -> exit code. Errors: ConfigError."""
+    one, argv = "--one" in argv, [arg for arg in argv if arg != "--one"]
     base, *names = argv or [git("merge-base", "main", "HEAD")]
-    verdicts, all_names = [], [*RUNS, *RESUMED, *ESTIMATES]
+    verdicts, all_names, stored = [], [*RUNS, *RESUMED, *ESTIMATES], {}
     if unknown := set(names) - set(all_names):
         raise ConfigError(f"{unknown.pop()!r} is none of {all_names}; leave it out for all")
     with tempfile.TemporaryDirectory(prefix="memo-same-") as temporary, ThreadPoolExecutor(2) as pool:
@@ -153,8 +180,10 @@ def main(argv):
         shutil.unpack_archive(folder / "base.tar", folder / "tree")
         trees = Tree(folder / "tree", folder / "base"), Tree(ROOT, folder / "here")
         for name in names or all_names:
-            verdicts.append(verdict(name, *trees, pool))
+            verdicts.append(verdict(name, *trees, pool, one, stored))
             print(f"{name}: {verdicts[-1]}", flush=True)
+    if one and not names:
+        save_json(dict(machine=machine(), base=base, runs=stored), ROOT / "bench/results/same_losses.json")
     print(f"{verdicts.count('same')} of {len(verdicts)} are the same as in {base}")
     return verdicts.count("same") < len(verdicts)
 
