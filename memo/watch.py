@@ -34,7 +34,7 @@ def doing(thread: threading.Thread) -> str:
         return "its end"
     name, line = frame.f_code.co_filename, frame.f_lineno or 0
     mine = (f for f, _ in traceback.walk_stack(frame) if f.f_globals.get("__name__", "").split(".")[0] in OWN)
-    at, code = next(mine, frame), linecache.getline(name, line).strip(" :\n")
+    at, code = next(mine, frame), linecache.getline(name, line).strip(" :\n")[:80]
     return f"{at.f_code.co_filename.rpartition('/')[2]}:{at.f_lineno}, {at.f_code.co_name}: {code}"
 
 
@@ -84,7 +84,7 @@ class Watch:
         caller, unanswered_s = ThreadPoolExecutor(1, "memo watch"), 0.0
         talk = caller.submit(lambda: line)
         while limit_s := self.limit_s():
-            if self.over.wait(tick_s := min(15, limit_s / 20)):
+            if self.over.wait(tick_s := min(15, limit_s / 50)):
                 return
             record, silent_s = self.record(tick_s, limit_s), max(SILENT_S, limit_s / 4)
             if talk.done():
@@ -95,7 +95,7 @@ class Watch:
             if line is not None and not self.over.is_set():
                 still_s = max(self.still_s.values())
                 leave(line and f"nothing has happened for {still_s:.0f} s: {line}; what is saved is whole",
-                      tick_s + 1 if line else 0)  # the others leave first, silently
+                      tick_s + 1)  # until all ranks know: that others leave is no news then
 
     def record(self, tick_s: float, limit_s: float) -> dict:
         """Where this rank is. `still`: how long nothing has happened, in parts of what is allowed."""
