@@ -609,9 +609,8 @@ def test_what_only_one_rank_sees_names_it(dataset, tmp_path):
     (data / "meta.json").write_text(json.dumps(meta))
     # of four chunks of sixteen tokens, and a target behind each, rank 0 has the first and the last
     first, second = start_ranks(train_main, argv(data, tmp_path / "out", cp=2), 2, tmp_path)
-    for process in (first, second):
+    for process in (first, second):  # small data are read whole when they are opened: a user's mistake
         process.join(TIMEOUT_S)
-        assert process.exitcode == 1
-    [line], [named] = (errors_of(tmp_path, rank) for rank in (0, 1))
-    assert named.startswith(f"error: rank 1 ({socket.gethostname()}), step 0: ")
-    assert "token 9999 at position" in named and LOST.fullmatch(line), (line, named)
+        assert process.exitcode == 2
+    said = [line for rank in (0, 1) for line in errors_of(tmp_path, rank)]
+    assert len(said) == 1 and "9999" in said[0] and "val.bin" in said[0], said
