@@ -35,7 +35,8 @@ def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointE
     wrong = isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
     if wrong or getattr(e, "errno", 0) in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
         return Damaged(folder, text)
-    return CheckpointError(f"{text}; try again, or rename {folder} to go on from the one before it")
+    return CheckpointError(f"{text}; try again, or rename it to {folder.name}.aside "
+                           "to go on from the one before")
 
 
 def checkpoints(out_dir: str | Path) -> list[Path]:
@@ -62,7 +63,7 @@ def last_good(out_dir: str | Path, iter: int) -> str:
     """Which checkpoint serves where the state after `iter` steps does not, saved or not."""
     there = checkpoints(out_dir)
     for good in (folder for folder in there if int(folder.name) < iter):
-        rename = f" (rename {there[0]} to resume from it)" * (there[0] != good)
+        rename = f" (rename {there[0]} to {there[0].name}.aside to resume from it)" * (there[0] != good)
         return f"the last good checkpoint is {good}, before step {good.name}{rename}"
     return "there is no good checkpoint yet"
 

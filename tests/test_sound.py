@@ -192,9 +192,9 @@ def test_finite_weights_whose_first_step_is_not_offer_the_checkpoint_before(data
         error = error_of(*command)
     before, newest = (tmp_path / "ckpt" / name for name in "24")
     assert (f"nothing was saved over: the last good checkpoint is {before}, before step 2 (rename {newest} "
-            "to resume from it)") in error
+            "to 4.aside to resume from it)") in error
     assert kept(tmp_path) == [2, 4]
-    newest.rename(newest.with_name("4.away"))
+    newest.rename(newest.with_name("4.aside"))
     assert train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8"]) == 0
     assert len(losses(tmp_path)) == 8
 
@@ -226,5 +226,5 @@ def test_a_checkpoint_that_is_not_finite_is_said_to_be_by_all_who_read_it(poison
         f"step 2 (rename {newest} to resume from it)")
     del error
     gc.collect()
-    newest.rename(newest.with_name("4.away"))
+    newest.rename(newest.with_name("4.aside"))
     assert train.main(["--init_from=resume", f"--out_dir={poisoned}", "--max_iters=8"]) == 0
