@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from functools import partial
 
@@ -93,11 +94,17 @@ def test_who_waits_for_another_rank_is_not_to_blame():
     assert verdict(found, [2]) == "c says nothing: it is stopped, or its host is"
 
 
-def test_a_run_that_waits_long_for_its_save_goes_on(dataset, tmp_path, monkeypatch):
-    """As long as a slow disk may take."""
-    monkeypatch.setattr(watch, "SAVED_PER_S", 10**4)
-    monkeypatch.setattr(watch, "leave", lambda *args: said.append(args))
-    said, real = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.3) or real(fd))
-    assert train.main(argv(dataset, tmp_path, stall_timeout=0.1, eval_interval=0, max_iters=9)) == 0
-    assert not said and checkpoint.load(tmp_path).iter == 9
+@pytest.mark.parametrize("rate,ends", [(10**3, False), (10**12, True)])
+def test_a_save_may_take_as_long_as_a_slow_disk(dataset, tmp_path, monkeypatch, rate, ends):
+    """Thirty looks of a second each, with ten seconds allowed, while the run waits for its save."""
+    watches, still, real = [], [], os.fsync
+
+    def fsync(fd):
+        if threading.current_thread().name == "memo checkpoint":
+            still.extend(watches[0].record(tick_s=1, limit_s=10)["still"] for _ in range(30))
+        real(fd)
+    monkeypatch.setattr(watch, "SAVED_PER_S", rate)
+    monkeypatch.setattr(watch.Watch, "limit_s", lambda self: watches.append(self) or 0)  # 0: it does not look
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert train.main(argv(dataset, tmp_path, eval_interval=0, max_iters=3)) == 0
+    assert still and (max(still) >= 1) == ends and checkpoint.load(tmp_path).iter == 3
