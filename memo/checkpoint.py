@@ -30,7 +30,7 @@ import torch.distributed as dist
 from memo.command import progress
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
-from memo.files import regular, save_bytes, sync_folder
+from memo.files import own_folder, regular, save_bytes, sync_folder
 from memo.flat import Piece, is_finite, whole
 from memo.layer import model_parameters
 from memo.manifest import (
@@ -217,10 +217,7 @@ class Saver:
         if self.rank:
             return
         self.check_lease(path.parents[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.parent.is_symlink():
-            raise CheckpointError(f"{path.parent} must be a folder, not a link")
-        for leftover in path.parent.glob("*.tmp"):
+        for leftover in own_folder(path.parent).glob("*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         if os.path.lexists(path):
             pass_over(path)
@@ -257,6 +254,7 @@ class Saver:
 
 def pass_over(folder: Path) -> None:
     """Renames the folder of a damaged checkpoint, so that no reader takes it for a whole one, and says so."""
+    own_folder(folder.parent)
     names = (folder.with_suffix(f".damaged{n or ''}") for n in count())
     new = next(new for new in names if not os.path.lexists(new))
     folder.rename(new)

@@ -89,7 +89,7 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     cfg = Config(**model_keys(hf_folder), out_dir=str(out_dir))
     tokenizer = check_folder(hf_folder, cfg)
     weights = HfWeights(hf_folder, cfg)
-    save_own_files(own_files(hf_folder), out_dir / OWN)
+    save_own_files(own_files(hf_folder), out_dir, OWN)
     # the pieces have shapes only: a tensor is read when it is written
     saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))

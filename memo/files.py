@@ -172,6 +172,16 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         os.close(there)
 
 
+def own_folder(path: Path) -> Path:
+    """Make the folder `path`, to write there, and give it back. Errors: OSError: what stands there is no
+    folder, or a link to one: what it leads to may be anybody's."""
+    with suppress(FileExistsError):
+        path.mkdir(parents=True, exist_ok=True)
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise OSError(errno.ENOTDIR, f"{path.name} must be a folder, and no link", str(path))
+    return path
+
+
 def check_target(name: str, there: int, path: str | Path) -> None:
     """Check that `name` in the open folder `there` is a regular file or nothing. Errors: OSError."""
     with suppress(FileNotFoundError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import ConfigError, warn
-from memo.files import MOST_TEXT_CHARS, load_json, open_file, save_bytes
+from memo.files import MOST_TEXT_CHARS, load_json, open_file, own_folder, save_bytes
 from memo.layer import model_parameters
 from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
@@ -311,11 +311,13 @@ def own_files(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def save_own_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write what own_files() has read. Errors: OSError."""
+def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -> None:
+    """Write what own_files() has read, into `folder` or its folder `within`. Errors: OSError."""
     for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        save_bytes(data, folder / name)
+        path = Path(within, name)
+        for part in reversed(path.parents[:-1]):
+            own_folder(folder / part)
+        save_bytes(data, folder / path)
 
 
 

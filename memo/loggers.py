@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from memo.config import Config
 from memo.errors import reason, warn
-from memo.files import open_file, parse_json, regular, save_bytes
+from memo.files import open_file, own_folder, parse_json, regular, save_bytes
 from memo.formulas import percent
 
 MOST_LINE = 2**16  # characters
@@ -147,6 +147,9 @@ class WandbLogger:
     def __init__(self, cfg: Config, config_dict: dict[str, Any], id: str | None = None) -> None:
         self.run: Any = None  # wandb's
         try:
+            for folder in (Path(cfg.out_dir, name) for name in ("wandb", ".wandb")):  # it takes what is there
+                if os.path.lexists(folder):
+                    own_folder(folder)
             import wandb
             keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir,
                         id=id, resume="allow", allow_val_change=True, config=config_dict,

@@ -119,7 +119,7 @@ def furnish(run: "Run", folder: Path) -> None:
     """Writes config.json, plan.json, the data's tokenizer.json and what came with the model into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     save_json(run.stored, folder / "config.json")  # first: what stands beside it is the run's
-    save_own_files(run.own, folder / OWN)
+    save_own_files(run.own, folder, OWN)
     tokenizer = run.data.folder / "tokenizer.json"
     if tokenizer.exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")

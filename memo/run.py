@@ -28,12 +28,12 @@ from memo.estimate.budget import chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
-from memo.files import plain_name, read_text
+from memo.files import own_folder, plain_name, read_text
 from memo.huggingface import CONFIG, OWN, own_files
 from memo.launch import Launch, run_name, same_everywhere, together
 from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
-from memo.manifest import Damaged, checkpoints, latest
+from memo.manifest import CHECKPOINT, Damaged, checkpoints, latest
 from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.origin import code, differences
@@ -382,14 +382,14 @@ def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, dec
 
 
 def open_loggers(run: Run) -> list:
-    """The loggers of a run, after the first files of out_dir. Errors: ConfigError: out_dir
-    cannot be written."""
+    """Write the first files of out_dir -> the loggers. Errors: ConfigError: out_dir cannot be written."""
     cfg = run.cfg
     try:
         own = Path(run.hf or run.out / OWN)
         run.own = own_files(own) if run.hf or run.ckpt else {}
         if not run.ckpt and (run.out / CONFIG).exists():  # of a run that has left no checkpoint
             rmtree(run.out / OWN, ignore_errors=True)
+        own_folder(run.out / CHECKPOINT)  # an error now rather than at the first save
         furnish(run, run.out)
         loggers: list = [JsonlLogger(run.out / "metrics.jsonl", run.first)]
     except OSError as e:

@@ -277,6 +277,8 @@ PLANTS = {  # what the adversary does: to the cache folder, to the library in it
         lambda folder, path: shutil.rmtree(folder.parent) or folder.parent.touch(),
         "no cache folder can be made (File exists); set XDG_CACHE_HOME to a"),
     "a folder in the library's place": (lambda folder, path: (path.unlink(), path.mkdir()), ""),
+    "a pipe in the library's place": (lambda folder, path: (path.unlink(), os.mkfifo(path)), ""),
+    "a link in the library's place": (lambda folder, path: (path.unlink(), path.symlink_to("nowhere")), ""),
     "another user's folder": (lambda folder, path: another_users(folder),
                               "is no folder of this user; remove it, or set"),
     "a folder that all can write": (lambda folder, path: folder.chmod(0o777),
@@ -323,6 +325,7 @@ def test_no_library_runs_that_another_could_have_written(tmp_path, monkeypatch, 
     assert [p for p in temporary.iterdir() if p != folder] == []
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == bool(said)
+    assert path.is_fifo() == ("a pipe" in plant) and path.is_symlink() == ("a link in" in plant)
     if not said and path.is_file():  # built again
         assert ours_alone(path.stat()) and path.stat().st_size > library.stat().st_size
 

@@ -40,6 +40,14 @@ def undisturbed(dataset, tmp_path_factory):
     return losses(out)
 
 
+def test_a_run_does_not_start_where_its_checkpoints_would_go_elsewhere(dataset, tmp_path):
+    for name in ("elsewhere", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "out" / "ckpt").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"^out_dir=.*out cannot be written \(ckpt must be a folder, and "):
+        train.main(argv(dataset, tmp_path / "out", memory_plan="off"))
+
+
 # --- signals ---
 
 @pytest.mark.slow

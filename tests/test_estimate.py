@@ -874,11 +874,17 @@ def test_a_context_too_long_for_the_device_fits_with_subsequences():
 def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
     monkeypatch.setattr(calibrate, "LEAST_S", 0.0)
     matmuls, attentions = calibrate.matmuls, calibrate.attentions  # of fewer rows: less to compute
     monkeypatch.setattr(calibrate, "matmuls", lambda size, rows, *how: matmuls(size, rows // 64, *how))
     monkeypatch.setattr(calibrate, "attentions", lambda T, *how: attentions(T // 8, *how))
     monkeypatch.setattr(commands, "FIRST_S", 0.01)
+    path = hardware.calibration_path(1)
+    path.mkdir()
+    assert commands.run(profiler.main, ["--calibrate", "--device=cpu"]) == 2  # it is not stored
+    assert capsys.readouterr().err.endswith(f"error: {path}: is no regular file\n")
+    path.rmdir()
     profiler.main(["--calibrate", "--device=cpu"])
     out, err = capsys.readouterr()
     assert "matmul" in out

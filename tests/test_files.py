@@ -8,8 +8,10 @@ import time
 import pytest
 
 from memo import files
+from memo.checkpoint import pass_over
 from memo.errors import ConfigError
-from memo.files import check_other, keep_json, kept_json, replacing, save_bytes
+from memo.files import check_other, keep_json, kept_json, own_folder, replacing, save_bytes
+from memo.huggingface import save_own_files
 from memo.out_dir import lock
 
 PLANTS = {"a link to a file": lambda path, secret: path.symlink_to(secret),
@@ -37,6 +39,28 @@ def test_only_a_regular_file_is_replaced(tmp_path, secret, plant):
         save_bytes(b"new", path)
     assert os.path.samestat(before, os.lstat(path)) and os.listdir(secret.parent) == ["secret"]
     assert secret.read_text() == "mine" and os.listdir(path.parent) == ["x.json"]
+
+
+@pytest.mark.parametrize("plant", [*(p for p in PLANTS if p != "a folder"), "a link to a folder", "a file"])
+def test_a_folder_that_is_written_is_no_link(tmp_path, secret, plant):
+    """None of those that memo makes in a folder: nothing is made, replaced or renamed behind one."""
+    more = {"a file": lambda path, secret: path.touch(),
+            "a link to a folder": lambda path, secret: path.symlink_to(secret.parent)}
+    said = "must be a folder, and no link"
+    for work, name in (
+            (lambda path: own_folder(path), "x"),
+            (lambda path: save_own_files({"secret": b"new"}, path.parent, "hf_files"), "hf_files"),
+            (lambda path: save_own_files({"templates/secret": b"new"}, path.parent), "templates"),
+            (lambda path: pass_over(path / "secret"), "ckpt")):
+        path = tmp_path / "in" / name
+        (PLANTS | more)[plant](path, secret)
+        before = path.lstat()
+        with pytest.raises(OSError, match=f"{name} {said}"):
+            work(path)
+        assert os.path.samestat(before, path.lstat()) and os.listdir(secret.parent) == ["secret"]
+        assert secret.read_text() == "mine"
+    save_own_files({"a/b.jinja": b"new"}, tmp_path / "made", "hf_files")
+    assert (tmp_path / "made/hf_files/a/b.jinja").read_bytes() == b"new"
 
 
 def test_what_is_planted_meanwhile_is_not_followed(tmp_path, secret):

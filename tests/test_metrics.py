@@ -145,3 +145,16 @@ def test_wandb_never_stops_a_run(tmp_path, monkeypatch, capsys, fails_at):
     log.log(stats(0))
     log.close()
     assert "no network" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["wandb", ".wandb"])
+def test_wandb_is_off_where_its_folder_is_a_link(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
+        login=lambda **k: False, Settings=SimpleNamespace, init=lambda **k: pytest.fail("it follows")))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / name).symlink_to("elsewhere")
+    log = WandbLogger(wandb_config(tmp_path), {})
+    log.log(stats(0))
+    log.close()
+    said = f"warning: wandb is off: NotADirectoryError: {name} must be a folder, and no link\n"
+    assert capsys.readouterr().err == said

@@ -25,7 +25,7 @@ from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
 from memo.estimate.step_seconds import ADAMW_BYTES
-from memo.files import keep_json
+from memo.files import keep, readable_json
 from memo.matmul import accumulate_product, product
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step
@@ -266,5 +266,5 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:
         path = hardware.calibration_path(axis.size)
-        keep_json(measured, path.parent, path.name)
+        keep(readable_json(measured).encode(), path)
     return measured

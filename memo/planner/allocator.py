@@ -26,7 +26,7 @@ import torch
 
 from memo.command import progress
 from memo.errors import warn
-from memo.files import cache_folder, cache_place, keep, kept, open_file
+from memo.files import cache_folder, cache_place, keep, kept, open_file, regular
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import LogError, Trace, parse_trace
 
@@ -48,7 +48,7 @@ def compile_library(folder: str | Path, *flags: str) -> Path:
                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
     made_from = SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode()
     library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
-    if not library.exists():
+    if not os.path.lexists(library):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two runs may start at once
             made = Path(scratch) / library.name
             try:
@@ -95,6 +95,7 @@ def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
     try:
         return open_library(path)
     except (OSError, ValueError, AttributeError):
+        regular(path.lstat())  # nothing else is replaced
         path.unlink()
         return open_library(compile_library(folder, *flags))
 
