@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from memo import ops
+
 MERGED_ROWS = 32  # of a head, by one program
 ELEMENTS = 4096  # of a SwiGLU, by one program
 
@@ -33,12 +35,32 @@ def norm_forward_kernel(x, w, b, out, mean, rstd, C, eps,
 
 
 @triton.jit
-def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, programs,
+def norm_means_kernel(dy, x, mean, rstd, w, means, N, C, HAS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """A row's means of g and of g xhat, which norm_backward_kernel takes of rows that are longer than a
+    block."""
+    row = tl.program_id(0).to(tl.int64)
+    m, r, g_sum, along = 0.0, tl.load(rstd + row), 0.0, 0.0
+    if HAS_MEAN:
+        m = tl.load(mean + row)
+    for first in range(0, C, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        inside = c < C
+        g = (tl.load(dy + row * C + c, mask=inside, other=0.0).to(tl.float32)
+             * tl.load(w + c, mask=inside, other=0.0).to(tl.float32))
+        along += tl.sum(g * ((tl.load(x + row * C + c, mask=inside, other=0.0).to(tl.float32) - m) * r), 0)
+        g_sum += tl.sum(g, 0)
+    tl.store(means + row, g_sum / C)
+    tl.store(means + N + row, along / C)
+
+
+@triton.jit
+def norm_backward_kernel(residual, dy, x, mean, rstd, w, means, sums, out, N, C, programs,
                          HAS_RESIDUAL: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_B: tl.constexpr,
-                         BLOCK: tl.constexpr):
+                         WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w and xhat = (x - mean) rstd; means over the
-    row. Of RMSNorm both means but the last are left out."""
-    p, c = tl.program_id(0), tl.arange(0, BLOCK)
+    row. Of RMSNorm both means but the last are left out. Not WHOLE: a block of the columns, whose rows' means
+    are in `means`."""
+    p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     gain = tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
     dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -51,9 +73,14 @@ def norm_backward_kernel(residual, dy, x, mean, rstd, w, sums, out, N, C, progra
             xhat = tl.where(inside, xhat - tl.load(mean + row), 0.0)
         xhat *= r
         g = d * gain
-        dx = g - xhat * (tl.sum(g * xhat, 0) / C)
-        if HAS_MEAN:
-            dx -= tl.sum(g, 0) / C
+        if WHOLE:
+            dx = g - xhat * (tl.sum(g * xhat, 0) / C)
+            if HAS_MEAN:
+                dx -= tl.sum(g, 0) / C
+        else:
+            dx = g - xhat * tl.load(means + N + row)
+            if HAS_MEAN:
+                dx -= tl.load(means + row)
         dx *= r
         if HAS_RESIDUAL:
             dx += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -138,15 +165,19 @@ def launch_norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 
 def launch_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
                          mean: torch.Tensor | None, rstd: torch.Tensor, w: torch.Tensor, sums: torch.Tensor,
-                         out: torch.Tensor) -> None:
+                         means: torch.Tensor | None, out: torch.Tensor) -> None:
     """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
-    too."""
+    too. `means`: memory, (2, N) fp32, where a row has more than ops.WHOLE_ROW columns."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
     N, C = x.shape
-    programs, block = sums.shape[1], triton.next_power_of_2(C)
-    norm_backward_kernel[(programs,)](
-        x if residual is None else residual, dy, x, rstd if mean is None else mean, rstd, w, sums, out, N, C,
-        programs, residual is not None, mean is not None, len(sums) == 2, block, num_warps=warps(block))
+    programs, block = sums.shape[1], min(ops.WHOLE_ROW, triton.next_power_of_2(C))
+    if means is not None:
+        norm_means_kernel[(N,)](dy, x, rstd if mean is None else mean, rstd, w, means, N, C,
+                                mean is not None, block, num_warps=warps(block))
+    norm_backward_kernel[(programs, triton.cdiv(C, block))](
+        x if residual is None else residual, dy, x, rstd if mean is None else mean, rstd, w,
+        rstd if means is None else means, sums, out, N, C, programs, residual is not None, mean is not None,
+        len(sums) == 2, means is None, block, num_warps=warps(block))
 
 
 def launch_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
@@ -164,9 +195,10 @@ def launch_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_:
     contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))
     B, T, H, D = out.shape
+    block = triton.next_power_of_2(D)
     merge_kernel[(triton.cdiv(T, MERGED_ROWS), B * H)](  # of the second there may be 65,535
         out, lse, out_, lse_, H, T, D, *out.stride()[:3], *lse.stride()[:2], *out_.stride()[:3],
-        *lse_.stride()[:2], MERGED_ROWS, triton.next_power_of_2(D))
+        *lse_.stride()[:2], MERGED_ROWS, block, num_warps=warps(MERGED_ROWS * block))
 
 
 def launch_swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:

@@ -8,7 +8,8 @@ units of one bf16 tensor of x's shape:
 
     torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
              (through fp32), merge 9, SwiGLU forward 5, backward 13
-    triton   norm forward 2, backward 4, rotary 2, merge 5, SwiGLU forward 3, backward 5
+    triton   norm forward 2, backward 4 (6 where C > WHOLE_ROW), rotary 2, merge 5, SwiGLU forward 3,
+             backward 5
     te       norms by transformer-engine (memo/te.py), forward 2, backward 6; the others as triton
 
 `auto` never takes te, which goes over memory more often than triton.
@@ -162,6 +163,7 @@ TORCH = Ops("torch", norm_forward, norm_backward, rotary, merge, swiglu_forward,
 
 # --- with fused kernels; on "meta" only what they request is done ---
 
+WHOLE_ROW = 8192  # columns: of longer rows a norm's backward would not fit the registers
 PROGRAMS = 512  # share the rows of a norm's backward, each with own sums for dw and db: enough for any GPU
 
 
@@ -177,9 +179,10 @@ def fused_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torc
                         b: torch.Tensor | None, dw: torch.Tensor, db: torch.Tensor | None,
                         out: torch.Tensor) -> torch.Tensor:
     sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
+    means = dw.new_empty(2, len(x)) if len(w) > WHOLE_ROW else None
     if not x.is_meta:
         from memo import kernels
-        kernels.launch_norm_backward(residual, dy, x, mean, rstd, w, sums, out)
+        kernels.launch_norm_backward(residual, dy, x, mean, rstd, w, sums, means, out)
     dw += sums[0].sum(0)
     if b is not None:
         db += sums[1].sum(0)

@@ -55,9 +55,10 @@ def sums_limit(norms, dtype):
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("N,C", [(7, 64), (21, 96), (3, 5)])
+@pytest.mark.parametrize("N,C", [(7, 64), (21, 96), (3, 5), (9, 300)])
 def test_norm_forward_and_backward(norms, N, C, bias, dtype, limit, monkeypatch):
     monkeypatch.setattr(ops, "PROGRAMS", 4)
+    monkeypatch.setattr(ops, "WHOLE_ROW", 128)
     x, dy, residual = (torch.randn(N, C).to(dtype) for _ in range(3))
     w, b = (1 + torch.randn(C) / 4).to(dtype), torch.randn(C).to(dtype) if bias else None
     out, mean, rstd = torch.empty_like(x), torch.empty(N), torch.empty(N)
@@ -79,8 +80,9 @@ def test_norm_forward_and_backward(norms, N, C, bias, dtype, limit, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("N,C,eps", [(7, 64, 1e-5), (21, 96, 1e-6), (600, 5, 0.5)])
+@pytest.mark.parametrize("N,C,eps", [(7, 64, 1e-5), (21, 96, 1e-6), (600, 5, 0.5), (9, 300, 1e-5)])
 def test_rms_norm_forward_and_backward(norms, N, C, eps, dtype, limit, monkeypatch):
+    monkeypatch.setattr(ops, "WHOLE_ROW", 128)
     monkeypatch.setattr(ops, "PROGRAMS", 4)
     monkeypatch.setattr(ops, "CACHED_ELEMENTS", 4 * C)  # several chunks
     monkeypatch.setattr(te, "CHUNK_ROWS", 1)
