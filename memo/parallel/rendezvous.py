@@ -2,7 +2,10 @@
 No torch.
 
     program       what a rank's axes (axis.py) are asked for, in the order of its host: posts, and waits
-    communicator  does what a rank posts to it one after the other; different ones do not wait for each other
+    communicator  the ranks that a message is among, and one order of the messages among them
+    queue         of a rank, one for all its communicators: a message starts when those that the rank posted
+                  before are done. NCCL keeps that order with NCCL_LAUNCH_ORDER_IMPLICIT, and a GPU may have
+                  no second queue. Where messages meet so, they do with a queue for each communicator too
     wait          holds up the rank: what it posts later starts when the message is done. So it is on CUDA:
                   a wait holds up the stream, and a message starts behind what the stream has before it. Here
                   a rank has one stream; with several there is less to wait for
@@ -111,30 +114,30 @@ class Rendezvous:
     def __init__(self, programs: Mapping[int, Sequence[Post | Wait]]) -> None:
         self.programs = programs
         self.at = dict.fromkeys(programs, 0)
-        self.queues: dict[tuple[int, Communicator], deque[UnderWay]] = defaultdict(deque)
+        self.queues: dict[int, deque[UnderWay]] = defaultdict(deque)
         self.posted: dict[tuple[int, int], Post] = {}
         self.done: set[tuple[int, int]] = set()
 
-    def go_on(self, rank: int) -> Iterator[Communicator]:
-        """Goes on to the end, or to a wait for what is not done; yields where the rank posts something."""
-        program = self.programs[rank]
+    def go_on(self, rank: int) -> Communicator | None:
+        """Goes on to the end, or to a wait for what is not done -> the communicator of the message that is
+        next, if there is one."""
+        program, queue = self.programs[rank], self.queues[rank]
         while self.at[rank] < len(program):
             step = program[self.at[rank]]
             key = rank, step.number
             if isinstance(step, Post):
                 self.posted[key] = step
-                self.queues[rank, step.communicator].append(UnderWay(rank, step))
+                queue.append(UnderWay(rank, step))
             elif key not in self.posted:
                 raise ValueError(f"{POSTED}: rank {rank} waits for its post {step.number} before")
             elif key not in self.done:
-                return
+                break
             self.at[rank] += 1
-            if isinstance(step, Post):
-                yield step.communicator
+        return queue[0].post.communicator if queue else None
 
     def next_on(self, rank: int, communicator: Communicator) -> UnderWay | None:
-        queue = self.queues.get((rank, communicator))
-        return queue[0] if queue else None
+        queue = self.queues.get(rank)
+        return queue[0] if queue and queue[0].post.communicator == communicator else None
 
     def meet(self, communicator: Communicator) -> Iterator[int]:
         """Does what can be done on a communicator; yields the ranks that had a part in it."""
@@ -142,7 +145,7 @@ class Rendezvous:
             return [m for rank in communicator.ranks if (m := self.next_on(rank, communicator))]
         while done := self.collective(first(), len(communicator.ranks)) or self.ends_met(first()):
             for message in done:
-                self.queues[message.rank, communicator].popleft()
+                self.queues[message.rank].popleft()
                 self.done.add((message.rank, message.post.number))
                 yield message.rank
 
@@ -170,10 +173,8 @@ class Rendezvous:
 
     def holding(self, rank: int) -> UnderWay | None:
         """The message that a rank cannot go on without; None at its end."""
-        if self.at.get(rank, 0) == len(self.programs.get(rank, ())):
-            return None
-        post = self.posted[rank, self.programs[rank][self.at[rank]].number]
-        return self.queues[rank, post.communicator][0]
+        queue = self.queues.get(rank)
+        return queue[0] if queue else None
 
     def partner(self, message: UnderWay) -> int:
         """A rank that a message waits for."""
@@ -205,7 +206,7 @@ def validate_programs(programs: Mapping[int, Sequence[Post | Wait]]) -> None:
     messages of both ends."""
     ranks, going = Rendezvous(programs), list(programs)
     while going:
-        for communicator in ranks.go_on(going.pop()):
+        if communicator := ranks.go_on(going.pop()):
             going += ranks.meet(communicator)
     if left := [queue[0] for queue in ranks.queues.values() if queue]:
         raise ValueError(ranks.refusal(min(left, key=lambda message: message.rank)))
