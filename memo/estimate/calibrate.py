@@ -40,7 +40,8 @@ from memo.swap.slab import HostSlab, available
 # machine may last as long as all repeats of one operation
 REPEATS, LEAST_S, ROUNDS = 3, 0.02, 2
 BEHIND = 10  # messages of a measurement, each behind computing
-ROW_WIDTH, HEAD_DIM = 512, 64  # columns, and those of one head, of the tensors of elementwise passes
+# columns of the tensors of elementwise passes, and those of one head. A GPU's programs have a row each
+ROW_WIDTH, HEAD_DIM = {"cpu": 512, "cuda": 4096}, {"cpu": 64, "cuda": 128}
 Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
 Timings = tuple[float, float, float]  # seconds: by itself, behind computing, that computing alone
 
@@ -145,14 +146,15 @@ def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
     """{operation: (call, bytes read and written)} over tensors of about so many bytes."""
-    rows = max(1, nbytes // dtype.itemsize // ROW_WIDTH)
-    x, y, out, gate, up = (torch.randn(rows, ROW_WIDTH, dtype=dtype, device=device) for _ in range(5))
-    w, u = torch.ones(ROW_WIDTH, dtype=dtype, device=device), x.nbytes
-    angles = torch.randn(rows, HEAD_DIM // 2, device=device)
+    C, D = ROW_WIDTH[device.type], HEAD_DIM[device.type]
+    rows = max(1, nbytes // dtype.itemsize // C)
+    x, y, out, gate, up = (torch.randn(rows, C, dtype=dtype, device=device) for _ in range(5))
+    w, u = torch.ones(C, dtype=dtype, device=device), x.nbytes
+    angles = torch.randn(rows, D // 2, device=device)
     turn = torch.polar(torch.ones_like(angles), angles)
     mean, rstd = x.float().mean(1), torch.ones(rows, device=device)
-    flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(ROW_WIDTH, device=device)
-    steps, parts = torch.ones((), device=device), x.view(1, rows, -1, HEAD_DIM)  # (B, T, H, D)
+    flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(C, device=device)
+    steps, parts = torch.ones((), device=device), x.view(1, rows, -1, D)  # (B, T, H, D)
     lse = torch.zeros(1, parts.shape[2], rows, device=device)
     ops, _ = resolve_ops("auto", device)
     calls = {"rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False),
@@ -203,10 +205,20 @@ def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:
 
 
 def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
-    """Bytes per second from the device to the host while all ranks copy."""
-    buffer, slab = torch.zeros(nbytes, dtype=torch.uint8, device=device), HostSlab(nbytes, device)
+    """Bytes per second in each direction between a GPU and the host, while all ranks copy in both, as a run
+    with several subsequences does; on a CPU in one."""
+    buffers, slab = torch.zeros(2, nbytes, dtype=torch.uint8, device=device), HostSlab(2 * nbytes, device)
+    kept = slab.bytes.view(2, nbytes)
+    lanes: list = [nullcontext()]
+    if device.type == "cuda":
+        lanes = [torch.cuda.stream(torch.cuda.Stream(device)) for _ in range(2)]
+
+    def copy() -> None:
+        for lane, pair in zip(lanes, [(kept[0], buffers[0]), (buffers[1], kept[1])], strict=False):
+            with lane:
+                copy_bytes([pair])
     try:
-        return nbytes / fastest_seconds(partial(copy_bytes, [(slab.bytes, buffer)]), device, host)
+        return nbytes / fastest_seconds(copy, device, host)
     finally:
         slab.close()
 
