@@ -99,7 +99,7 @@ def checked(args):
     """Whether plan and default train alike, at two lengths in turns, in guard mode."""
     rows = {system: measure(system, args, [4096, 2048], 3, check=True) for system in ("plan", "default")}
     same = all(r["outcome"] == "ok" for r in rows.values()) and rows["plan"]["misses"] == 0
-    errors = [abs(a - b) / abs(b) for key in ("losses", "grad_norms")
+    errors = [abs(a - b) / (abs(b) or 1) for key in ("losses", "grad_norms")
               for a, b in zip(*(r[key] for r in rows.values()), strict=True)] if same else [float("inf")]
     print(f"check: {'ok' if same else rows}, losses and gradient norms differ by at most {max(errors):.1e}",
           flush=True)

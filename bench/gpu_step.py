@@ -18,6 +18,7 @@ import torch
 
 from bench.floor import Kernels
 from bench.machine import machine
+from memo import memory
 from memo.config import Config
 from memo.device import device_name
 from memo.estimate.hardware import peak_flops_per_s
@@ -35,6 +36,8 @@ def build(cfg):
     model = GPT(cfg, "cuda", torch.bfloat16)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, "cuda"))
+    model.reserve(1, cfg.block_size)
+    memory.plan_memory(cfg, model)
     tokens, targets = torch.randint(0, cfg.vocab_size, (2, 1, cfg.block_size), device="cuda")
     return model, optimizer, tokens, targets
 
@@ -75,8 +78,9 @@ def measure(keys, S, steps):
     def step():
         model.forward(tokens, targets, scale=1.0)
         model.backward()
-        optimizer.clip(1.0)
-        optimizer.step(1e-5)
+        model.arena.run("clip", optimizer.clip, 1.0)
+        model.arena.run("optimizer", optimizer.step, 1e-5)
+        model.arena.settle()
 
     step()
     step_s = milliseconds(step, steps) / 1e3

@@ -22,7 +22,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -92,13 +92,15 @@ class Ours:
         self.optimizer.load(initial_weights(cfg, 0, device))
         self.batch = tokens, targets
         self.decision = memory.reserve_activations(cfg, self.model, memory.host_limit(cfg, read_launch(), 2))
+        memory.plan_memory(cfg, self.model)
 
     def step(self):
         self.model.swap.streams.timeline.clear()
         loss = self.model.forward(*self.batch, scale=1.0)
         self.model.backward()
-        self.optimizer.clip(1.0)
-        self.optimizer.step(1e-5)
+        self.model.arena.run("clip", self.optimizer.clip, 1.0)
+        self.model.arena.run("optimizer", self.optimizer.step, 1e-5)
+        self.model.arena.settle()
         return loss
 
     def figures(self, png):
@@ -109,7 +111,8 @@ class Ours:
         return dict(alpha=d.alpha, n_buffers=d.placement.n_buffers, input_only=d.placement.input_only,
                     limits=d.swap_plan and d.swap_plan.limits, stall_s=stall_s(spans),
                     host_bytes=swap.host_bytes, buffer_bytes=swap.device_bytes,
-                    attention=self.model.attention.name, rates=d.rates and vars(d.rates))
+                    attention=self.model.attention.name, rates=d.rates and asdict(d.rates),
+                    arena_bytes=self.model.arena.stats().arena_bytes, misses=self.model.arena.stats().misses)
 
     def floor_s(self, device):
         """Seconds of the bare kernels of a step: one layer's L times, one head chunk's as often as there are
