@@ -16,10 +16,10 @@ def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.d
     """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`: the local_rank-th GPU of this host.
     Errors: ConfigError: there is no CUDA GPU, or there are too few."""
     if cfg.device != "cpu":
-        # read when CUDA and NCCL start. Each stream gets a hardware queue of its own: kernels of messages that
-        # wait for other ranks would hold up what is behind them in one. Messages of several communicators
-        # start in the order of the host, in which rendezvous.py proves them to meet; those of stages that
-        # compute for each other are posted in another order on each
+        # Read when CUDA and NCCL start. Each stream gets a hardware queue of its own: in a shared one
+        # messages that wait for other ranks hold up what is behind them. Messages of several communicators
+        # start in the order of the host, in which rendezvous.py proves them to meet; stages that compute
+        # for each other post theirs in different orders
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "0" if cfg.msp else "1")
     cuda = torch.cuda.is_available()

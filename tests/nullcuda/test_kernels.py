@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 TENSORS = dict(residual="*bf16", dy="*bf16", x="*bf16", w="*bf16", b="*bf16", gate="*bf16", up="*bf16",
-               mean="*fp32", rstd="*fp32", sums="*fp32", means="*fp32", turn="*fp32", lse="*fp32", out_="*bf16",
-               lse_="*fp32", eps="fp32")  # all else: i32
+               mean="*fp32", rstd="*fp32", sums="*fp32", means="*fp32", turn="*fp32", lse="*fp32",
+               out_="*bf16", lse_="*fp32", eps="fp32")  # all else: i32
 KERNELS = {
     "LayerNorm forward": ("norm_forward", dict(out="*bf16"), dict(HAS_MEAN=True, HAS_B=True, BLOCK=4096)),
     "LayerNorm forward of long rows": ("norm_forward", dict(out="*bf16"),
@@ -53,8 +53,8 @@ def test_it_compiles_without_spilling(name, capability, tmp_path):
              if kind == "i32" or kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, attrs=whole,
                        constexprs={(kernel.arg_names.index(n),): value for n, value in constants.items()})
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                          options=dict(num_warps=kernels.warps(constants["BLOCK"] * constants.get("ROWS", 1))))
+    warps = kernels.warps(constants["BLOCK"] * constants.get("ROWS", 1))
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps))
     assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 48 * 1024
     # ptxas decides what does not fit the registers, so PTX does not show it
     (tmp_path / "kernel.cubin").write_bytes(made.asm["cubin"])
