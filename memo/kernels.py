@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from memo import ops
-
 MERGED_ROWS = 32  # of a head, by one program
 ELEMENTS = 4096  # of a SwiGLU, by one program
 
@@ -165,12 +163,12 @@ def launch_norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 
 def launch_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
                          mean: torch.Tensor | None, rstd: torch.Tensor, w: torch.Tensor, sums: torch.Tensor,
-                         means: torch.Tensor | None, out: torch.Tensor) -> None:
+                         means: torch.Tensor | None, out: torch.Tensor, most: int) -> None:
     """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
-    too. `means`: memory, (2, N) fp32, where a row has more than ops.WHOLE_ROW columns."""
+    too. `means`: memory, (2, N) fp32, where a row has more than `most` columns, a power of two."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
     N, C = x.shape
-    programs, block = sums.shape[1], min(ops.WHOLE_ROW, triton.next_power_of_2(C))
+    programs, block = sums.shape[1], min(most, triton.next_power_of_2(C))
     if means is not None:
         norm_means_kernel[(N,)](dy, x, rstd if mean is None else mean, rstd, w, means, N, C,
                                 mean is not None, block, num_warps=warps(block))

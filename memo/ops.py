@@ -182,7 +182,7 @@ def fused_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torc
     means = dw.new_empty(2, len(x)) if len(w) > WHOLE_ROW else None
     if not x.is_meta:
         from memo import kernels
-        kernels.launch_norm_backward(residual, dy, x, mean, rstd, w, sums, means, out)
+        kernels.launch_norm_backward(residual, dy, x, mean, rstd, w, sums, means, out, WHOLE_ROW)
     dw += sums[0].sum(0)
     if b is not None:
         db += sums[1].sum(0)
