@@ -37,11 +37,11 @@ from pathlib import Path
 
 import torch
 
-import memo.estimate.calibrate
 from bench.machine import store_parts
+from memo.estimate import calibrate
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 60
+LIMIT_S = 120
 TINY = ("--n_layer=2 --n_head=2 --n_embd=16 --block_size=64 --batch_size=1 --max_iters=3 --eval_interval=2 "
         "--eval_iters=1 --save_interval=1 --device=cpu --dataset=data --lr_decay_iters=3 --warmup_iters=0 "
         "--position=learned --keep_checkpoints=2").split()
@@ -155,12 +155,12 @@ class Lab:
 
     def must(self, name, argv=None, **keys):
         code = end(start(self.given, argv or COMMANDS[name] + [f"--{k}={v}" for k, v in keys.items()]))
-        if code:
+        if code != 0:
             raise SystemExit(f"{name} ends with {code}: {Path(f'{self.given}.said').read_text()[-500:]}")
 
     def fresh(self, cold=False):
         """-> a new copy of what is given; `cold`: with an empty cache."""
-        case = shutil.copytree(self.given, self.folder / f"case{next(self.numbers)}", symlinks=True)
+        case = shutil.copytree(self.given, self.folder / f"case{next(self.numbers):04}", symlinks=True)
         if cold:
             shutil.rmtree(case / "cache/memo")
         return case
@@ -175,7 +175,7 @@ class Lab:
                                str(pid)], stderr=subprocess.PIPE, text=True) as tracer:
             tracer.stderr.readline()  # it is attached
             os.kill(pid, signal.SIGCONT)
-            if code := end(pid):
+            if (code := end(pid)) != 0:
                 raise SystemExit(f"{name} ends with {code}: {Path(f'{case}.said').read_text()[-500:]}")
         for line in log.read_text(errors="replace").splitlines():
             for folder, path in PATHS.findall(line) if WRITES.match(line) else ():
@@ -246,7 +246,7 @@ def main():
     torch.set_num_threads(1)
     for name in ("memo.plots", "matplotlib.pyplot", "tokenizers", "memo.dcp", "memo.convert", "train"):
         importlib.import_module(name)
-    memo.estimate.calibrate.ROUNDS = 1
+    calibrate.REPEATS, calibrate.LEAST_S, calibrate.ROUNDS = 1, 0.0, 1
     folder = Path(tempfile.mkdtemp())  # no TemporaryDirectory: a forked command would remove it at its end
     paths = sysconfig.get_paths() | dict(stdlib=str(folder / "sources"))
     shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / "json", paths["stdlib"])
