@@ -8,21 +8,26 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from math import isfinite
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from memo.errors import ConfigError, reason
 
-MOST_TEXT_CHARS = 2**28  # of a text that is read at once: above the largest request log of a step
+MOST_TEXT_CHARS = 2**26  # of a text that is read at once: above the largest request log of a step
+MOST_LINES, MOST_LINE_CHARS = 2**20, 2**14  # of a log or a table
 MOST_JSON_CHARS = 2**24  # values may take thirty times as much memory, and seconds
+MOST_VALUES = 2**18      # in it, a second's work: some files are read several times
 MOST_DEPTH = 32          # of lists and objects inside each other
 NEW = ".memo-new-"       # how names begin of what is not whole yet; random digits follow
 DIGEST = 73              # bytes of digest_of()
+# of a process that reads what a library would believe: seconds of a processor, and of memory
+TRIAL_S, TRIAL_BYTES, BYTES_PER_S = 5, 2**30, 2**20
 STRETCHES, STRETCH_BYTES = 256, 2**17  # that stand for a large file
 
 
@@ -58,6 +63,16 @@ def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS, newline: str 
     return text
 
 
+def read_table(path: str | Path) -> str:
+    """The text of a log or a table. Errors: as read_text()."""
+    text = read_text(path)
+    if text.count("\n") > MOST_LINES:
+        raise ValueError(f"it must have at most {MOST_LINES:,} lines")
+    if (longest := max(map(len, text.split("\n")))) > MOST_LINE_CHARS:
+        raise ValueError(f"a line of {longest:,} characters must have at most {MOST_LINE_CHARS:,}")
+    return text
+
+
 def depth(value: Any) -> int:
     """How many lists and objects of a JSON value lie inside each other."""
     level, n = [value], 0
@@ -67,9 +82,12 @@ def depth(value: Any) -> int:
     return n
 
 
-def parse_json(text: str) -> dict[str, Any]:
+def parse_json(text: str, most_values: float = MOST_VALUES) -> dict[str, Any]:
     """Parse a JSON text -> its object. Errors: ValueError: it is no JSON, no object, nested deeper than
-    MOST_DEPTH, or holds a name twice in one object, or a number that is not finite."""
+    MOST_DEPTH, or has too many values, a name twice in one object, or a number that is not finite."""
+    if sum(map(text.count, "[{,")) > most_values:  # no value without one of them, but the first
+        raise ValueError(f"it must have at most {most_values:,} values")
+
     def finite(digits: str) -> float:
         if not isfinite(number := float(digits)):
             raise ValueError(f"{digits[:20]} is no finite number")
@@ -118,6 +136,17 @@ def fingerprint(path: str | Path, whole: bool) -> str:
             digest.update(os.pread(file.fileno(), STRETCH_BYTES, start))
         rest = hashlib.file_digest(file, "sha256").hexdigest()[:16] if whole else ""
     return digest.hexdigest()[:16] + rest
+
+
+def limit_process(nbytes: int) -> None:
+    """Give this process, which does nothing but read a file of `nbytes`, LIMITS: beyond them it ends."""
+    used, pages = sum(os.times()[:2]), Path("/proc/self/statm").read_text().split()[0]
+    limits = {resource.RLIMIT_CPU: ceil(used) + TRIAL_S + nbytes // BYTES_PER_S, resource.RLIMIT_CORE: 0,
+              resource.RLIMIT_AS: int(pages) * resource.getpagesize() + TRIAL_BYTES}
+    for limit, most in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
 
 
 # --- writing ---
@@ -287,6 +316,6 @@ def kept_json(folder: Path, name: str) -> dict[str, Any]:
     """Read what keep_json() stored. Errors: as kept()."""
     descriptor = open_file(folder / name)
     try:
-        return parse_json(kept(descriptor).decode())
+        return parse_json(kept(descriptor).decode(), inf)
     finally:
         os.close(descriptor)

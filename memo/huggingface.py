@@ -296,18 +296,21 @@ def overlaid(own: Path, cfg: Any, dtype: str) -> dict[str, Any]:
 
 def own_files(folder: Path) -> dict[str, bytes]:
     """Read what lies in a model's folder beside the weights: config.json, the files of its tokenizer and of
-    generation, templates -> {name within the folder: content}. Larger ones are left out, with a line. Errors:
-    OSError."""
-    found = {}
+    generation, templates -> {name within the folder: content}. What is too large together is left out, with a
+    line. Errors: OSError."""
+    found, room = {}, MOST_TEXT_CHARS
     templates = (folder / "additional_chat_templates").glob("*.jinja")
-    for path in sorted([*folder.iterdir(), *templates]) if folder.is_dir() else ():
-        if not path.is_file() or path.name.startswith(".") or path.name.endswith(WEIGHTS_END):
+    files = [p for p in (*folder.iterdir(), *templates) if p.is_file()] if folder.is_dir() else []
+    for size, path in sorted((p.stat().st_size, p) for p in files):  # a large one costs no small one
+        if path.name.startswith(".") or path.name.endswith(WEIGHTS_END):
             continue
-        if path.stat().st_size > MOST_TEXT_CHARS:
-            warn(f"{path} is larger than {MOST_TEXT_CHARS:,} bytes, it does not go along with the model")
+        if size > room:
+            warn(f"{path} does not go along with the model, whose files beside the weights would be larger "
+                 f"than {MOST_TEXT_CHARS:,} bytes")
             continue
         with open(open_file(path), "rb") as file:
-            found[str(path.relative_to(folder))] = file.read(MOST_TEXT_CHARS)
+            found[str(path.relative_to(folder))] = file.read(room)
+        room -= len(found[str(path.relative_to(folder))])
     return found
 
 

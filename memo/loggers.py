@@ -16,11 +16,12 @@ from typing import Any
 from tqdm import tqdm
 
 from memo.config import Config
-from memo.errors import reason, warn
+from memo.errors import ConfigError, reason, warn
 from memo.files import open_file, own_folder, parse_json, regular, save_bytes
 from memo.formulas import percent
 
-MOST_LINE = 2**16  # characters
+MOST_LINE, MOST_COMMAS = 2**16, 64  # of a line of metrics.jsonl: characters; that part its values
+MOST_METRICS = 2**30  # bytes
 WANDB_S = 10  # to reach its server
 
 
@@ -68,16 +69,18 @@ def is_step(row: dict) -> bool:
 
 def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dict]:
     """The lines of a metrics.jsonl, without those that a kill, a full disk or a bit cut short or changed,
-    which go to `damaged`."""
+    whose beginnings go to `damaged`. Errors: OSError; ConfigError: it is too large."""
     rows = []
     with open(open_file(path), errors="replace") as f:
+        if (size := os.fstat(f.fileno()).st_size) > MOST_METRICS:
+            raise ConfigError(f"{path} has {size:,} bytes, must have at most {MOST_METRICS:,}; move it away")
         for line in iter(partial(f.readline, MOST_LINE), ""):
             with contextlib.suppress(ValueError):
-                if is_step(row := parse_json(line)):
+                if line.count(",") <= MOST_COMMAS and is_step(row := parse_json(line)):
                     rows.append(row)
                     continue
             if damaged is not None and line.strip():
-                damaged.append(line)
+                damaged.append(line[:80])
     return rows
 
 

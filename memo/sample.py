@@ -4,7 +4,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     answer_early(read_argv)
 
 import torch
+from tokenizers import Tokenizer
 
 from memo import checkpoint
 from memo.attention import Attention
@@ -42,6 +43,7 @@ from memo.huggingface import OWN, check_reach
 from memo.load_config import stored_config
 from memo.staging import with_place
 from memo.tokenizer import check_vocab_size, encode_text, load_tokenizer, said_in
+from memo.tokens import PIECE_CHARS, encode
 from model import GPT
 
 
@@ -154,6 +156,14 @@ def read_prompt(given: str) -> str:
         raise ConfigError(f"prompt={given} cannot be read ({reason(e)}); give a text file in UTF-8") from None
 
 
+def prompt_ids(tokenizer: Tokenizer, prompt: str, special: bool, most: int) -> list[int]:
+    """The ids of a prompt, or where there are more than `most` the first ones, one too many."""
+    if len(prompt) <= PIECE_CHARS:
+        return encode_text(tokenizer, prompt, special)
+    pieces = (ids for ids, _ in encode([prompt], tokenizer, 0, special))  # a 0 ends the last one
+    return list(islice(chain.from_iterable(pieces), most + 2))[:-1]
+
+
 def main(argv: list[str]) -> None:
     args = read_argv(argv)
     path = Path(args.out_dir) / "tokenizer.json"
@@ -165,7 +175,8 @@ def main(argv: list[str]) -> None:
     special = rule.get("parse_special") is True if isinstance(rule, dict) else False
     model = load_model(args.out_dir, args.device, args.dtype)
     check_vocab_size(tokenizer, path, model.cfg.vocab_size)
-    ids = encode_text(tokenizer, prompt, special if args.parse_special is None else args.parse_special)
+    ids = prompt_ids(tokenizer, prompt, special if args.parse_special is None else args.parse_special,
+                     model.cfg.block_size)
     check_reach(Path(args.out_dir) / OWN, len(ids) + args.max_new_tokens, "--max_new_tokens")
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):

@@ -8,20 +8,19 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from memo import HOME
 from memo.errors import ConfigError, reason
-from memo.files import MOST_JSON_CHARS, load_json, parse_json, read_text
+from memo.files import MOST_JSON_CHARS, TRIAL_BYTES, TRIAL_S, limit_process, load_json, parse_json, read_text
 
 # of a document, where nothing says what ends it: the one of these that is a special token
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -32,8 +31,8 @@ FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
 MOST_NAMED = 6  # candidates in a message
 MOST_CHARS = 2**26           # of a tokenizer.json, a vocabulary or merges
 MOST_GROWTH = 2**8           # how many times as long a tokenizer may make a text
-TRIAL_S, TRIAL_BYTES = 5, 2**30  # of a processor and of memory, in which it must encode this
 TRIAL = "".join(map(chr, range(32, 127))) * 3 + "\n\n  é ж 中文 \t😀\r\n"
+RUNS = "".join(sign * 1000 for sign in "a0 .\né中")  # expressions may be slow on these alone
 
 
 class OtherForm(ConfigError):
@@ -86,7 +85,7 @@ def growth(part: object) -> int:
 
 def tokenizer_of(text: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
-    whole = parse_json(text)
+    whole = parse_json(text, math.inf)  # tried out within limits
     model = whole.pop("model", None)
     if growth([*whole.values()]) > MOST_GROWTH:
         raise ValueError(f"it may make a text more than {MOST_GROWTH} times as long")
@@ -161,7 +160,7 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
             raise ValueError(f"the files beside it give {token.content!r:.100} the id {i}, not {known}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for trial in ("a b\n", TRIAL):
+    for trial in ("a b\n", TRIAL, RUNS):
         ids = tokenizer.encode(trial).ids
         if len(ids) > MOST_GROWTH * len(trial):
             raise ValueError(f"it makes a text more than {MOST_GROWTH} times as long")
@@ -171,13 +170,7 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 def try_out(path: str) -> None:
     """Reads a tokenizer within TRIAL_S and TRIAL_BYTES: else this process, which does nothing else, ends."""
-    used, pages = sum(os.times()[:2]), Path("/proc/self/statm").read_text().split()[0]
-    limits = {resource.RLIMIT_CPU: math.ceil(used) + TRIAL_S, resource.RLIMIT_CORE: 0,
-              resource.RLIMIT_AS: int(pages) * resource.getpagesize() + TRIAL_BYTES}
-    for limit, most in limits.items():
-        hard = resource.getrlimit(limit)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(limit, (most, most))
+    limit_process(0)
     try:
         read_tokenizer(Path(path))
     except MemoryError:
@@ -191,8 +184,15 @@ def check_work(path: Path) -> None:
     code = f"import sys; sys.path[0] = {HOME!r}; from memo.tokenizer import try_out; try_out({str(path)!r})"
     nothing = subprocess.DEVNULL
     if subprocess.run([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=nothing).returncode:
-        raise ValueError(f"to read it and to encode {len(TRIAL)} characters takes more than {TRIAL_S} s or "
+        raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
                          f"{TRIAL_BYTES >> 30} GiB of memory")
+
+
+def raise_config_error(e: BaseException, what: str) -> NoReturn:
+    """Raise a ConfigError for what the library raised: bare Exceptions, panics of a class of their own."""
+    if isinstance(e, ConfigError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
+        raise e  # a signal, say
+    raise ConfigError(f"{what} ({reason(e)}); give a tokenizer.json of `tokenizers`") from None
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
@@ -202,14 +202,9 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
         with no_stderr():
             check_work(Path(path))
             return read_tokenizer(Path(path))
-    except ConfigError:
-        raise
-    except BaseException as e:  # tokenizers raises bare Exceptions, and panics of a class of their own
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # a signal, say
-            raise
+    except BaseException as e:
         file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
-        raise ConfigError(f"tokenizer={file} cannot be read ({reason(e)}); give a tokenizer.json of "
-                          "`tokenizers`") from None
+        raise_config_error(e, f"tokenizer={file} cannot be read")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -225,7 +220,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> list[int]:
     """The ids of a text, by the one rule."""
     tokenizer.encode_special_tokens = not parse_special
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except BaseException as e:
+        raise_config_error(e, f"the tokenizer cannot encode {text[:30]!r}...")
 
 
 def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
@@ -270,11 +268,17 @@ def stated_ends(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def chat_templates(folder: Path) -> str:
-    """The texts of the chat templates in `folder`. Errors: ConfigError; OSError."""
+    """The texts of the chat templates in `folder`. Errors: ConfigError: they cannot be read, or are too
+    long together."""
     files = (said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json"))
     parts = (*folder.glob("*.jinja"), *folder.glob("*/*.jinja"))
-    texts = (read_text(part, MOST_JSON_CHARS) for part in parts)
-    return "\n".join([json.dumps([*files], ensure_ascii=False), *texts])
+    texts = [json.dumps([*files], ensure_ascii=False)]
+    for part in parts:
+        try:
+            texts.append(read_text(part, MOST_JSON_CHARS - sum(map(len, texts))))
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{part} cannot be read ({reason(e)}); mend or remove it") from None
+    return "\n".join(texts)
 
 
 def end_of_document(tokenizer: Tokenizer, path: str | Path = "", given: str | None = None) -> str:

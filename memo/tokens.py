@@ -29,19 +29,27 @@ from memo.command import progress, python
 from memo.errors import ConfigError
 from memo.files import NEW, fingerprint, load_json, sync_folder
 from memo.keys import check_value, option
-from memo.tokenizer import ENDS, byte_level, encode_text, end_of_document, tokenizer_vocab_size
+from memo.tokenizer import (
+    ENDS,
+    byte_level,
+    encode_text,
+    end_of_document,
+    raise_config_error,
+    tokenizer_vocab_size,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 VAL_EVERY = 20          # every 20th document goes to val.bin
+MOST_PIECE = 2**21      # characters: encoding takes 70 to 500 bytes for each
 PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to twice it, in parallel
 # the time to train a tokenizer grows with the square of a word's length
 LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")
 # of a tokenizer that is trained here
 VOCAB_SIZE: dict[str, Any] = dict(least=257, most=2**20,
                                   why="the trainer takes memory for each before it starts")
-# read ahead: bounds the memory (about 70 bytes a character while encoding), and is a step of the progress
-BATCH_CHARS = min(2**22, 4 * PIECE_CHARS * (os.cpu_count() or 1))
+# read ahead: bounds the memory (70 to 500 bytes a character while encoding), and is a step of the progress
+BATCH_CHARS = min(MOST_PIECE, 4 * PIECE_CHARS * (os.cpu_count() or 1))
 DATASET_FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
 # where a document may be cut, the likeliest place first: between words, between lines, at a space that goes
 # since the tokenizer puts one before each text, and beside signs
@@ -105,7 +113,7 @@ def document_pieces(document: str | Iterable[str], may_cut: MayCut,
     """Yields (piece, whether it is the document's last), in order. A document is a str, or the strs that it
     consists of; an empty one has no piece. A piece ends where may_cut(WINDOW characters before it, a space
     that is left out or nothing, WINDOW characters behind it): behind `chars` characters, or as many more as
-    it takes."""
+    it takes. Errors: ConfigError: that is too many."""
     rest, least = "", chars
     for part in [document] if isinstance(document, str) else document:
         rest += part
@@ -116,6 +124,10 @@ def document_pieces(document: str | Iterable[str], may_cut: MayCut,
                 start, least = cut.end(), chars
             else:
                 least *= 2
+                if 2 * least > MOST_PIECE:
+                    raise ConfigError(f"a document goes on with {rest[start:start + 30]!r}, it must have a "
+                                      f"place to be cut, as between two words, in {MOST_PIECE:,} characters; "
+                                      "put spaces or line ends into it")
         rest = rest[start:]
     if rest:
         yield rest, True
@@ -169,7 +181,10 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
           bar_or_progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB")):
         for batch in batches(documents, may_cut):
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            try:
+                encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            except BaseException as e:
+                raise_config_error(e, "the tokenizer cannot encode the source")
             for text, last, encoding in zip(texts, lasts, encodings, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
                 for special, pattern in patterns.items():

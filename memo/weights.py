@@ -5,8 +5,8 @@ Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotate
 2j + 1: alike() is the one home of that order.
 """
 
+import errno
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from memo.errors import ConfigError, elsewhere, reason
-from memo.files import load_json, plain_name, regular, replacing, save_json
+from memo.files import MOST_JSON_CHARS, load_json, open_file, plain_name, replacing, save_json
 from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 from memo.layer import model_parameters
 
@@ -53,13 +53,14 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    file: Any  # open: its header is parsed once
 
     def __str__(self) -> str:
         return f"{self.name:.200} in {self.path.name}"
 
     def __getitem__(self, part: Any) -> torch.Tensor:
-        with read_errors(self.path), safe_open(self.path, "pt") as file:
-            return file.get_slice(self.name)[part]
+        with read_errors(self.path):
+            return self.file.get_slice(self.name)[part]
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def read_errors(path: Path) -> Iterator[None]:
     """Errors: ConfigError where a file of weights is damaged."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as e:
+    except (OSError, RuntimeError, MemoryError, SafetensorError) as e:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {AGAIN}") from None
 
 
@@ -94,10 +95,12 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
 def tensors_in(path: Path) -> list[Stored]:
     """List the tensors of a file of safetensors; only its header is read. Errors: ConfigError."""
     with read_errors(path):
-        regular(os.stat(path))
-        with safe_open(path, "pt") as file:
-            parts = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118  it is no dict
-            return [Stored(path, name, tuple(p.get_shape()), str(p.get_dtype())) for name, p in parts]
+        with open(open_file(path), "rb") as begin:
+            if (n := int.from_bytes(begin.read(8), "little")) > MOST_JSON_CHARS:
+                raise OSError(errno.EFBIG, f"its header of {n:,} bytes must have at most {MOST_JSON_CHARS:,}")
+        file = safe_open(path, "pt")
+        parts = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118  it is no dict
+        return [Stored(path, name, tuple(p.get_shape()), str(p.get_dtype()), file) for name, p in parts]
 
 
 def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:

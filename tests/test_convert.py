@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -302,6 +303,27 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, hf, capsys, index, me
     (hf / "model.safetensors.index.json").write_text(index if isinstance(index, str) else json.dumps(index))
     fails(capsys, message, "from-hf", hf, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_header_is_bounded_and_parsed_once(tmp_path, hf, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr(weights, "safe_open", lambda path, kind: opened.append(path) or safe_open(path, kind))
+    cfg = Config(**convert.model_keys(hf))
+    assert len(dict(hf_tensors(hf, cfg))) > 20 and len(opened) == 1
+    file = hf / "model.safetensors"
+    file.write_bytes((2**24 + 8).to_bytes(8, "little") + b"{}".ljust(2**24 + 8))
+    fails(capsys, "cannot be read .its header of 16,777,224 bytes must have at most 16,777,216.; download",
+          "from-hf", hf, tmp_path / "out")
+
+
+def test_files_that_go_along_are_bounded_together(tmp_path, hf, capsys):
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (hf / name).touch()
+        os.truncate(hf / name, 2**25)
+    convert.from_hf(hf, tmp_path / "out")
+    assert {"a.txt", "config.json"} <= {path.name for path in (tmp_path / "out/hf_files").iterdir()}
+    assert not (tmp_path / "out/hf_files/c.txt").exists()
+    assert "c.txt does not go along with the model" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, hf, capsys):

@@ -442,6 +442,44 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv,
     assert not list(tmp_path.glob("out/*"))
 
 
+BOMBS = {
+    "line.jsonl.gz": (gzip.compress(b"\n" * 2**22), r"must unpack to at most 64 times its bytes, so far"),
+    "a.txt.zst": (pyarrow.compress(b"a b " * 2**20, "zstd", asbytes=True), "must unpack to at most 64 times"),
+    "list.json.gz": (gzip.compress(b"[" + b'{"text":"a"},' * 2**19), "must unpack to at most 64 times its"),
+    "zeros.jsonl.gz": (gzip.compress(bytes(2**20)) * 65, "zeros.jsonl.gz:1 must be at most 67108864 bytes"),
+    "a.jsonl": (b'{"text":[' + b"[]," * 2**20 * 6 + b"0]}", "a.jsonl:1, longer than 16777216 bytes, must"),
+    "values.json": (b'[{"text":[' + b"[]," * 2**20 * 6 + b"0]}]", "values.json, longer than 16777216 bytes,"),
+    "run.txt": (b"a" * 2**23, "a document goes on with 'aaaaa"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_source_takes_bounded_work(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(BOMBS[name][0])
+    argv = [f"--source={tmp_path / name}", "--tokenizer=train:300", f"--out_dir={tmp_path / 'out'}"]
+    assert run(text.main, argv) == 2
+    err = capsys.readouterr().err
+    assert re.search(BOMBS[name][1], err) and err.count("\n") == 1
+
+
+def test_a_parquet_file_takes_bounded_work(tmp_path):
+    """One text that stands there many times; a row that is too long; a reader that dies."""
+    def read(column):
+        import pyarrow.parquet
+        file = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(dict(text=column)), file, compression="zstd")
+        return list(text.file_documents(file, "text"))
+    assert read(["a", None, "", "é"]) == ["a", "é"]
+    with pytest.raises(ConfigError, match="a.parquet must unpack to at most 64 times its bytes"):
+        read(pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), ["a" * 2**16]))
+    with pytest.raises(ConfigError, match="a.parquet: a row must have at most 67108864 bytes; split it"):
+        read(["a" * (2**26 + 1)])
+    with pytest.raises(ConfigError, match=r"cannot be loaded \((to read it takes more|ArrowMemory)"):
+        read(["a" * 2**29] * 3)
+    with pytest.raises(ConfigError, match="text_key=text must hold text, not int"):
+        read([1])
+
+
 def offline(tmp_path, *command):
     env = os.environ | dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from memo.config import Config
+from memo.errors import ConfigError
 from memo.estimate.hardware import peak_flops_per_s
 from memo.formulas import flops_per_sample, mfu, parameters, percent, tgs
 from memo.loggers import JsonlLogger, StepStats, WandbLogger, read_metrics
@@ -113,6 +115,17 @@ def test_a_spoilt_line_costs_that_line_only(tmp_path):
     log = JsonlLogger(path, 2)
     log.log(stats(3))
     assert [r["iter"] for r in read_metrics(path)] == [0, 1, 3]
+
+
+def test_metrics_take_bounded_memory(tmp_path, capsys):
+    """Values that no step has are damage, of which the beginning is kept; zeros without end are refused."""
+    path, damaged = tmp_path / "metrics.jsonl", []
+    step = json.dumps(stats(0).as_dict())
+    path.write_text(step[:-1] + ', "x": [' + "[]," * 9999 + "0]}\n" + step + "\n")
+    assert len(read_metrics(path, damaged)) == 1 and [*map(len, damaged)] == [80]
+    os.truncate(path, 2**30 + 1)
+    with pytest.raises(ConfigError, match=f"{path} has 1,073,741,825 bytes, must have at most 1,073,741,824"):
+        JsonlLogger(path, 1)
 
 
 def wandb_config(tmp_path):

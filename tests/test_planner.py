@@ -267,6 +267,9 @@ def test_files_that_cannot_be(tmp_path, capsys):
     path, out = tmp_path / "requests.log", str(tmp_path / "plan.json")
     for content, message in ((None, "cannot be read (No such file or directory); give a request log"),
                              (b"\xff\xfe", "cannot be read"),
+                             (b"\n" * (2**20 + 1), "cannot be read (it must have at most 1,048,576 lines)"),
+                             (b"begin " + b"a " * 2**13, "(a line of 16,390 characters must have at most"),
+                             (b" " * (2**26 + 1), "(it must be at most 67,108,864 characters long)"),
                              (b"# nothing\n", "must hold at least one malloc"),
                              (b"begin a\nkeep b 1\nend a\nmalloc x 5\n",
                               "at least one malloc, inside its segments"),

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import random
 import re
 import shutil
@@ -15,7 +16,7 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
 
 import train
-from memo import convert, sample, tokens
+from memo import convert, sample, tokenizer, tokens
 from memo.command import run
 from memo.errors import ConfigError
 from memo.tokenizer import (
@@ -341,7 +342,7 @@ TWICE = [dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_r
     (dict(post_processor=dict(type="TemplateProcessing", pair=[], special_tokens={}, single=[
         {"Sequence": {"id": "A", "type_id": 0}}] * 300)), "it makes a text more than 256 times as long"),
     ({"x" * 2**26: 1}, "it must be at most 67,108,864 characters long"),
-    ('{"model": [' + "{}," * 20_000_000 + "1]}", "to encode 300 characters takes more than 5 s or 1 GiB"),
+    ('{"model": [' + "{}," * 20_000_000 + "1]}", "to encode a short text takes more than 5 s or 1 GiB"),
 ], ids=["normalizers", "decoders", "words", "one text", "template", "bytes", "memory"])
 def test_a_tokenizer_takes_bounded_work(tmp_path, changes, message):
     whole = json.loads(train_tokenizer(TEXTS, 300).to_str())
@@ -351,6 +352,37 @@ def test_a_tokenizer_takes_bounded_work(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=rf"^tokenizer={file} cannot be read \(.*{message}.*; give a"):
         load_tokenizer(file)
     assert time.monotonic() - began < 30
+
+
+def test_an_expression_is_tried_on_runs_and_its_failure_is_one_line(tmp_path, monkeypatch):
+    whole = json.loads(train_tokenizer(TEXTS, 300).to_str())
+    slow = dict(type="Split", pattern=dict(Regex="(a+a+)+b"), behavior="Isolated", invert=False)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole | dict(pre_tokenizer=slow)))
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read \(Onig: Regex search error"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer, "RUNS", "")  # what no trial meets
+    slow_one = load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot encode 'aaaa.*'\.\.\. \(Onig"):
+        tokenizer.encode_text(slow_one, "a" * 1000)
+    with pytest.raises(ConfigError, match=r"cannot encode the source \(Onig"):
+        [*tokens.encode(["a" * 1000], slow_one, 0)]
+
+
+def test_a_long_prompt_is_encoded_piece_by_piece_and_no_further_than_it_may_be():
+    own, prompt = train_tokenizer(TEXTS, 300), "\n".join(TEXTS) * 400
+    ids = tokenizer.encode_text(own, prompt)
+    assert len(prompt) > 2 * tokens.PIECE_CHARS and sample.prompt_ids(own, prompt, False, len(ids)) == ids
+    assert sample.prompt_ids(own, prompt, False, len(ids) - 1) == ids
+    assert sample.prompt_ids(own, prompt, False, 99) == ids[:100]
+
+
+def test_templates_are_bounded_together(tmp_path):
+    save(train_tokenizer(TEXTS, 300), tmp_path / "tokenizer.json")
+    for name in ("a.jinja", "b.jinja"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 2**23)
+    with pytest.raises(ConfigError, match=r".\.jinja cannot be read \(it must be at most 8,388,\d+ char"):
+        end_of_document(load_tokenizer(tmp_path), tmp_path)
 
 
 def test_usual_parts_of_tokenizers_are_no_growth(tmp_path):

@@ -304,6 +304,10 @@ def test_the_cached_sampler_agrees_with_the_whole_forward(keys, dataset, tmp_pat
     says = (f"tokenizer.json: the tokenizer has {VOCAB + 1} tokens, "
             f"must have at most the model's vocab_size={VOCAB}; put")
     assert not told.out and says in told.err and told.err.count("\n") == 1
+    (tmp_path / "zeros.txt").touch()
+    os.truncate(tmp_path / "zeros.txt", 2**26 + 1)
+    assert run(sample.main, [str(tmp_path), f"--prompt=@{tmp_path}/zeros.txt"]) == 2
+    assert "zeros.txt cannot be read (it must be at most 67,108,864 characters" in capsys.readouterr().err
     assert run(sample.main, [str(tmp_path), "--prompt=@nowhere.txt"]) == 2
     assert capsys.readouterr().err == ("error: prompt=@nowhere.txt cannot be read "
                                        "(No such file or directory); give a text file in UTF-8\n")

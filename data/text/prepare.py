@@ -8,7 +8,6 @@ and all but .parquet also as .gz and .zst.
 """
 
 import codecs
-import glob
 import gzip
 import itertools
 import json
@@ -16,7 +15,6 @@ import logging
 import re
 import socket
 import sys
-import tempfile
 import zlib
 from contextlib import contextmanager
 from functools import partial
@@ -29,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # memo need not be
 from memo.command import Arguments, progress, run
 from memo.config import KEYS
 from memo.errors import ConfigError, reason
+from memo.files import MOST_JSON_CHARS
 from memo.huggingface import model_keys
 from memo.keys import check_value, option, typed
+from memo.parquet import MOST_BYTES, parquet_texts
 from memo.tokenizer import ENDS, check_vocab_size, end_of_document, load_tokenizer
 from memo.tokens import (
     DATA,
@@ -47,7 +47,9 @@ SUFFIXES = ".txt, .md, .json, .jsonl (each also with .gz or .zst), .parquet"
 NAMED = 3           # of the files that are left out
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 cannot
 PART_BYTES = 2**20  # of a text file, read at once
-MOST_BYTES = 2**28  # of a row of .jsonl, of a list in .json
+MOST_VALUES = 2**21  # of a row or list that is longer than others: each may take 250 bytes of memory
+# what a file unpacks to may be so many times as long and so much longer: text is 3 to 10, logs 50 times
+MOST_RATIO, FREE_BYTES = 64, 2**21
 
 
 def read_argv(argv):
@@ -126,13 +128,8 @@ def load(source, remedy, *args, **kwargs):
         with progress(lambda: f"loading source={source}"):
             return datasets.load_dataset(*args, **kwargs)
     except Exception as e:
-        raise unreadable(source, e, remedy) from None
-
-
-def unreadable(source, e, remedy):
-    """The ConfigError of a source on which the library raised `e`, in one line."""
-    why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-    return ConfigError(f"source={source} cannot be loaded ({why}); {remedy}")
+        why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise ConfigError(f"source={source} cannot be loaded ({why}); {remedy}") from None
 
 
 def json_of(text, where, rule):
@@ -159,20 +156,28 @@ def text_of(row, text_key, where):
     return text or ""
 
 
+def check_ratio(path, nbytes, packed):
+    """Errors: ConfigError: `nbytes` are too many for what `packed` bytes of the file were unpacked to."""
+    if nbytes > FREE_BYTES + MOST_RATIO * packed:
+        raise ConfigError(f"{path} must unpack to at most {MOST_RATIO} times its bytes, so far {packed:,} of "
+                          f"them make {nbytes:,}; unpack it yourself, if you trust it")
+
+
 @contextmanager
 def unpacked(path):
-    """The bytes that the file was made of, open for reading. Errors: ConfigError: its packing is damaged."""
+    """(the bytes that the file was made of, the file itself), open for reading. Errors: ConfigError: its
+    packing is damaged."""
     packing = (KIND.search(path.name)[2] or "").lower()
     with open(path, "rb") as file:
         if not packing:
-            yield file
+            yield file, file
             return
         try:
             if packing == ".gz":
-                yield gzip.GzipFile(fileobj=file)
+                yield gzip.GzipFile(fileobj=file), file
             else:
                 from pyarrow import CompressedInputStream  # takes half a second: only where it is needed
-                yield BufferedReader(CompressedInputStream(file, "zstd"))
+                yield BufferedReader(CompressedInputStream(file, "zstd")), file
         except (OSError, EOFError, zlib.error) as e:
             raise ConfigError(f"{path} cannot be unpacked ({reason(e)}); give a whole one, or unpack "
                               "it") from None
@@ -187,39 +192,49 @@ def decoded(decode, data, path, end):
                           "convert it with iconv") from None
 
 
+def row_text(data, path, where, start, what, remedy):
+    """The text of `data`, a row or a list that begins at byte `start` of the file and is read as a whole.
+    Errors: ConfigError: it is too long, has too many values, or is no UTF-8."""
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"{where} must be at most {MOST_BYTES} bytes long ({what} is read as a whole); "
+                          f"{remedy}")
+    if len(data) > MOST_JSON_CHARS and sum(map(data.count, (b"[", b"{", b","))) > MOST_VALUES:
+        raise ConfigError(f"{where}, longer than {MOST_JSON_CHARS} bytes, must have at most {MOST_VALUES} "
+                          f"values; {remedy}")
+    return decoded(bytes.decode, data, path, start + len(data))
+
+
 def text_parts(path):
     """The parts of a text file, in order: no more of it is in memory. A byte order mark is left out, all else
     is as it stands there."""
     decoder, end, data = codecs.getincrementaldecoder("utf-8-sig")(), 0, b" "
-    with unpacked(path) as file:
+    with unpacked(path) as (file, packed):
         while data:
             data = file.read(PART_BYTES)
             end += len(data)
+            check_ratio(path, end, packed.tell())
             yield decoded(partial(decoder.decode, final=not data), data, path, end)
 
 
 def rows_of(path, is_json):
     """Yields (where, row) of a JSON object a line, or where `is_json` of a list of objects, one row in memory
     at a time, or one list."""
-    with unpacked(path) as file:
+    with unpacked(path) as (file, packed):
         mark = len(codecs.BOM_UTF8) * file.peek(3).startswith(codecs.BOM_UTF8)
         end = len(file.read(mark))
         if is_json and file.peek(1).lstrip().startswith(b"["):
-            data = file.read(MOST_BYTES + 1)
-            if len(data) > MOST_BYTES:
-                raise ConfigError(f"{path} must be at most {MOST_BYTES} bytes long (a list is read as "
-                                  "a whole); write an object a line instead")
-            text = decoded(bytes.decode, data, path, end + len(data))
+            text = row_text(file.read(MOST_BYTES + 1), path, path, end, "a list", "write an object a line")
+            check_ratio(path, end + len(text), packed.tell())
             rows = json_of(text, path, "a JSON list of objects, or an object a line")
             yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
             return
         for number, line in enumerate(iter(partial(file.readline, MOST_BYTES + 1), b""), 1):
-            end, where = end + len(line), f"{path}:{number}"
-            if len(line) > MOST_BYTES:
-                raise ConfigError(f"{where} must be at most {MOST_BYTES} bytes long (a row is read as "
-                                  "a whole); split it into several rows")
             if line.strip():
-                yield where, json_of(decoded(bytes.decode, line, path, end), where, "one JSON object a line")
+                where = f"{path}:{number}"
+                text = row_text(line, path, where, end, "a row", "split it, or write it as .txt")
+                yield where, json_of(text, where, "one JSON object a line")
+            end += len(line)
+            check_ratio(path, end, packed.tell())
 
 
 def file_documents(path, text_key):
@@ -228,23 +243,14 @@ def file_documents(path, text_key):
     if kind in ("txt", "md"):
         yield text_parts(path)
     elif kind == "parquet":
-        with tempfile.TemporaryDirectory() as cache:  # streamed: it holds a lock and no data
-            for row in parquet_rows(path, cache):
-                yield text_of(row, text_key, path)
+        done, size = 0, path.stat().st_size
+        for data in parquet_texts(path, text_key):
+            done += len(data)
+            check_ratio(path, done, size)
+            yield decoded(bytes.decode, data, path, len(data))
     else:
         for where, row in rows_of(path, kind == "json"):
             yield text_of(row, text_key, where)
-
-
-def parquet_rows(path, cache):
-    """The rows of a Parquet file. Errors: ConfigError, also where the library fails in its midst."""
-    remedy = "give a whole Parquet file, with at least one row"
-    rows = load(path, remedy, "parquet", data_files=glob.escape(str(path)), split="train", streaming=True,
-                cache_dir=cache)
-    try:
-        yield from rows
-    except Exception as e:
-        raise unreadable(path, e, remedy) from None
 
 
 def open_source(args, out_dir):

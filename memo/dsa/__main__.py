@@ -24,7 +24,7 @@ from memo.dsa.problem import (
     solve,
 )
 from memo.errors import ConfigError, reason
-from memo.files import check_other, read_text, save_bytes
+from memo.files import check_other, read_table, save_bytes
 from memo.keys import number_of, shown
 
 COLUMNS = ("id", "lower", "upper", "size")
@@ -38,7 +38,7 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
     Raises DsaError with the file, the line, the field and its rule.
     """
     try:
-        lines = read_text(path).split("\n")  # other signs that end lines have no place in a table
+        lines = read_table(path).split("\n")  # other signs that end lines have no place in a table
     except (OSError, ValueError) as error:
         raise DsaError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
     names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")]

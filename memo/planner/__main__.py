@@ -8,7 +8,7 @@ from typing import Any
 from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import ALIGNMENT_BOUNDS, SOLVERS, TIME_LIMIT_BOUNDS
 from memo.errors import ConfigError, reason
-from memo.files import check_other, read_text, save_json
+from memo.files import check_other, read_table, save_json
 from memo.planner.plan import Plan, bilevel, one_level, requests_of
 from memo.planner.trace import LogError, Trace, marked, parse_trace
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     check_other(args.log, args.output)
     with progress(lambda: f"reading {args.log}"):
         try:
-            text = read_text(args.log)
+            text = read_table(args.log)
         except (OSError, ValueError) as e:
             raise LogError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
         trace = parse_trace(text, args.log)
