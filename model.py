@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from memo.attention import resolve_attention
+from memo.backends import aligned
 from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
@@ -35,6 +36,7 @@ from memo.flat import (
     weights_in_turns,
 )
 from memo.layer import layer_of, model_parameters
+from memo.matmul import check_products
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
 from memo.parallel.cp import attention_over_ranks, local_positions
@@ -83,8 +85,9 @@ class GPT:
                  mesh: Mesh = ALONE) -> None:
         device = torch.device(device)
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
-        attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
+        attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg))
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
+        check_products(cfg.matmul, device)
         over = mesh.tokens, cfg.context_parallel, self.ops.merge
         # METP's keys and values are those of one group of heads: a second hop takes little memory
         self.attention = attention_over_ranks(attention, *over, ahead=1 + cfg.metp)

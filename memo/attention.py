@@ -305,7 +305,8 @@ BACKENDS = {b.name: b for b in (  # those of torch
     Attention("cpu", cpu_forward, cpu_backward), Attention("math", math_forward, math_backward))}
 
 
-def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Facts, dict[str, Attention]]:
+def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
+             aligned: bool) -> tuple[Facts, dict[str, Attention]]:
     """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A
     package is imported only where its kernel could serve."""
     name, found, why = str(dtype).removeprefix("torch."), {}, {}
@@ -313,7 +314,8 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[F
     if device.type != "cuda":
         return Facts(device.type, name, head_dim, deterministic), {}
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
-    facts = Facts("cuda", name, head_dim, deterministic, torch.cuda.get_device_capability(device), cudnn)
+    facts = Facts("cuda", name, head_dim, deterministic, torch.cuda.get_device_capability(device), cudnn,
+                  aligned=aligned)
     for package in PACKAGES:
         if not missing(package, replace(facts, packages={package: ""})):
             try:
@@ -323,12 +325,13 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[F
     return replace(facts, packages=why | dict.fromkeys(found, "")), found
 
 
-def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
+def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
+                      aligned: bool = True) -> Attention:
     """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta
-    device any. Errors: ConfigError where a named one cannot serve."""
+    device any. `aligned`: as backends.Facts has it. Errors: ConfigError where a named one cannot serve."""
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or on_meta(name)
-    facts, found = facts_of(device, dtype, head_dim)
+    facts, found = facts_of(device, dtype, head_dim, aligned)
     name, why = choose_kernel(name, facts)
     attention = found.get(name) or BACKENDS[name]
     label = attention.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)

@@ -19,6 +19,9 @@ from memo.estimate.hardware import LEAST_FP8, Machine
 PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
 # up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it
 WRONG_CUDNN = 91500
+# from here on it is right where all queries meet keys whose number is 64 mod 128: before, on Hopper, their
+# gradient is NaN in rows of very low scores (cudnn-frontend issue 628)
+RIGHT_CUDNN = 92600
 TE_WORKSPACE_BYTES = 2**25  # of an FP8 product of transformer-engine's: what it takes itself from Hopper on
 MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabilities; the others run from 8 on
 
@@ -26,7 +29,8 @@ MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabili
 @dataclass(frozen=True)
 class Facts:
     """What decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, 92400 for 9.24.0,
-    0 where there is none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can}."""
+    0 where there is none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can};
+    `aligned`: whether all keys that come as a block of their own, without a mask, are multiples of 128."""
 
     device: str
     dtype: str
@@ -35,6 +39,14 @@ class Facts:
     capability: tuple = (0, 0)
     cudnn: int = 0
     packages: dict = field(default_factory=dict)
+    aligned: bool = True
+
+
+def aligned(cfg: Config) -> bool:
+    """Facts.aligned of a run: keys of other ranks, and of the subsequences before, are blocks of their
+    own."""
+    whole = cfg.token_ranks == 1 and cfg.subsequences == 1
+    return whole or cfg.block_size % (128 * cfg.layout_multiple) == 0
 
 
 def cudnn_version(n: int) -> str:
@@ -43,11 +55,12 @@ def cudnn_version(n: int) -> str:
 
 
 def order(facts: Facts) -> tuple[str, ...]:
-    """The kernels that `auto` chooses from, the fastest first. Source: the papers of FlashAttention-3 and 4;
-    before Hopper torch too prefers its flash kernel to cuDNN."""
+    """The kernels that `auto` chooses from, the fastest first. Source: docs/kernels.md; before Hopper torch
+    too prefers its flash kernel to cuDNN."""
     if facts.device == "cpu":
         return ("cpu", "math")
-    newest = {9: ("flash_attn_3", "cudnn"), 10: ("flash_attn_4", "cudnn")}.get(facts.capability[0], ())
+    newest: tuple[str, ...] = {9: ("flash_attn_4", "flash_attn_3", "cudnn"),
+                               10: ("flash_attn_4", "cudnn")}.get(facts.capability[0], ())
     return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
 
 
@@ -88,7 +101,7 @@ def missing(name: str, facts: Facts) -> str:
         return f"it needs compute capability {wanted}, this GPU has {capability[0]}.{capability[1]}"
     if name in ("cudnn", "flash_attn_4") and D > 128:
         return f"it needs head_dim={D} to be at most 128"
-    if facts.deterministic and (name == "cudnn" or (name == "flash_attn_4" and capability[0] == 9)):
+    if facts.deterministic and name == "cudnn":
         return "it needs deterministic=False"
     if facts.deterministic and name == "flash_attn_3" and D > 192:
         return f"it needs head_dim={D} to be at most 192 or deterministic=False"
@@ -101,9 +114,14 @@ def missing(name: str, facts: Facts) -> str:
 
 def passed_over(name: str, facts: Facts) -> str:
     """Why `auto` does not take kernel `name`; empty where it may."""
-    if not (why := missing(name, facts)) and name == "cudnn" and facts.cudnn <= WRONG_CUDNN:
-        found, last = cudnn_version(facts.cudnn), cudnn_version(WRONG_CUDNN)
+    why, found = missing(name, facts), cudnn_version(facts.cudnn)
+    if not why and name == "cudnn" and facts.cudnn <= WRONG_CUDNN:
+        last = cudnn_version(WRONG_CUDNN)
         return f"it is {found}: {last} and older are wrong where the tokens are no multiple of 128"
+    if not why and name == "cudnn" and facts.capability[0] == 9 and not facts.aligned and (
+            facts.cudnn < RIGHT_CUDNN):
+        return (f"it is {found}: before {cudnn_version(RIGHT_CUDNN)} gradients may be NaN where a rank's or "
+                "subsequence's part of block_size is no multiple of 128")
     return why
 
 
@@ -126,7 +144,7 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
     device = "cpu" if machine.cpu else "cuda"
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
     facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
-                  cudnn=WRONG_CUDNN + 1, packages={cfg.attention: ""})
+                  cudnn=WRONG_CUDNN + 1, packages={cfg.attention: ""}, aligned=aligned(cfg))
     return choose_kernel(cfg.attention, facts)[0]
 
 

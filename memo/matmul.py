@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from memo import fp8, te
+from memo.device import device_name
+from memo.errors import ConfigError
 from memo.parallel.axis import Axis, Works
 
 Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place matrices carried arrived "
@@ -124,6 +126,13 @@ def te_fp8_weight_gradient(dw: torch.Tensor, g: fp8.Gradient, x: fp8.Quantised) 
 
 
 TE_MATMULS = MATMULS | {"fp8": FP8._replace(weight_gradient=te_fp8_weight_gradient)}
+
+
+def check_products(name: str, device: torch.device) -> None:
+    """Check that a device computes the products of cfg.matmul. Errors: ConfigError."""
+    if name == "fp8" and device.type == "cuda" and (why := fp8.failing(device)):
+        raise ConfigError(f"matmul=fp8 is not available: {device_name(device)} computes no such product "
+                          f"({why}); try --matmul=bf16")
 
 
 def matmul_of(name: str, ops: str) -> Matmul:

@@ -13,7 +13,7 @@ import torch
 
 from memo import checkpoint, memory
 from memo.attention import resolve_attention
-from memo.backends import check_matmul
+from memo.backends import aligned, check_matmul
 from memo.batch import SPLITS, Data, open_dataset
 from memo.choose import fewest, numbers_of, with_stages
 from memo.command import progress
@@ -170,7 +170,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
                           "its own data, or go on with these: --allow_other_data=true")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
-    attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width)
+    attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg))
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
     check_matmul(cfg, gpu_facts(device)["capability"], dtype.itemsize)
     origin = code() | data.fingerprints | {

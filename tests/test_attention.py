@@ -59,7 +59,7 @@ def tensors(shape, device=CPU, dtype=torch.float32, kv_heads=None):
 def test_backends_agree_with_the_mathematics(name, kv_heads, causal):
     device = torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if why := missing(name, facts_of(device, dtype, 64)[0]):
+    if why := missing(name, facts_of(device, dtype, 64, aligned=True)[0]):
         with pytest.raises(ConfigError, match=f"attention={name} is not available: {why}"):
             resolve_attention(name, device, dtype, 64)
         return
@@ -134,26 +134,34 @@ def test_what_cannot_be_called_is_not_there(monkeypatch, tmp_path):
 
 # --- the choice ---
 
-def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtype="bfloat16"):
-    return Facts("cuda", dtype, D, deterministic, capability, cudnn, {name: "" for name in packages})
+def facts(capability, D=128, cudnn=92400, packages=(), deterministic=False, dtype="bfloat16", aligned=True):
+    return Facts("cuda", dtype, D, deterministic, capability, cudnn, {name: "" for name in packages}, aligned)
+
+
+NO_PACKAGE = "flash_attn_4 is not installed; flash_attn_3 is not installed"
 
 
 @pytest.mark.parametrize("given, kernel, why", [
-    (facts((9, 0), packages=ALL), "flash_attn_3", ""),
-    (facts((9, 0)), "cudnn", "flash_attn_3 is not installed"),
-    (facts((9, 0), packages=["flash_attn_2"]), "cudnn", "flash_attn_3 is not installed"),
-    (facts((9, 0), cudnn=91501), "cudnn", "flash_attn_3 is not installed"),
+    (facts((9, 0), packages=ALL), "flash_attn_4", ""),
+    (facts((9, 0), packages=["flash_attn_3"]), "flash_attn_3", "flash_attn_4 is not installed"),
+    (facts((9, 0)), "cudnn", NO_PACKAGE),
+    (facts((9, 0), packages=["flash_attn_2"]), "cudnn", NO_PACKAGE),
+    (facts((9, 0), cudnn=91501), "cudnn", NO_PACKAGE),
     (facts((9, 0), cudnn=91500, packages=["flash_attn_2"]), "flash_attn_2",
-     "flash_attn_3 is not installed; cudnn is 9.15: 9.15 and older are wrong where the tokens are no "
-     "multiple of 128"),
+     f"{NO_PACKAGE}; cudnn is 9.15: 9.15 and older are wrong where the tokens are no multiple of 128"),
+    (facts((9, 0), cudnn=91900, aligned=False), "flash",
+     f"{NO_PACKAGE}; cudnn is 9.19: before 9.26 gradients may be NaN where a rank's or subsequence's part of "
+     "block_size is no multiple of 128; flash_attn_2 is not installed"),
+    (facts((9, 0), cudnn=92600, aligned=False), "cudnn", NO_PACKAGE),
+    (facts((10, 0), cudnn=91900, aligned=False), "cudnn", "flash_attn_4 is not installed"),
     (facts((9, 0), cudnn=0), "flash",
-     "flash_attn_3 is not installed; cudnn is not part of this torch; flash_attn_2 is not installed"),
+     f"{NO_PACKAGE}; cudnn is not part of this torch; flash_attn_2 is not installed"),
     (facts((9, 0), deterministic=True), "flash",
-     "flash_attn_3 is not installed; cudnn needs deterministic=False; flash_attn_2 is not installed"),
-    (facts((9, 0), deterministic=True, packages=ALL), "flash_attn_3", ""),
+     f"{NO_PACKAGE}; cudnn needs deterministic=False; flash_attn_2 is not installed"),
+    (facts((9, 0), deterministic=True, packages=ALL), "flash_attn_4", ""),
     (facts((9, 0), 256, deterministic=True, packages=ALL), "flash_attn_2",
-     "flash_attn_3 needs head_dim=256 to be at most 192 or deterministic=False; "
-     "cudnn needs head_dim=256 to be at most 128"),
+     "flash_attn_4 needs head_dim=256 to be at most 128; flash_attn_3 needs head_dim=256 to be at most 192 "
+     "or deterministic=False; cudnn needs head_dim=256 to be at most 128"),
     (facts((10, 0), packages=ALL), "flash_attn_4", ""),
     (facts((10, 3), packages=["flash_attn_3", "flash_attn_2"]), "cudnn", "flash_attn_4 is not installed"),
     (facts((10, 0), deterministic=True, packages=ALL), "flash_attn_4", ""),
@@ -181,7 +189,6 @@ def test_without_a_kernel_it_is_the_mathematics(given):
     ("flash_attn_3", facts((10, 0), packages=ALL), "it needs compute capability 9.x, this GPU has 10.0"),
     ("flash_attn_4", facts((12, 0), packages=ALL),
      "it needs compute capability 9.x or 10.x or 11.x, this GPU has 12.0"),
-    ("flash_attn_4", facts((9, 0), deterministic=True, packages=ALL), "it needs deterministic=False"),
     ("flash_attn_4", facts((9, 0)), "it is not installed"),
     ("cpu", facts((9, 0)), "it runs on the CPU only"),
     ("cudnn", Facts("cpu", "float32", 64), "it needs a CUDA device"),
@@ -201,13 +208,14 @@ def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
     def resolved(*versions, name="auto"):
         fakes.install(monkeypatch, *versions)
         return resolve_attention(name, CUDA, torch.bfloat16, 128)
-    assert resolved("3").label == "flash_attn_3 3.0.0"
-    assert resolved().label == "cudnn 9.24: flash_attn_3 is not installed"
+    assert resolved("3").label == "flash_attn_3 3.0.0: flash_attn_4 is not installed"
+    assert resolved().label == f"cudnn 9.24: {NO_PACKAGE}"
     assert resolved().forward is BACKENDS["cudnn"].forward
     fakes.install(monkeypatch, "3")
     monkeypatch.delattr(sys.modules["flash_attn_interface"], "_flash_attn_forward")
     label = resolve_attention("auto", CUDA, torch.bfloat16, 128).label
-    assert label == "cudnn 9.24: flash_attn_3 has no flash_attn_interface._flash_attn_forward"
+    assert label == ("cudnn 9.24: flash_attn_4 is not installed; flash_attn_3 has no "
+                     "flash_attn_interface._flash_attn_forward")
     with pytest.raises(ConfigError, match="^attention=flash_attn_2 is not available: it is not installed"):
         resolved("3", name="flash_attn_2")
     assert resolve_attention("auto", CPU, torch.float32, 64).label == "cpu"

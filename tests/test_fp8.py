@@ -182,6 +182,15 @@ def test_what_has_no_fp8_says_so():
             check_matmul(cfg, capability, itemsize)
 
 
+def test_a_device_without_such_products_is_named(monkeypatch):
+    def refused(*args, **kwargs):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nmore")
+    cpu = torch.device("cpu")
+    assert fp8.failing(cpu) == ""
+    monkeypatch.setattr(torch, "_scaled_mm", refused)
+    assert fp8.failing(cpu) == "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"
+
+
 def test_no_search_and_no_remedy_has_what_is_refused():
     """Remedies ask estimate_or_none()."""
     cfg, ada = Config(matmul="fp8", vocab_size=512, tp=2), machine("l40s")

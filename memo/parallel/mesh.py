@@ -172,6 +172,14 @@ def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> 
     return mesh_of_axes(axes, tp, cp, Axis("host", dp * cp * tp, rank)), program
 
 
+def options_of(name: str, backend: str) -> Any:
+    """What NCCL is told of an axis: hops that hide behind attention start before its blocks that are not
+    running yet."""
+    if backend != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=name in ("cp", "hops", "pp", "msp"))
+
+
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
               carrier: Any = None, backend: str = "") -> Axis | None:
     """The Axis of the line that has this rank, if one has; all ranks must call it. Sends the first messages
@@ -182,7 +190,8 @@ def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str
     ends = f", {mine[0]} to {mine[-1]}" if mine else ""
     with connection_errors(f"axis {name} ({len(mine)} ranks{ends}) over {backend}", host.rank, backend):
         # each rank makes the groups of all lines
-        groups = [carrier] if carrier else [dist.new_group(line, FOREVER, backend) for line in lines]
+        groups = [carrier] if carrier else [
+            dist.new_group(line, FOREVER, backend, options_of(name, backend)) for line in lines]
         if not mine:
             return None
         group = carrier or groups[lines.index(mine)]
