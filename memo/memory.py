@@ -38,6 +38,7 @@ from memo.launch import Launch
 from memo.msp import Help, shares_lines
 from memo.optim import Optimizer
 from memo.parallel.mesh import open_lanes
+from memo.parallel.pp import in_one_order
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
@@ -46,6 +47,7 @@ from memo.stages import pipeline_line
 from memo.subsequences import subsequences_line
 from memo.swap.alpha import OutOfHostMemory, what_set_it
 from memo.swap.placing import rests, swaps_layers
+from memo.swap.schedule import evaluation, schedule
 from memo.swap.slab import host_bytes
 from memo.swap.streams import Streams
 
@@ -171,6 +173,9 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
             model.cfg = replace(cfg, shares=shares)
         placement, swap_plan = together[cfg.stage]
     model.reserve(B, T, placement, **how)
+    if cfg.msp:  # whose stages would post messages in orders of their own
+        orders = [in_one_order([make(*p.scheduled) for p, _ in together]) for make in (schedule, evaluation)]
+        model.swap.set_steps(*(stages[cfg.stage] for stages in orders))
     return Decision(placement, swap_plan, rates, limit)
 
 

@@ -16,7 +16,7 @@ from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.msp import helping_pairs
 from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_lanes, open_mesh
-from memo.parallel.pp import times_of_stages
+from memo.parallel.pp import other_end, times_of_stages
 from model import initial_weights
 
 ROOT = Path(__file__).parents[1]
@@ -169,6 +169,17 @@ def step(model, optimizer, cfg):
 def validate_stages(schedules):
     """Errors: ValueError: as times_of_stages()."""
     times_of_stages(schedules, lambda stage, step: 0.0)
+
+
+def validate_queues(schedules):
+    """Errors: ValueError: as times_of_stages(), of stages that do one message after the other."""
+    def in_a_queue(stage, steps):
+        before = ()
+        for step in steps:
+            if other_end(step.kind, stage):
+                step, before = step._replace(waits=step.waits + before), (step.key,)
+            yield step
+    validate_stages([[*in_a_queue(stage, steps)] for stage, steps in enumerate(schedules)])
 
 
 def refusal(check, *what):

@@ -14,7 +14,7 @@ from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.stages import layers_of_stages, stage_layers
 from memo.swap.schedule import Fates, evaluation, schedule
 from memo.swap.validator import validate_schedule
-from tests.helpers import LLAMA, degrees_of, refusal, validate_stages
+from tests.helpers import LLAMA, degrees_of, refusal, validate_queues, validate_stages
 from tests.layouts import agree, layout_keys, on_ranks, step_alone
 
 MESSAGES = "send", "receive", "send gradient", "receive gradient"
@@ -49,6 +49,7 @@ def test_the_schedules_of_all_stages_meet():
     for stages in pipelines(120, seed=1):
         validate_stages([schedule(*stage) for stage in stages])
         validate_stages([evaluation(*stage) for stage in stages])
+        validate_queues([schedule(*stage) for stage in stages])
         for stage in stages:
             validate_schedule(schedule(*stage), *stage)
             validate_schedule(evaluation(*stage), *stage, trains=False)

@@ -11,7 +11,7 @@ from functools import cache
 
 from memo.swap.schedule import Times
 from memo.swap.spans import wait_kind
-from memo.swap.steps import SENT, Key, Step, stream_of
+from memo.swap.steps import SENT, Key, Step, is_forward, stream_of
 
 AS_SENT = "a message is received as it was sent"
 MET = "every message meets its other end"
@@ -147,3 +147,19 @@ def times_of_stages(schedules: Sequence[Sequence[Step]],
     """The Times of each stage, all on one clock. Errors: ValueError: a message that meets another one, or
     none; stages that wait for each other."""
     return Stages(schedules, seconds).run()
+
+
+def in_one_order(schedules: Sequence[Sequence[Step]]) -> list[list[Step]]:
+    """Sort the steps of each stage by when they begin if each takes as long, the forward's first -> schedules
+    in which the messages of all stages have one order. So they meet even where a stage does its messages one
+    after the other, whatever their communicators: each of several streams does its steps in the order as
+    before. Errors: as times_of_stages()."""
+    def ordered(stage: int, steps: Sequence[Step], spans: dict[Key, tuple[float, float]]) -> list[Step]:
+        def place(step: Step) -> tuple:
+            if (end := other_end(step.kind, stage)) is None:
+                return not is_forward(step.kind), spans[step.key][0]
+            sent = (stage, end[1], step.kind) if step.kind.startswith(SENT) else (end[1], stage, end[0])
+            return not is_forward(step.kind), spans[step.key][0], sent
+        return sorted(steps, key=place)
+    times = times_of_stages(schedules, lambda stage, step: 1.0)
+    return [ordered(k, steps, times[k].spans) for k, steps in enumerate(schedules)]

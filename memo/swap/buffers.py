@@ -118,10 +118,9 @@ class Swap:
         self.swept = {unit: number for number, unit in enumerate(Sweeps(p.fates, p.units).inputs)}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
-        what = p.fates, p.n_layer, p.subsequences, p.order
-        self.set_steps(schedule(*what), evaluation(*what))
-        validate_schedule(self.steps, *what)
-        validate_schedule(self.evaluation, *what, trains=False)
+        self.set_steps(schedule(*p.scheduled), evaluation(*p.scheduled))
+        validate_schedule(self.steps, *p.scheduled)
+        validate_schedule(self.evaluation, *p.scheduled, trains=False)
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of this shape at byte `at` of a region."""

@@ -353,6 +353,11 @@ class Placement:
                      self.stream, self.receives, self.sends, self.guests, self.lent, self.layers_come,
                      self.edges_come)
 
+    @property
+    def scheduled(self) -> tuple[Fates, int, int, str]:
+        """What schedule() and evaluation() take."""
+        return self.fates, self.n_layer, self.subsequences, self.order
+
     def key_place(self, unit: tuple[int, int]) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""
         layer, i = unit
