@@ -35,12 +35,13 @@ def machine():
 
 def store_parts(doc, path, parts):
     """{part: what it found}, after the command line's parts of {name: function(rounds)} have run; `path`
-    keeps what was found of the others."""
+    gets each as it is found, and keeps what was found of the others."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    found = {name: dict(machine=machine(), found=parts[name](args.rounds)) for name in args.parts or parts}
-    result = (json.loads(path.read_text()) if path.exists() else {}) | found
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = json.loads(path.read_text()) if path.exists() else {}
+    for name in args.parts or parts:
+        result |= {name: dict(machine=machine(), found=parts[name](args.rounds))}
+        path.write_text(json.dumps(result, indent=1) + "\n")
     return {name: part["found"] for name, part in result.items()}

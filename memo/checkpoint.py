@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from memo.command import progress
+from memo.command import progress, start_thread
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
 from memo.files import own_folder, regular, save_bytes, sync_folder
@@ -109,7 +109,7 @@ class Saver:
         self.thread = threading.Thread(target=self.write, args=(pieces, reached, config, iter),
                                        name="memo checkpoint", daemon=True)
         try:
-            self.thread.start()
+            start_thread(self.thread)
         except RuntimeError:  # no memory for a thread
             self.thread = None
             self.write(pieces, reached, config, iter)

@@ -4,6 +4,7 @@ Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal 
 """
 
 import argparse
+import mmap
 import os
 import runpy
 import shutil
@@ -25,6 +26,7 @@ from memo.keys import CONTROL, check_value, help_width, option, typed
 from memo.signals import Interrupted, handle
 
 FIRST_S = 3  # after so long something is said
+THREAD_BYTES = 2**25  # its stack, and what it takes to begin
 
 
 class Arguments(argparse.ArgumentParser):
@@ -137,6 +139,16 @@ def installed() -> None:
     runpy.run_module(f"memo.{name}", run_name="__main__", alter_sys=True)
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread where there is memory for it. Python waits for ever for one that ends as it begins, for
+    want of memory. Errors: RuntimeError."""
+    try:
+        mmap.mmap(-1, THREAD_BYTES).close()
+    except OSError:
+        raise RuntimeError("no memory for a thread") from None
+    thread.start()
+
+
 @contextmanager
 def progress(text: Callable[[], str]) -> Iterator[None]:
     """Meanwhile prints text(), a line, on stderr: after FIRST_S seconds, then whenever the time so far has
@@ -152,7 +164,7 @@ def progress(text: Callable[[], str]) -> Iterator[None]:
             pause = min(60, passed)
     teller = threading.Thread(target=tell, name="memo progress", daemon=True)
     with suppress(RuntimeError):  # no memory for a thread: a line is not worth the work
-        teller.start()
+        start_thread(teller)
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """How a run ends: whatever ends it, it saves first, and what is only told does not end it."""
 
+import errno
 import os
 import re
 import shlex
@@ -201,9 +202,9 @@ def test_resume_falls_back_to_the_checkpoint_before(dataset, tmp_path, capsys, u
 
 def no_thread(monkeypatch):
     """As where a limit of memory leaves no room for the stack of a thread."""
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-    monkeypatch.setattr("threading.Thread.start", start)
+    def refuse(*args):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr("memo.command.mmap.mmap", refuse)
 
 
 def test_a_run_without_room_for_a_thread_is_saved(dataset, tmp_path, monkeypatch, undisturbed):
