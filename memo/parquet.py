@@ -11,8 +11,8 @@ from memo import HOME
 from memo.errors import ConfigError, reason
 from memo.files import TRIAL_BYTES, TRIAL_S, limit_process
 
-MOST_BYTES = 2**26   # of a row
-ROWS = 4             # in memory at once
+MOST_BYTES = 2**26  # of a row
+MOST_ROWS, BATCH_BYTES = 256, 2**24  # in memory at once, about
 ERROR = b"\xff" * 8  # stands where a text's length would
 
 
@@ -56,7 +56,10 @@ def read_texts(path: str, column: str) -> Iterator[bytes]:
     if column not in (names := file.schema_arrow.names):
         names = ", ".join(names)
         raise ConfigError(f"{path}: text_key={column} must be one of the columns ({names:.300}); {more}")
-    for batch in file.iter_batches(ROWS, columns=[column], use_threads=False):
+    about = file.metadata
+    nbytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+    rows = min(MOST_ROWS, BATCH_BYTES * about.num_rows // max(1, nbytes) + 1)
+    for batch in file.iter_batches(rows, columns=[column], use_threads=False):
         for text in batch.column(0).drop_null().to_pylist():
             if not isinstance(text, str):
                 kind = type(text).__name__

@@ -22,7 +22,7 @@ from secrets import token_hex
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from memo.command import progress, python
@@ -160,11 +160,10 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
     vocabulary: {whether they are special: number}."""
     met = Counter() if met is None else met
     tokenizer.encode_special_tokens = not parse_special  # a document cannot forge the end of another
-    patterns = {}
-    for special in (True, False):
-        added = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special is special]
-        longest_first = sorted(added, key=len, reverse=True)
-        patterns[special] = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    added = tokenizer.get_added_tokens_decoder().values()
+    finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))  # however many there are, it takes no longer
+    finder.add_tokens([AddedToken(token.content, normalized=False) for token in added])
+    special = {finder.token_to_id(token.content) for token in added if token.special}
 
     def may_cut(left: str, between: str, right: str) -> bool:
         """Whether the ids of both sides are those of the whole. Where a text repeats itself, what holds in
@@ -183,12 +182,12 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
             try:
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+                found = finder.encode_batch_fast(texts)
             except BaseException as e:
                 raise_config_error(e, "the tokenizer cannot encode the source")
-            for text, last, encoding in zip(texts, lasts, encodings, strict=True):
+            for text, last, encoding, its in zip(texts, lasts, encodings, found, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
-                for special, pattern in patterns.items():
-                    met[special] += len(pattern.findall(text))
+                met.update(i in special for i in its.ids if i)
                 nbytes = len(text.encode())
                 done += nbytes
                 bar.update(nbytes)
