@@ -1,3 +1,4 @@
+import collections
 import gzip
 import hashlib
 import itertools
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pyarrow
@@ -478,6 +480,17 @@ def test_a_parquet_file_takes_bounded_work(tmp_path):
         read(["a" * 2**29] * 3)
     with pytest.raises(ConfigError, match="text_key=text must hold text, not int"):
         read([1])
+
+
+def test_added_tokens_are_counted_however_many_there_are():
+    """A search for each of them in turn would take minutes."""
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.add_tokens([f"{'a' * (i % 97)}{i}" for i in range(20_000)])
+    tokenizer.add_special_tokens(["<x>", "<x><y>"])
+    met, began = collections.Counter(), time.process_time()
+    ids = [*tokens.encode(["a" * 50_000 + " 97 <x><y> <x> 97"], tokenizer, 0, met=met)]
+    assert met == {False: 2, True: 2} and len(ids) == 1
+    assert time.process_time() - began < 10
 
 
 def offline(tmp_path, *command):
