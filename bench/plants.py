@@ -3,7 +3,8 @@
     python -m bench.plants [command ...]      a quarter of an hour on two cores; needs strace
 
 Each command runs twice on small input under strace: the names that it opens for writing, makes, renames or
-removes both times can be planted, the others are drawn anew by every run. Then, for each such name and each
+removes both times can be planted, the others are drawn anew by every run; of names that differ in a digest
+only, one is taken. Then, for each such name and each
 plant, the command runs in a fresh copy of the input with the plant in place. Wrong is: something outside has
 changed; what was planted is not there any more (but a second name of a file may be replaced, and so may what
 stands in wandb's own folder; a folder in ckpt/ is a checkpoint, and goes when it is old); a traceback; an
@@ -66,6 +67,7 @@ NAMED = {"out", "made", "data", "run", "cache"}  # the command line names these 
 WRITES = re.compile(r"\d+ +(?:open(?:at)?\(.*O_(?:WRONLY|RDWR|CREAT|TRUNC)|(?:creat|rename|mkdir|rmdir|"
                     r"unlink|link|symlink|truncate|mknod|chmod|chown|fchownat|fchmodat|utimensat)(?:at2?)?\()")
 PATHS = re.compile(r'(?:(?:AT_FDCWD|\d+)<([^>]*)>, )?"((?:[^"\\]|\\.)*)"')
+DIGEST = re.compile(r"-[0-9a-f]{16}(?=\.)")
 THEIRS = re.compile(r"home|cache/(?!memo)\w+|tmp/(?!memo)|.*\.pyc$")  # of libraries
 
 
@@ -222,7 +224,8 @@ class Lab:
 
     def try_all(self, command, rounds):
         first, second = self.written(command), self.written(command)
-        names = sorted(first & second)
+        kinds = {DIGEST.sub("", name): name for name in sorted(first & second)}  # a plan is one of a hundred
+        names = sorted(kinds.values())
         if command == "train, wandb":  # the others are those of "train"
             names = [n for n in names if n.startswith("out/wandb")] + ["out/.wandb", "out/wandb/settings"]
         cases = [(name, plant) for name in names for plant in PLANTS
