@@ -391,14 +391,31 @@ def test_seconds_follow_the_widths_of_the_layer():
     assert gated < got.operation_s(output) - got.product_s(output) - got.message_s([output]) < 1.5 * gated
 
 
+def test_mfu_by_kernel_is_that_of_the_page_and_of_a_calculation_by_hand():
+    page = (ROOT / "docs/kernels.md").read_text()
+    S, C, L, V, peak, products, memory = 2**20, 4096, 32, 50304, 989.4e12, 0.7 * 989.4e12, 0.8 * 3.35e12
+    short = ["--n_layer=8", "--block_size=65536", "--tp=1", "--cp=1"]
+    for name, *shown in re.findall(r"\| `(\w+)`.* \| ([0-9.]+)% \| ([0-9.]+)% \|", page):
+        for gpus, keys, mfu in ((8, [], shown[0]), (1, short, shown[1])):
+            cfg = load(["config/7b_1m.py", f"--attention={name}", *keys])
+            got = budget.estimate(cfg, H100, gpus, fast_arena)
+            assert f"{100 * got.mfu:.1f}" == mfu
+    cfg = load(["config/7b_1m.py", "--attention=cudnn"])
+    attention = S * S * C * L / 8 * (1 / 619e12 + 1 / 622e12 + 2.5 / 528e12 + 2.5 / 543e12)
+    linear = (72 * S * C * C * L + 6 * S * C * V) / 8 / products + 40 * S * C * 2 * L / 8 / memory
+    step = attention + linear + 1.6 + 1.4  # messages, and what is recomputed
+    by_hand = (72 * S * C * C * L + 6 * S * C * V + 6 * S * S * C * L) / 8 / step / peak
+    assert budget.estimate(cfg, H100, 8, fast_arena).mfu == pytest.approx(by_hand, abs=1e-3)
+
+
 # --- several subsequences ---
 
 def test_seconds_of_units_add_up_to_a_layers():
     """The FLOPs are the same. What comes on top: merged partial results, sums of keys' gradients."""
     cfg = load(["config/llama3_8b_1m.py", "--tp=1", "--cp=1"])
-    whole, half = (layer_seconds(replace(cfg, block_size=S), H100, 2) for S in (2**20, 2**19))
+    whole, half = (layer_seconds(replace(cfg, block_size=S), A800, 2) for S in (2**20, 2**19))
     for keys in (PARTS, PARTS | dict(subsequences=16), PARTS | dict(subsequence_cut="flops")):
-        got = layer_seconds(replace(cfg, **keys), H100, 2)
+        got = layer_seconds(replace(cfg, **keys), A800, 2)
         kernels = [unit.attention_kernels_s for unit in got.units]
         assert got.attention_kernels_s == pytest.approx(whole.attention_kernels_s, rel=1e-4)
         assert whole.forward_s < got.forward_s < 1.05 * whole.forward_s

@@ -122,24 +122,52 @@ FP8_OVER_BF16 = 2
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
 # fitted to the 7B rows of MEMO's Table 3 from 64K on and of its Table 4 (A800): bench/papers/memo_fit.py
 AMPERE = {"matmul": 0.745, "attention forward": 0.662, "attention backward": 0.603}
+# of attention kernels in bf16, head dimension 128, 64 query heads on 8 of keys, causal and without mask
+# ("full"), at 4K, 8K, 16K and 32K keys. Source: NVIDIA's cudnn-frontend, benchmark/: on an H200 (an H100's
+# multiprocessors and clocks) the lower of cuDNN 9.19.1 with one sequence (sdpa_benchmark_training/results/
+# h200_919_only_cudnn/llama3.1_20260227_034703.csv) and of 9.27 with two, and FlashAttention-4 with two
+# (attention_training/results/llama3.1/h200/llama3.1_20260928_130009.csv); on a GB200 cuDNN 9.27 and
+# FlashAttention-4 with two (there, gb200/llama3.1_20260928_115301.csv)
+KEYS_OF_TFLOPS = 4096, 8192, 16384, 32768
+HOPPER_TFLOPS = {
+    "cudnn forward": (591, 644, 633, 619), "cudnn backward": (474, 526, 539, 528),
+    "cudnn full forward": (671, 691, 640, 622), "cudnn full backward": (560, 562, 549, 543),
+    "flash_attn_4 forward": (619, 675, 702, 638), "flash_attn_4 backward": (558, 629, 606, 610),
+    "flash_attn_4 full forward": (734, 756, 686, 679), "flash_attn_4 full backward": (636, 656, 621, 618),
+    "flash_attn_4 deterministic backward": (478, 555, 557, 564),
+    "flash_attn_4 full deterministic backward": (593, 608, 613, 613)}
+BLACKWELL_TFLOPS = {
+    "cudnn forward": (1319, 1559, 1609, 1593), "cudnn backward": (1102, 1297, 1287, 1221),
+    "cudnn full forward": (1560, 1702, 1662, 1558), "cudnn full backward": (1301, 1383, 1322, 1231),
+    "flash_attn_4 forward": (1334, 1576, 1658, 1611), "flash_attn_4 backward": (1033, 1280, 1278, 1235),
+    "flash_attn_4 full forward": (1522, 1695, 1636, 1510),
+    "flash_attn_4 full backward": (1289, 1359, 1332, 1257),
+    "flash_attn_4 deterministic backward": (892, 1208, 1253, 1249),
+    "flash_attn_4 full deterministic backward": (1194, 1381, 1393, 1238)}
+
+
+def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[int, float]]]:
+    """{operation: [(keys, its part of a peak of `tflops`)]}."""
+    return {op: [(keys, rate / tflops) for keys, rate in zip(KEYS_OF_TFLOPS, rates, strict=True)]
+            for op, rates in kernels.items()}
+
+
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two
 # products forward and five backward), of its memory bandwidth, of a link. "attention": of every kernel of
 # memo/backends.py not named
-EFFICIENCY = {
+EFFICIENCY: dict[str, dict[str, Any]] = {
     # the system that was fitted to is one whose messages do not hide
     "ampere": {**AMPERE, **REST, "hidden": 0.0},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal
-    # and backward: FlashAttention-2 335 and 322 TFLOPS, cuDNN 539 and 516, FlashAttention-3 616 and 561.
-    # cuBLAS: assumed
+    # and backward: FlashAttention-2 335 and 322 TFLOPS, FlashAttention-3 616 and 561. cuBLAS: assumed
     "hopper": {"matmul": 0.70, "attention forward": 0.339, "attention backward": 0.325,
-               "cudnn forward": 0.545, "cudnn backward": 0.522,
-               "flash_attn_3 forward": 0.623, "flash_attn_3 backward": 0.567, **REST},
-    # B200, head dimension 128: FlashAttention-4 causal at 8K 1,418 and 1,209 TFLOPS (flash-attention pull
-    # request 2280); FlashAttention-2 forward 331 at 16K (tritonbench pull request 171), backward 334
-    # (flash-attention issue 1589, head dimension 64). cuBLAS and cuDNN: taken as on Hopper
+               "flash_attn_3 forward": 0.623, "flash_attn_3 backward": 0.567,
+               **of_peak(989.4, HOPPER_TFLOPS), **REST},
+    # FlashAttention-2 on a B200, head dimension 128: forward 331 at 16K (tritonbench pull request 171),
+    # backward 334 (flash-attention issue 1589, head dimension 64). cuBLAS: taken as on Hopper. The rest is of
+    # a GB200, whose datasheet has 2,500 TFLOPS: the same parts are taken of a B200's and B300's peak
     "blackwell": {"matmul": 0.70, "attention forward": 0.147, "attention backward": 0.148,
-                  "cudnn forward": 0.545, "cudnn backward": 0.522,
-                  "flash_attn_4 forward": 0.630, "flash_attn_4 backward": 0.537, **REST},
+                  **of_peak(2500, BLACKWELL_TFLOPS), **REST},
     # not measured nor published for these kernels: taken as on Ampere
     "ada": {**AMPERE, **REST},
 }
@@ -150,6 +178,11 @@ EFFICIENCY = {
 COMMUNICATOR_BYTES = 400 * 10**6
 CONTEXT_BYTES = 700 * 10**6
 LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are those of large ones
+
+
+def parts_by_size(part: float | list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """[(size, part of a peak)], where one part stands for all sizes."""
+    return part if isinstance(part, list) else [(1, part)]
 
 
 class Speeds:
@@ -261,9 +294,10 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -
     n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.architecture]
     if ARCHITECTURES[g.architecture] >= LEAST_FP8:  # as large a part of the peak as in bf16: not measured
         e = e | {FP8_PRODUCTS: FP8_OVER_BF16 * e["matmul"]}
-    of_peak = {op: [(1, part * g.peak_flops_per_s)] for op, part in e.items() if op not in REST}
+    products = {op: [(size, part * g.peak_flops_per_s) for size, part in parts_by_size(e[op])]
+                for op in e if op not in REST}
     links = {op: [(1, e[op])] for op in ("link", "network", "hidden")}  # parts of the node's figures, of 1
-    speeds = Speeds(of_peak | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]}, LAUNCH_S)
+    speeds = Speeds(products | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]}, LAUNCH_S)
     return Machine(gpu, n, int(g.memory_bytes), g.peak_flops_per_s, speeds,
                    capability=ARCHITECTURES[g.architecture], multiprocessors=g.multiprocessors)
 

@@ -185,7 +185,8 @@ class LayerSeconds:
         all queries see all of them."""
         size = keys // (1 if self.cfg.context_parallel == "ulysses" else self.ring)
         name = self.kernel if f"{self.kernel} forward" in self.speeds.table else "attention"
-        name += " full" * (full and f"{name} full {way}" in self.speeds.table)
+        for more in (" full",) * full + (" deterministic",) * self.cfg.deterministic:
+            name += more * (f"{name}{more} {way}" in self.speeds.table)
         part = ATTENTION_BACKWARD if way == "backward" else 1.0
         return self.speeds.seconds(f"{name} {way}", part * flops, size)
 
