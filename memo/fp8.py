@@ -29,6 +29,7 @@ there. Source: pytorch's aten/src/ATen/native/cuda/ScaledBlas.cpp (_scaled_mm_ou
 as in torchao (float8/config.py: gemm_config_output).
 """
 
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -228,15 +229,31 @@ def as_one(dys: Sequence[torch.Tensor], ws: Sequence[Matrix]) -> tuple[torch.Ten
     return dy, Matrix(torch.cat([carried(w) for w in ws]).view(E4M3), largest)
 
 
+def turn(dy: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, dyq: torch.Tensor,
+         xq: torch.Tensor) -> None:
+    """Write dy (tp, n, O) times factor (tp, n) into dyq (O, tp n), and x (tp, n, I) into xq (I, tp n), square
+    by square: torch reads a sector of 32 bytes for each element of a column."""
+    from memo import kernels
+    n = dy.shape[1]
+    for i, part in enumerate(factor.contiguous()):
+        columns = slice(i * n, (i + 1) * n)
+        kernels.launch_turn(dy[i], dyq[:, columns], part)
+        kernels.launch_turn(x[i], xq[:, columns])
+
+
 def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dyq (O, tp n), xq (I, tp n) and a scale: their product over the rows of all ranks is dy^T x."""
     f = g.scale * x.scale  # (tp, n)
     largest = f.max().clamp_min(LEAST)
     # the GPU's kernels want both with the rows, over which the sum runs, as neighbours
     dyq = torch.empty(g.dy.shape[-1], f.numel(), dtype=E5M2, device=f.device)
-    torch.mul(g.dy.movedim(-1, 0), x.scale / largest, out=dyq.unflatten(1, f.shape))
     xq = torch.empty(x.q.shape[-1], f.numel(), dtype=E4M3, device=f.device)
-    xq.unflatten(1, f.shape).copy_(x.q.movedim(-1, 0))
+    factor = x.scale / largest
+    if f.is_cuda and importlib.util.find_spec("triton"):
+        turn(g.dy, x.q, factor, dyq, xq)
+    else:
+        torch.mul(g.dy.movedim(-1, 0), factor, out=dyq.unflatten(1, f.shape))
+        xq.unflatten(1, f.shape).copy_(x.q.movedim(-1, 0))
     return dyq, xq, largest
 
 

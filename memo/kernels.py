@@ -11,6 +11,7 @@ import triton.language as tl
 
 MERGED_ROWS = 32  # of a head, by one program
 ELEMENTS = 4096  # of a SwiGLU, by one program
+SQUARE = 64  # rows and columns that a program turns
 
 
 @triton.jit
@@ -147,6 +148,21 @@ def swiglu_backward_kernel(dy, gate, up, n, BLOCK: tl.constexpr):
     tl.store(up + i, d * g * s, mask=inside)
 
 
+@triton.jit
+def turn_kernel(x, factor, out, N, K, row_stride, column_stride, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    """A square of x (N, K) becomes one of out (K, N), a byte an element; each row times its factor, in
+    e5m2."""
+    n, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    v = tl.load(x + n.to(tl.int64)[:, None] * row_stride + k[None, :], mask=inside)
+    if SCALED:
+        v = v.to(tl.float32) * tl.load(factor + n, mask=n < N)[:, None]
+        # e5m2 is the upper byte of fp16, which holds the products of bf16 and powers of two; to even
+        bits = v.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+        v = tl.where(v != v, 0x7F, (bits + 0x7F + ((bits >> 8) & 1)) >> 8).to(tl.uint8)
+    tl.store(out + k.to(tl.int64)[:, None] * column_stride + n[None, :], tl.trans(v), mask=tl.trans(inside))
+
+
 def warps(block: int) -> int:
     """Of a program: about 16 elements a thread."""
     return min(32, max(1, block // 512))
@@ -211,3 +227,13 @@ def launch_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tenso
     assert all(t.is_contiguous() for t in (dy, gate, up))
     n = gate.numel()
     swiglu_backward_kernel[(triton.cdiv(n, ELEMENTS),)](dy, gate, up, n, ELEMENTS, num_warps=warps(ELEMENTS))
+
+
+def launch_turn(x: torch.Tensor, out: torch.Tensor, factor: torch.Tensor | None = None) -> None:
+    """out (K, N), FP8, = x (N, K)^T: bytes as they are, or where a `factor` (N,) fp32 is given x, in any
+    dtype, times this in e5m2. Neighbours lie along the last dim of x, of out, of `factor`."""
+    assert x.stride(1) == out.stride(1) == 1 and (factor is None or factor.is_contiguous())
+    N, K = x.shape
+    turn_kernel[(triton.cdiv(N, SQUARE), triton.cdiv(K, SQUARE))](
+        x.view(torch.uint8) if factor is None else x, x if factor is None else factor, out.view(torch.uint8),
+        N, K, x.stride(0), out.stride(0), factor is not None, SQUARE)

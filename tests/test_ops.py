@@ -180,6 +180,21 @@ def test_what_fused_kernels_request_is_traced_without_them(fused):
     assert resolve_ops(name, torch.device("meta")) == (fused, "")
 
 
+@pytest.mark.parametrize("tp,n,K", [(1, 16, 48), (2, 70, 130)])
+def test_fp8_operands_are_turned_as_torch_turns_them(tp, n, K, monkeypatch):
+    kernels("triton", monkeypatch)
+    dy, x = torch.randn(tp, n, K + 7)[..., :K].bfloat16(), fp8.rows(torch.randn(tp, n, 2 * K))
+    factor = 2.0 ** torch.randint(-6, 6, (tp, n))
+    dy[0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    dyq, xq = torch.zeros(K, tp * n, dtype=fp8.E5M2), torch.zeros(2 * K, tp * n, dtype=fp8.E4M3)
+    fp8.turn(dy, x.q, factor, dyq, xq)
+    want = (dy.float() * factor[..., None]).flatten(0, 1).t().to(fp8.E5M2)
+    assert dyq[2, 0].isnan() and want[2, 0].isnan()
+    dyq[2, 0] = want[2, 0]  # of several
+    assert dyq.view(torch.uint8).equal(want.view(torch.uint8))
+    assert xq.view(torch.uint8).equal(x.q.flatten(0, 1).t().contiguous().view(torch.uint8))
+
+
 # --- transformer-engine's product ---
 
 @pytest.mark.parametrize("version", ["2.2.0", "2.20.2"])
