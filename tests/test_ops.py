@@ -1,6 +1,9 @@
 """Norms, SwiGLU, rotary positions: torch's kernels, the fused ones (Triton's interpreter) and
 transformer-engine's (a stand-in with its versions' parameters) against fp64."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from model import GPT
 from tests import fake_te
 from tests.helpers import LLAMA, perturbed_weights, random_batch
 
-CPU, EPS = torch.device("cpu"), 1e-5
+CPU, EPS, ROOT = torch.device("cpu"), 1e-5, Path(__file__).parents[1]
 BF16 = 2**-7  # of 8 bits; Triton's interpreter cuts off what torch rounds
 
 
@@ -193,6 +196,18 @@ def test_fp8_operands_are_turned_as_torch_turns_them(tp, n, K, monkeypatch):
     dyq[2, 0] = want[2, 0]  # of several
     assert dyq.view(torch.uint8).equal(want.view(torch.uint8))
     assert xq.view(torch.uint8).equal(x.q.flatten(0, 1).t().contiguous().view(torch.uint8))
+
+
+def test_torchs_own_operations_have_the_parameters_that_are_given():
+    """Of 2.11, 2.13 and 2.14; another torch may call them otherwise without a word."""
+    sources = "".join(path.read_text() for path in (ROOT / "memo").rglob("*.py"))
+    lines = (ROOT / "tests" / "schemas.txt").read_text().splitlines()
+    known = {line.partition("(")[0].removeprefix("aten::"): line for line in lines}
+    assert {name.removesuffix(".default") for name in re.findall(r"ops\.aten\.([a-z_A-Z.]+)\(", sources)} <= {
+        *known}
+    for name, line in known.items():
+        operation, _, overload = name.partition(".")
+        assert str(getattr(getattr(torch.ops.aten, operation), overload or "default")._schema) == line
 
 
 # --- transformer-engine's product ---
