@@ -100,7 +100,7 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
         return 128 + getattr(e, "number", signal.SIGINT)
     except Exception as e:
         print(f"error: {line}" if (line := last_line(e)) else traceback.format_exc(), file=sys.stderr)
-        return 1
+        return 2 if line and isinstance(e, ModuleNotFoundError) else 1
 
 
 def answer_early(read: Callable[[list[str]], Any]) -> None:
@@ -117,12 +117,14 @@ def answer_early(read: Callable[[list[str]], Any]) -> None:
 
 
 def import_failed(kind: type[BaseException], e: BaseException, trace: TracebackType | None) -> None:
-    """Ends the process like bad input where an import met an OSError."""
-    if not issubclass(kind, OSError):
+    """Ends the process like bad input where an import met an OSError, or a package is not there."""
+    line = last_line(e)
+    if issubclass(kind, OSError):
+        line = f"torch cannot be imported ({reason(e)}); free some space, or set TMPDIR"
+    elif line is None or not issubclass(kind, ModuleNotFoundError):
         sys.__excepthook__(kind, e, trace)
         return
-    print(f"error: torch cannot be imported ({reason(e)}); free some space, or set TMPDIR",
-          file=sys.stderr, flush=True)
+    print(f"error: {line}", file=sys.stderr, flush=True)
     os._exit(2)
 
 

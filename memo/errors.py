@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 
+OWN = {"memo", "model", "train", "__main__"}  # modules
 FULL = {os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)}  # what a full disk says
 
 
@@ -54,6 +55,8 @@ def elsewhere(e: BaseException, what: str) -> str:
 
 def last_line(e: BaseException) -> str | None:
     """What is said of the exception that ends a command; None where the whole traceback should be shown."""
+    if isinstance(e, ModuleNotFoundError) and e.name and e.name.split(".")[0] not in OWN:
+        return f"{e.name} is not installed, which this needs; try pip install -r requirements.txt"
     if isinstance(e, (ConfigError, RunFailed, OSError)):
         return str(e)
     if isinstance(e, RuntimeError):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memo import HOME
-from memo.errors import ConfigError, reason
+from memo.errors import ConfigError, last_line, reason
 from memo.files import TRIAL_BYTES, TRIAL_S, limit_process
 
 MOST_BYTES = 2**26  # of a row
@@ -45,7 +45,9 @@ def send(path: str, column: str) -> None:
             raise
         except Exception as e:
             why = f"source={path} cannot be loaded ({type(e).__name__}: {reason(e)}); give a whole file"
-            out.write(ERROR + (str(e) if isinstance(e, ConfigError) else why).encode(errors="replace"))
+            if isinstance(e, (ConfigError, ModuleNotFoundError)):
+                why = last_line(e) or why
+            out.write(ERROR + why.encode(errors="replace"))
 
 
 def read_texts(path: str, column: str) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from memo.errors import OWN
 from memo.launch import leave, rank_name
 from memo.manifest import SAVE
 from memo.parallel.axis import CAME
@@ -25,7 +26,6 @@ LEAST_S, STEPS = 600, 10  # stall_timeout=auto: at least these seconds, and so m
 FIRST_S = 60  # more for the first step, which is planned
 SAVED_PER_S = 5e6  # bytes that a slow disk takes
 SILENT_S = 3  # a rank that tells nothing new for so long, or for a quarter of the limit, is stopped
-OWN = {"memo", "model", "train", "__main__"}  # modules
 
 
 def doing(thread: threading.Thread) -> str:

@@ -146,6 +146,18 @@ def test_threads_are_counted_in_english(monkeypatch, n, says):
     assert device_name(torch.device("cpu")) == says
 
 
+def test_a_package_that_is_missing_is_one_line(capsys):
+    def needs(argv):
+        import a_package_that_is_not_there  # noqa: F401
+    assert run(needs, []) == 2
+    assert capsys.readouterr().err == ("error: a_package_that_is_not_there is not installed, which this needs; "
+                                       "try pip install -r requirements.txt\n")
+
+    def breaks(argv):
+        raise ModuleNotFoundError("No module named 'memo.other'", name="memo.other")
+    assert run(breaks, []) == 1 and "Traceback" in capsys.readouterr().err
+
+
 def test_an_error_of_a_file_names_it(capsys):
     assert run(lambda argv: Path("/no/such/file").read_text(), []) == 2
     assert capsys.readouterr().err == "error: /no/such/file: No such file or directory\n"

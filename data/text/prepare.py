@@ -127,6 +127,8 @@ def load(source, remedy, *args, **kwargs):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         with progress(lambda: f"loading source={source}"):
             return datasets.load_dataset(*args, **kwargs)
+    except ModuleNotFoundError:
+        raise
     except Exception as e:
         why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise ConfigError(f"source={source} cannot be loaded ({why}); {remedy}") from None
