@@ -148,9 +148,9 @@ def test_threads_are_counted_in_english(monkeypatch, n, says):
 
 def test_a_package_that_is_missing_is_one_line(capsys):
     def needs(argv):
-        import a_package_that_is_not_there  # noqa: F401
+        import a_missing_package  # noqa: F401
     assert run(needs, []) == 2
-    assert capsys.readouterr().err == ("error: a_package_that_is_not_there is not installed, which this needs; "
+    assert capsys.readouterr().err == ("error: a_missing_package is not installed, which this needs; "
                                        "try pip install -r requirements.txt\n")
 
     def breaks(argv):
