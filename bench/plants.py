@@ -4,11 +4,10 @@
 
 Each command runs twice on small input under strace: the names that it opens for writing, makes, renames or
 removes both times can be planted, the others are drawn anew by every run; of names that differ in a digest
-only, one is taken. Then, for each such name and each
-plant, the command runs in a fresh copy of the input with the plant in place. Wrong is: something outside has
-changed; what was planted is not there any more (but a second name of a file may be replaced, and so may what
-stands in wandb's own folder; a folder in ckpt/ is a checkpoint, and goes when it is old); a traceback; an
-error of more than a line; no end within LIMIT_S seconds.
+only, one is taken. Then, for each such name and each plant, the command runs in a fresh copy of the input
+with the plant in place. Wrong is: something outside has changed; what was planted is not there any more (but
+a second name of a file may be replaced, and so may what stands in wandb's own folder; a folder in ckpt/ is a
+checkpoint, and goes when it is old); a traceback; an error of more than a line; no end within LIMIT_S s.
 
 Folders that the command line or the environment name may be links to folders. Not planted: what torch, wandb
 and matplotlib keep in the home folder, beside memo's cache and in TMPDIR.
