@@ -6,8 +6,8 @@ Each command runs twice on small input under strace: the names that it opens for
 removes both times can be planted, the others are drawn anew by every run; of names that differ in a digest
 only, one is taken. Then, for each such name and each plant, the command runs in a fresh copy of the input
 with the plant in place. Wrong is: something outside has changed; what was planted is not there any more (but
-a second name of a file may be replaced, and so may what stands in wandb's own folder; a folder in ckpt/ is a
-checkpoint, and goes when it is old); a traceback; an error of more than a line; no end within LIMIT_S s.
+a second name of a file may be replaced, and so may what stands in wandb's own folder); a traceback; an error
+of more than a line; no end within LIMIT_S seconds.
 
 Folders that the command line or the environment name may be links to folders. Not planted: what torch, wandb
 and matplotlib keep in the home folder, beside memo's cache and in TMPDIR.
@@ -213,9 +213,8 @@ class Lab:
             "a traceback": "Traceback" in said,
             f"ends with {code}": code is not None and (code not in (0, 1, 2) or len(errors) != (code > 0)),
             f"changed outside: {sorted({row[0] for row in before ^ tree(outside)})}": before != tree(outside),
-            "not there any more": not kept and plant != "second name of a file"
-                                  and "/wandb/" not in name,
-            "its content is lost": plant == "folder" and "/ckpt/" not in name and not [*case.rglob("mine")],
+            "not there any more": not kept and plant != "second name of a file" and "/wandb/" not in name,
+            "its content is lost": plant == "folder" and not [*case.rglob("mine")],
         }.items() if is_so]
         for rest in case.parent.glob(f"{case.name}*"):
             shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
