@@ -154,8 +154,9 @@ def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: boo
     order: all alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2,
     where deterministic, in so many copies that each multiprocessor has one. Where several query heads share
     one of keys and values, flash and flash_attn_2 make the gradients of these for each query head and sum
-    them then, flash_attn_3 and 4 sum them up in fp32. What cuDNN takes is not published: a guess, with a
-    gradient for each query head in fp32. Counters are left out."""
+    them then, flash_attn_3 and 4 sum them up in fp32. cuDNN's are one request: what cudnn-frontend takes, in
+    node/scaled_dot_product_flash_attention.h, and for those gradients a guess, fp32 for each query head: what
+    cuDNN itself takes is not published. Counters are left out."""
     def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
     (B, T, H, D), (_, keys, Hkv, _) = q, k
@@ -167,8 +168,9 @@ def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: boo
         return [rows, rows, rows * width] + shared * [summed * width]
     if name == "flash_attn_4":
         return [rows * up(D, 32), rows, rows] + shared * [summed * up(D, 32)]
-    if name not in ("flash", "flash_attn_2", "cudnn"):
+    if name == "cudnn":
+        return [4 * B * H * (T * (D + 1) + shared * keys * D)]
+    if name not in ("flash", "flash_attn_2"):
         return []
-    copies = ceil(multiprocessors / (B * H)) if deterministic and name != "cudnn" else 1
-    each = (4 if name == "cudnn" else 2) * B * keys * H * D
-    return [rows, rows * copies * up(D, 32 if D <= 128 else 64)] + shared * [each]
+    copies = ceil(multiprocessors / (B * H)) if deterministic else 1
+    return [rows, rows * copies * up(D, 32 if D <= 128 else 64)] + shared * [2 * B * keys * H * D]

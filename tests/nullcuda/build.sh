@@ -9,7 +9,7 @@ folders=()
 for folder in "$site"/nvidia/cu1*/include "$site"/nvidia/*/include ${toolkit:+"$toolkit/include"}; do
     if [ -d "$folder" ]; then folders+=("-I$folder"); fi
 done
-for header in cuda_runtime_api.h crt/host_defines.h cublasLt.h nccl.h; do
+for header in cuda_runtime_api.h crt/host_defines.h cublasLt.h cudnn.h nccl.h; do
     echo "#include <$header>" | g++ -E -x c++ "${folders[@]}" - >/dev/null 2>&1 ||
         { echo "no header $header, neither in a CUDA toolkit (CUDA_HOME) nor in pip's nvidia packages"; exit 1; }
 done

@@ -100,6 +100,7 @@ enum Count {
     FREES,
     REGISTRATIONS,
     MESSAGES,
+    PLANS,
     COUNTS
 };
 extern long long counts[COUNTS];

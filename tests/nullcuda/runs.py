@@ -56,7 +56,7 @@ def trained(folder, *argv, ranks=1, job=None, environment=None):
     """A Run of train.py with `argv`, in out_dir `folder`/out."""
     folder.mkdir(exist_ok=True)
     path, job, environment = str(folder / "report.json"), job or {}, environment or {}
-    argv = [*argv, "--device=cuda", "--attention=flash", f"--out_dir={folder / 'out'}"]
+    argv = ["--attention=flash", *argv, "--device=cuda", f"--out_dir={folder / 'out'}"]
     if ranks == 1:
         process = processes.Process(target=serve, args=(path, argv, job, environment))
         process.start()

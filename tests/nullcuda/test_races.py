@@ -13,7 +13,8 @@ LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
            "metp": dict(tp=4, tensor_parallel="metp", block_size=2048)}
 FOUR = dict(subsequences=4, n_layer=4, block_size=4096)
 IN_ORDER = FOUR | dict(unit_order="subsequence")
-LAYOUTS |= {"four": FOUR, "four, six buffers": FOUR, "four, keys made": FOUR, "four in order": IN_ORDER,
+LAYOUTS |= {"four": FOUR, "four, cudnn": FOUR | dict(attention="cudnn"),
+            "four, six buffers": FOUR, "four, keys made": FOUR, "four in order": IN_ORDER,
             "four, stream copied": FOUR, "four, keys made, stream copied": FOUR,
             "four in order, stream copied": IN_ORDER,
             "four, ring": FOUR | dict(cp=4, block_size=16384),
@@ -40,7 +41,7 @@ STREAM = {"stream offloaded": ("offload stream", "prefetch stream"),
           "gradient offloaded": ("offload gradient", "prefetch gradient"),
           "gradient prefetched": ("prefetch gradient", "backward"),
           "head computed": ("offload stream", "head")}
-SWAP_WAITS = {"one": COPIES, "four": KEYS, "four in order": COPIES,
+SWAP_WAITS = {"one": COPIES, "four": KEYS, "four, cudnn": KEYS, "four in order": COPIES,
               "four, six buffers": UNITS | {"keys offloaded": ("offload keys", "forward"),
                                             "keys prefetched": ("prefetch keys", "backward")},
               "four, keys made": COPIES | {"head computed": ("prefetch input", "offload"),
@@ -134,7 +135,7 @@ def two_steps(layout, axis_of):
     from model import GPT
     cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
                         attention="flash", alpha=0.5, subsequences=1, subsequence_cut="equal",
-                        unit_order="layer") | LAYOUTS[layout])
+                        unit_order="layer", gradient_accumulation_steps=1) | LAYOUTS[layout])
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
     before, behind = (Link(*(axis_of(f"{way} {which}", 2 * (cfg.pp > 1) or 1) for way in ("x", "dx")))
                       for which in ("before", "behind"))

@@ -2,6 +2,7 @@
 says when that is refused. See also tests/nullcuda/test_races.py and test_time.py."""
 
 import json
+import re
 
 import pytest
 
@@ -13,7 +14,9 @@ MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"],
          "host": ["--alpha=0.5", "--optimizer_device=cpu"],
          "states host": ["--alpha=0.5", "--states=host", "--tie_embeddings=false", *FOUR],
          "subsequences": ["--alpha=0.5", *FOUR], "in order": ["--alpha=0.5", *IN_ORDER],
-         "swept": ["--activation=recompute", *FOUR], "measured": ["--activation=memo", *FOUR]}
+         "swept": ["--activation=recompute", *FOUR], "measured": ["--activation=memo", *FOUR],
+         "auto keep": ["--attention=auto", "--activation=keep"],  # it takes cuDNN on a Hopper
+         "cudnn subsequences": ["--attention=cudnn", "--alpha=0.5", *FOUR]}
 LLAMA = ("--position=rope", "--norm=rmsnorm", "--mlp=swiglu", "--n_kv_head=2", "--head_groups=4",
          "--bias=false")
 LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", "--context_parallel=ulysses"),
@@ -28,7 +31,9 @@ LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", 
            "metp2 subsequences": (2, "--tensor_parallel=metp", "--tp=2", *FOUR),
            "pp2": (2, "--pp=2", *IN_ORDER),
            "pp2 msp": (2, "--pp=2", "--msp=true", "--batch_size=1", "--deterministic=true", *IN_ORDER),
-           "pp2 tp2 host": (4, "--pp=2", "--tp=2", "--optimizer_device=cpu", *IN_ORDER)}
+           "pp2 tp2 host": (4, "--pp=2", "--tp=2", "--optimizer_device=cpu", *IN_ORDER),
+           "cudnn ring": (2, "--cp=2", "--attention=cudnn"),
+           "cudnn metp2 llama": (2, "--tensor_parallel=metp", "--tp=2", "--attention=cudnn", *LLAMA)}
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +109,14 @@ def test_the_recorded_arena_is_the_estimates_to_the_byte(run_of, name):
     assert sum(regions.get(region, 0) for region in held) == plan["device_bytes"]
     for region in ("params", "grads", "optimizer", "positions", *held[1:]):
         assert regions.get(region, 0) == estimated.get(region, 0), region
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if "cudnn" in name or "auto" in name])
+def test_cudnn_runs_where_it_is_asked_for_and_where_auto_takes_it(run_of, name):
+    assert re.search(r"attention=(ring of 2, )?cudnn 9\.", run_of(name).text)
+    for report in run_of(name).reports:  # a kernel is compiled for each shape: before the first step
+        plans = {phase: n["plans"] for phase, n in report["counts"].items() if n["plans"]}
+        assert set(plans) == {"startup"} and plans["startup"] >= 2
 
 
 def test_a_run_that_is_resumed_goes_on(small, tmp_path):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 COUNTS = ("launches", "bad launches", "products", "copies", "pageable copies", "syncs", "events", "waits",
-          "mallocs", "frees", "registrations", "messages")  # null.h's Count
+          "mallocs", "frees", "registrations", "messages", "plans")  # null.h's Count
 
 
 class Null:
@@ -149,8 +149,8 @@ def touched(func, name, args, kwargs, result):
 class Watch(TorchDispatchMode):
     """Tells NULL of every operation what its kernels touched and how long they took, at the rates of
     `speeds`, a hardware.Speeds. Attention: the FLOPs of the half that the mask leaves, two products forward,
-    five backward. Any other operation: the bytes that it reads and writes. Where an operation launched
-    nothing (a view, a copy) the library leaves it."""
+    five backward, at the kernel's own rate where there is one. Any other operation: the bytes that it reads
+    and writes. Where an operation launched nothing (a view, a copy) the library leaves it."""
 
     def __init__(self, speeds):
         super().__init__()
@@ -167,14 +167,15 @@ class Watch(TorchDispatchMode):
         if all(type(t) is torch.Tensor and not t.is_meta for t in (*reads, *writes)):
             accesses = [(*span(t), writing) for ts, writing in ((reads, 0), (writes, 1)) for t in ts]
             if any(t.is_cuda for t in (*reads, *writes)):
-                NULL.did(name, self.seconds(name, args, reads, writes, result), accesses)
+                NULL.did(name, self.seconds(func, args, reads, writes, result), accesses)
             else:
                 NULL.host_did(name, accesses)
         return result
 
-    def seconds(self, name, args, reads, writes, result):
+    def seconds(self, func, args, reads, writes, result):
+        name = func._schema.name.removeprefix("aten::")
         if name.startswith("_scaled_dot_product"):
-            return self.attention_s(args, backward=name.endswith("_backward"))
+            return self.attention_s(func, args)
         amount = sum(map(nbytes, reads)) + sum(map(nbytes, writes))
         amount += sum(nbytes(args[i]) for i in TWICE.get(name, ()))
         if name in INDEXING:
@@ -182,12 +183,15 @@ class Watch(TorchDispatchMode):
             amount = times * nbytes(result if where == "result" else args[where])
         return amount / self.speeds.rate("memory", amount)
 
-    def attention_s(self, args, backward):
-        q, k = args[backward:backward + 2]  # (B, H, T, D)
-        causal = any(a is True for a in args)  # no other flag is ever set; False, the default, may be absent
+    def attention_s(self, func, args):
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        q, k, causal = given["query"], given["key"], given.get("is_causal", False)  # (B, H, T, D)
+        way = "backward" if func._schema.name.endswith("_backward") else "forward"
+        kernel = "cudnn" if "cudnn" in func._schema.name else "attention"
+        names = (f"{kernel} full {way}",) * (not causal) + (f"{kernel} {way}", f"attention {way}")
+        rate = self.speeds.rate(next(name for name in names if name in self.speeds.table), k.shape[2])
         flops = 4 * q.numel() * k.shape[2] / (2 if causal else 1)
-        way = "backward" if backward else "forward"
-        return flops * (2.5 if backward else 1.0) / self.speeds.rate(f"attention {way}", k.shape[2])
+        return flops * (2.5 if way == "backward" else 1.0) / rate
 
 
 # what the kernels of memo/kernels.py write; they read the other tensors too, and each tensor once
