@@ -1,4 +1,4 @@
-# `make train`, `make demo`, `make quick`, `make test`: each builds .venv first. `make test-cuda`, `make test-te`: tests/nullcuda/README.md
+# `make train`, `make demo`, `make quick`, `make test`: each builds .venv first. `make gpu`: docs/gpu.md. `make test-cuda`, `make test-te`: tests/nullcuda/README.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --no-compile -e .
 # Two tests at a time, each on one core: most of them wait for processes of their own, or for files
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: train demo quick test papers same-losses lint test-cuda test-te test-cuda-bench
+.PHONY: train demo quick gpu test papers same-losses lint test-cuda test-te test-cuda-bench
 train: $(VENV)/.installed data/stdlib/meta.json
 	@$(call RUN,stdlib)
 
@@ -25,6 +25,9 @@ quick: $(VENV)/.installed-dev
 
 test: $(VENV)/.installed-dev lint
 	$(PYTEST) tests
+
+gpu:  # no environment: the machine's own python3, whatever torch it has
+	$(PYTHON) -m bench.gpu_hour --out='$(or $(OUT),out/gpu_hour)'
 
 papers: $(VENV)/.installed-dev data/stdlib/meta.json
 	$(BIN)/python -m bench.papers

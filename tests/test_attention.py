@@ -286,11 +286,14 @@ def test_the_estimate_knows_the_kernel():
     assert of(hardware.machine("a800-80gb")).layer.kernel == "flash" == of(deterministic=True).layer.kernel
     assert of(attention="flash").seconds["step"] > 1.5 * of().seconds["step"]
     kernels_s = [sum(of(attention=name).layer.kernels_s())
-                 for name in ("flash_attn_3", "cudnn", "flash_attn_2", "flash")]
-    assert kernels_s[0] < kernels_s[1] < kernels_s[2] == kernels_s[3]
+                 for name in ("flash_attn_4", "flash_attn_3", "cudnn", "flash_attn_2", "flash")]
+    assert kernels_s[0] < kernels_s[1] < kernels_s[2] < kernels_s[3] == kernels_s[4]
+    slower = of(attention="flash_attn_4", deterministic=True)
+    assert kernels_s[0] < sum(slower.layer.kernels_s()) < kernels_s[2]
     T, H = cfg.block_size // 2, 8
     flops = 2 * T * 2 * T / 2 * 2 / 2 * H * 128  # of the forward: two products, half of the scores, cp=2
-    assert kernels_s[1] == pytest.approx(2 * flops / 539e12 + 5 * flops / 516e12, rel=2e-3)
+    causal, full = (2 * flops / f + 5 * flops / b for f, b in ((619e12, 528e12), (622e12, 543e12)))
+    assert kernels_s[2] == pytest.approx((causal + full) / 2, rel=2e-3)
     with pytest.raises(ConfigError,
                        match="^attention=flash_attn_3 is not available: it needs compute capability 9.x"):
         of(hardware.machine("a800-80gb"), attention="flash_attn_3")
@@ -305,7 +308,7 @@ def test_the_copies_of_a_deterministic_backward_are_counted_and_have_a_remedy():
     copies = 132 * 4 * (cfg.block_size // cfg.cp) * 128
     more = got.bytes_of("transient")[0] - plain.bytes_of("transient")[0]
     assert 0.97 * copies < more < 1.02 * copies and not got.fits and plain.fits
-    assert any("--attention=flash_attn_3" in text for text, _ in search.remedies(got))
+    assert any("--attention=flash_attn_4" in text for text, _ in search.remedies(got))
     a100 = hardware.machine("a100-80gb")
     got = budget.estimate(replace(cfg, block_size=2**19), replace(a100, memory_bytes=40 * 2**30), 8,
                           budget.fast_arena)

@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_not_finite_is_said_to_be_by_all_who_read_it(poison
     newest, before = (poisoned / "ckpt" / name for name in "42")
     assert str(error.value) == (
         f"{newest}: params.lnf_w must be finite, and is not; the last good checkpoint is {before}, before "
-        f"step 2 (rename {newest} to resume from it)")
+        f"step 2 (rename {newest} to 4.aside to resume from it)")
     del error
     gc.collect()
     newest.rename(newest.with_name("4.aside"))

@@ -300,7 +300,7 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
         changes += [dict(subsequences=n * cfg.subsequences) for n in (4, 16)
                     if cfg.block_size >= LEAST_TOKENS * n * cfg.subsequences]
     if cfg.deterministic:  # flash and flash_attn_2 take much memory for it
-        changes += [dict(attention="flash_attn_3"), dict(attention="flash_attn_4"), dict(deterministic=False)]
+        changes += [dict(attention="flash_attn_4"), dict(attention="flash_attn_3"), dict(deterministic=False)]
     options = [(world, keys) for keys in [cpu, *changes, *(keys | cpu for keys in changes)]]
     options += [(n * world, {name: n * getattr(cfg, name)})
                 for n, name in ((2, "cp"), (2, "tp"), (4, "cp"), (8, "cp"))]
