@@ -21,7 +21,8 @@ LENGTHS = {"64K": (2**16, 1, 8, {}), "256K": (2**18, 1, 8, {}),
 
 def modelled_run(name, folder, dataset):
     S, N, layers, figures = LENGTHS[name]
-    return trained(folder, f"--subsequences={N}", "--subsequence_cut=equal", "--unit_order=layer",
+    return trained(folder, "--attention=auto",  # cuDNN's, which an H100 takes
+                   f"--subsequences={N}", "--subsequence_cut=equal", "--unit_order=layer",
                    f"--n_layer={layers}", "--n_head=32", "--n_embd=4096", "--vocab_size=50257",
                    f"--block_size={S}", f"--dataset={dataset}", "--max_iters=2", "--warmup_iters=1",
                    "--eval_interval=0", "--save_interval=0",
