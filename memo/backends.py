@@ -43,10 +43,9 @@ class Facts:
 
 
 def aligned(cfg: Config) -> bool:
-    """Facts.aligned of a run: keys of other ranks, and of the subsequences before, are blocks of their
-    own."""
-    whole = cfg.token_ranks == 1 and cfg.subsequences == 1
-    return whole or cfg.block_size % (128 * cfg.layout_multiple) == 0
+    """Facts.aligned of a run, in however many subsequences: keys of other ranks, and of the subsequences
+    before, are blocks of their own."""
+    return cfg.block_size % (128 * cfg.layout_multiple) == 0
 
 
 def cudnn_version(n: int) -> str:
@@ -144,7 +143,8 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
     device = "cpu" if machine.cpu else "cuda"
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
     facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
-                  cudnn=WRONG_CUDNN + 1, packages={cfg.attention: ""}, aligned=aligned(cfg))
+                  cudnn=WRONG_CUDNN + 1,  # as of requirements.txt: below RIGHT_CUDNN
+                  packages={cfg.attention: ""}, aligned=aligned(cfg))
     return choose_kernel(cfg.attention, facts)[0]
 
 

@@ -4,7 +4,7 @@ layout.
     out_dir/ckpt/<iter>/__<rank>_<n>.distcp, .metadata  torch.distributed.checkpoint's files, fp32:
         params.<name>, exp_avg.<name>, exp_avg_sq.<name>    master weights and AdamW's moments
     out_dir/ckpt/<iter>/checkpoint.json     format, iter to go on with, config, size and crc32 of each file
-    out_dir/ckpt/<iter>.tmp/                a checkpoint that is not finished, or no longer needed
+    out_dir/ckpt/<iter>.<digits>.tmp/       a checkpoint that is not finished, or no longer needed
     out_dir/ckpt/<iter>.damaged/            a damaged checkpoint: a run went on from the one before it
 
 Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint

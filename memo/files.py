@@ -139,7 +139,8 @@ def fingerprint(path: str | Path, whole: bool) -> str:
 
 
 def limit_process(nbytes: int) -> None:
-    """Give this process, which does nothing but read a file of `nbytes`, LIMITS: beyond them it ends."""
+    """Limit the seconds and the memory of this process, which does nothing but read a file of `nbytes`:
+    beyond TRIAL_S and one a BYTES_PER_S, or TRIAL_BYTES, it ends."""
     used, pages = sum(os.times()[:2]), Path("/proc/self/statm").read_text().split()[0]
     limits = {resource.RLIMIT_CPU: ceil(used) + TRIAL_S + nbytes // BYTES_PER_S, resource.RLIMIT_CORE: 0,
               resource.RLIMIT_AS: int(pages) * resource.getpagesize() + TRIAL_BYTES}

@@ -206,7 +206,10 @@ def open_store(launch: Launch) -> dist.Store:
     """The store through which the ranks find each other: torchrun's, or rank 0's own."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(dist.rendezvous("env://", launch.rank, launch.world))[0]
-    address, port = os.environ.get("MASTER_ADDR", ""), whole_number(os.environ, "MASTER_PORT", "", 1, 65535)
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError("MASTER_ADDR, the host of rank 0, is not set in the environment; start the ranks "
+                          "with torchrun, which sets it")
+    address, port = os.environ["MASTER_ADDR"], whole_number(os.environ, "MASTER_PORT", "", 1, 65535)
     with progress(lambda: f"rank {launch.rank}: waiting for rank 0 at {address}:{port}"):
         try:
             return dist.TCPStore(address, port, launch.world, launch.rank == 0, timedelta(seconds=CONNECT_S),

@@ -27,7 +27,10 @@ def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
             while length := reader.stdout.read(8):
                 if length == ERROR:
                     raise ConfigError(reader.stdout.read().decode())
-                yield reader.stdout.read(int.from_bytes(length, "little"))
+                text = reader.stdout.read(nbytes := int.from_bytes(length, "little"))
+                if len(text) < nbytes:  # it ended in its midst
+                    break
+                yield text
             if reader.wait():
                 raise ConfigError(f"source={path} cannot be loaded (to read it takes more than {TRIAL_S} s "
                                   f"and one a MiB, or {TRIAL_BYTES >> 30} GiB of memory); write it as .jsonl")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from shutil import rmtree
 from typing import IO, TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from memo.estimate.budget import chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.estimate.regions import Line
-from memo.files import own_folder, plain_name, read_text
+from memo.files import load_json, own_folder, plain_name, read_text
 from memo.huggingface import CONFIG, OWN, own_files
 from memo.launch import Launch, run_name, same_everywhere, together
 from memo.layout import check_streams, stage_of
@@ -160,6 +161,13 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
         raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would "
                           "overwrite; go on with --init_from=resume or choose another --out_dir")
     hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
+    for key, folder in (("init_from", hf), ("dataset", data.folder)):
+        if folder and out.is_dir() and out.samefile(folder):
+            raise ConfigError(f"out_dir={out} is what {key} reads, and its files would be replaced; choose "
+                              "another --out_dir")
+    there = out / CONFIG
+    if not ckpt and there.is_file() and "block_size" not in load_json(there, "choose another --out_dir"):
+        raise ConfigError(f"{there} is not of a run, and would be replaced; choose another --out_dir")
     if hf:
         check_folder(hf, cfg)
     if ckpt is not None or hf:
@@ -288,7 +296,7 @@ def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Pa
         with suppress(ConfigError):  # check_rank() tells them
             cfg, _ = read_argv(argv)
             out = Path(cfg.out_dir).absolute()
-            for folder in [out, *out.parent.glob(f"{out.name}-" + "?" * 8)]:
+            for folder in [out, *out.parent.glob(f"{escape(out.name)}-" + "?" * 8)]:
                 with suppress(OSError, ValueError):
                     if latest(folder) and name in read_text(folder / LOCK).splitlines():
                         found = folder

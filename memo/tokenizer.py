@@ -183,9 +183,13 @@ def check_work(path: Path) -> None:
     """Errors: ValueError: in a process of its own, the tokenizer at `path` is not read within bounds."""
     code = f"import sys; sys.path[0] = {HOME!r}; from memo.tokenizer import try_out; try_out({str(path)!r})"
     nothing = subprocess.DEVNULL
-    if subprocess.run([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=nothing).returncode:
+    done = subprocess.run([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
+                          text=True)
+    if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
         raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
                          f"{TRIAL_BYTES >> 30} GiB of memory")
+    if done.returncode:
+        raise ValueError(f"the process that tries it out ends with {done.stderr.strip().splitlines()[-1:]}")
 
 
 def raise_config_error(e: BaseException, what: str) -> NoReturn:

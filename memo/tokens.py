@@ -243,7 +243,8 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     """Writes the folder `out_dir` from documents as document_pieces() takes them, and returns its meta. Empty
     documents are left out. `end`: the token that ends each, by default end_of_document()'s.
 
-    Whatever stops the writing, `out_dir` holds the dataset of before, or none. Errors: ConfigError: there are
+    Whatever stops the writing, `out_dir` holds the dataset of before, or none; after a kill between two names
+    files that open_dataset() refuses, and that the next call replaces. Errors: ConfigError: there are
     no documents, or the tokenizer has no end-of-document token.
     """
     began = time.monotonic()

@@ -16,7 +16,8 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from memo.errors import OWN
+from memo.dcp import WRITTEN
+from memo.errors import OWN, reason, warn
 from memo.launch import leave, rank_name
 from memo.manifest import SAVE
 from memo.parallel.axis import CAME
@@ -68,7 +69,7 @@ class Watch:
         self.signs, self.still_s = dict[str, object](), dict(step=0.0, save=0.0)
         self.heard: dict[int, tuple[bytes, float]] = {}  # of each rank what it told last, and for how long
         with suppress(RuntimeError):  # no memory for a thread
-            threading.Thread(target=self.look, name="memo watch", daemon=True).start()
+            threading.Thread(target=self.watch, name="memo watch", daemon=True).start()
 
     def close(self) -> None:
         self.over.set()
@@ -77,6 +78,13 @@ class Watch:
         run = self.run
         step_s = max(run.slowest_s, run.expected.seconds.get("step", 0) if run.expected else 0)
         return max(LEAST_S, STEPS * step_s) if run.cfg.stall_timeout == "auto" else run.cfg.stall_timeout
+
+    def watch(self) -> None:
+        """Looks until the run is over, or until that fails, say for a device that is lost."""
+        try:
+            self.look()
+        except Exception as e:
+            warn(f"a hang would not be noticed any more ({type(e).__name__}: {reason(e)})")
 
     def look(self) -> None:
         """Looks until the run is over. It counts looks, not seconds: a process that is stopped has none."""
@@ -94,7 +102,8 @@ class Watch:
                 line = "rank 0, or its torchrun, does not answer: it is stopped, or its host is"
             if line is not None and not self.over.is_set():
                 still_s = max(self.still_s.values())
-                leave(line and f"nothing has happened for {still_s:.0f} s: {line}; what is saved is whole",
+                leave(line and f"nothing has happened for {still_s:.0f} s: {line}; what is saved is whole; "
+                      "--stall_timeout gives other seconds, 0 none",
                       tick_s + 1)  # until all ranks know: that others leave is no news then
 
     def record(self, tick_s: float, limit_s: float) -> dict:
@@ -103,7 +112,8 @@ class Watch:
         saving = next((t for t in threading.enumerate() if t.name == "memo checkpoint"), None)
         launched, done, label = run.model.swap.streams.timeline.newest()
         saved = came.pop(SAVE, (0, ""))
-        for part, sign in (("step", (run.step, run.done, launched, done, came)), ("save", saved)):
+        signs = dict(step=(run.step, run.done, launched, done, came), save=(saved, WRITTEN[0]))
+        for part, sign in signs.items():
             waits = sign == self.signs.get(part) and (saving or part == "step")
             self.still_s[part] = self.still_s[part] + tick_s if waits else 0.0
             self.signs[part] = sign

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import train
-from memo import batch, command, tokens
+from memo import batch, command, files, tokens
 from memo.batch import SPLITS, open_dataset, to_device
 from memo.command import run
 from memo.errors import ConfigError, DataError
@@ -239,6 +239,14 @@ def test_a_kill_between_the_renames_leaves_no_dataset(tmp_path, tokenizer, monke
     monkeypatch.undo()
     write_dataset(tmp_path, TEXTS[:25], tokenizer)
     assert open_dataset(str(tmp_path), 8)
+
+
+def test_what_a_killed_one_has_left_is_no_source(tmp_path):
+    left = tmp_path / f"{files.NEW}0123"
+    left.mkdir()
+    (left / "meta.json").write_text("[1]")
+    (tmp_path / "a.txt").write_text("text")
+    assert text.source_files(str(tmp_path), tmp_path / "out") == [tmp_path / "a.txt"]
 
 
 @pytest.mark.parametrize("plant", [

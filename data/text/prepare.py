@@ -24,10 +24,14 @@ from urllib.parse import urlparse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # memo need not be installed
 
-from memo.command import Arguments, progress, run
+from memo.command import Arguments, import_failed, progress, run
+
+if __name__ == "__main__":
+    sys.excepthook = import_failed  # a package that is missing is one line
+
 from memo.config import KEYS
 from memo.errors import ConfigError, reason
-from memo.files import MOST_JSON_CHARS
+from memo.files import MOST_JSON_CHARS, NEW
 from memo.huggingface import model_keys
 from memo.keys import check_value, option, typed
 from memo.parquet import MOST_BYTES, parquet_texts
@@ -48,7 +52,7 @@ NAMED = 3           # of the files that are left out
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can hold it, UTF-8 cannot
 PART_BYTES = 2**20  # of a text file, read at once
 MOST_VALUES = 2**21  # of a row or list that is longer than others: each may take 250 bytes of memory
-# what a file unpacks to may be so many times as long and so much longer: text is 3 to 10, logs 50 times
+# what a file unpacks to may be so many times as long and so much longer: text is 3 to 10 times as long
 MOST_RATIO, FREE_BYTES = 64, 2**21
 
 
@@ -98,7 +102,8 @@ def source_files(source, out_dir):
                               f"{path.suffix!r}; convert it")
         return [path]
     made = {(Path(out_dir) / name).resolve() for name in DATASET_FILES}
-    found = sorted(p for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
+    found = sorted(p for p in path.rglob("*") if (p.is_symlink() or not p.is_dir())
+                   and not any(part.startswith(NEW) for part in p.parts))  # of one that was killed
     files = [p for p in found if p.is_file() and KIND.search(p.name) and p.resolve() not in made]
     left_out = [str(p.relative_to(path)) for p in found if p not in set(files)]
     if not files:

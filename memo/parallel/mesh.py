@@ -177,7 +177,9 @@ def options_of(name: str, backend: str) -> Any:
     running yet."""
     if backend != "nccl":
         return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=name in ("cp", "hops", "pp", "msp"))
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=name in ("cp", "hops", "pp", "msp"))
+    options._timeout = FOREVER  # torch warns where it is not that of the group
+    return options
 
 
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,

@@ -55,7 +55,7 @@ class Timeline:
 
     def newest(self) -> tuple[int, int, str]:
         """(how many spans there are, the number of the newest that is done, its label)."""
-        spans = self.spans
+        spans = self.spans[:]  # another thread may clear them
         done = next((i for i in reversed(range(len(spans))) if spans[i][4].done()), -1)
         return len(spans), done, spans[done][2] if done >= 0 else ""
 
