@@ -44,6 +44,6 @@ ALL = [
         ("C7", "where does a step's time go?", 150, "profile")),
     *of("steps",
         ("D1", "all of 7B at 64K, states on the host", 400, "whole_7b"),
-        ("D2", "7B layers at 1M tokens in 16 subsequences", 500, "million"),
+        ("D2", "7B layers at 1M tokens in subsequences", 500, "million"),
         ("D3", "13B layers at 64K", 150, "wide"))]
 ITEMS = {item.name: item for item in ALL}

@@ -137,21 +137,34 @@ def shape(asked, **keys):
                          host_memory_gb=asked.host_memory_gb) | keys)
 
 
-def fitting(cfg, ranks=1):
-    """The Estimate of the config on this card; where it does not fit with half of the layers, down to two, or
-    then half of the tokens, down to 4,096, or one layer. Errors: Skip."""
+def smaller(cfg):
+    """The config with half of its layers, down to two; then half of its tokens, down to 4,096; then one
+    layer. None: there is no smaller one."""
+    fewer, shorter = dict(n_layer=cfg.n_layer // 2), dict(block_size=cfg.block_size // 2)
+    if cfg.n_layer > 2 or (cfg.n_layer == 2 and cfg.block_size <= 4096):
+        return replace(cfg, **fewer)
+    return replace(cfg, **shorter) if cfg.block_size > 4096 else None
+
+
+def fitting(cfg, ways=({},)):
+    """The Estimate of the largest such config that fits this card; of each size the first of `ways`, other
+    keys, that does. Errors: Skip."""
     from memo.estimate.arena import fast_arena
     from memo.estimate.budget import estimate
-    while not (got := estimate(cfg, machine_here(), ranks, fast_arena)).fits:
-        if cfg.n_layer > 2:
-            cfg = replace(cfg, n_layer=cfg.n_layer // 2)
-        elif cfg.block_size > 4096:
-            cfg = replace(cfg, block_size=cfg.block_size // 2)
-        elif cfg.n_layer == 2:
-            cfg = replace(cfg, n_layer=1)
-        else:
-            raise Skip(f"it does not fit: {got.why}")
-    return got
+    from memo.swap.alpha import OutOfHostMemory
+    why = ""
+    while cfg is not None:
+        for keys in ways:
+            try:
+                got = estimate(replace(cfg, **keys), machine_here(), 1, fast_arena)
+            except OutOfHostMemory as e:  # not even a checkpoint's copy
+                why = str(e)
+                continue
+            if got.fits:
+                return got
+            why = got.why
+        cfg = smaller(cfg)
+    raise Skip(f"it does not fit: {why}")
 
 
 def tensor_bytes(got):

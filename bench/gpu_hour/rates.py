@@ -90,12 +90,14 @@ def regions(notes, asked):
     """B1: train.py's own table beside the estimate, and what torch and the driver say."""
     got = fitting(shape(asked, n_layer=4, block_size=2**16))
     rows, plan = train_here(notes, asked, got.decided, max_iters=3)
-    lines = {}
+    lines, traced = {}, (plan.get("estimate") or {}).get("device_bytes", {})  # train.py has traced a step
     for line in plan["regions"]:
         at = lines.setdefault(line["region"], [0, 0])
         at[0], at[1] = at[0] + line["device_bytes"], at[1] + line["host_bytes"]
     for region, (on_device, on_host) in lines.items():
         expected = got.bytes_of(region)
+        if region == "transient" and traced:
+            expected = traced["transient"] + traced["head"], 0
         notes.line(f"{named(got.cfg)} {region}", on_device, expected[0], "bytes")
         if on_host or expected[1]:
             notes.line(f"{named(got.cfg)} {region} on the host", on_host, expected[1], "bytes")
@@ -122,20 +124,26 @@ def calibration(notes, asked):
     notes.save(calibration=found)
     told = machine_here()
     for op, points in sorted(found["speeds"].items()):
-        if op not in ("link", "network", "memory") and told.speeds:
-            kernel = op  # the estimate's own key, that of the kernel where it has one
-            if op.startswith("attention "):
-                (name, _), way = next(iter(attentions(asked).items())), op.removeprefix("attention ")
-                kernel = f"{name} {way}" if f"{name} {way}" in told.speeds.table else op
-            notes.line(op, points[-1][1] / 1e9, rate_of(kernel, points[-1][0]) / 1e9, "1e9/s")
+        if op not in ("link", "network", "memory"):
+            key = key_of(next(iter(attentions(asked))), op) if op.startswith("attention") else op
+            expected = key and rate_of(key, points[-1][0])
+            notes.line(op, points[-1][1] / 1e9, expected and expected / 1e9, "1e9/s")
     notes.line("copies between device and host, each way", found["node"]["pcie_bytes_per_s"] / 1e9,
                told.node.pcie_bytes_per_s / 1e9, "GB/s")
     notes.line("seconds of a launch", found["overhead_s"], hardware.LAUNCH_S, "s", entry="LAUNCH_S")
 
 
+def key_of(name, op):
+    """The entry of the tables that an operation of calibrate.attentions() has with a kernel; None without
+    tables. What is not known of full calls is taken from causal ones."""
+    known = machine_here().speeds.table if machine_here().speeds else {}
+    ways = [op.replace("attention", name), op] + [op.replace(" full", "").replace("attention", name),
+                                                  op.replace(" full", "")]
+    return next((key for key in ways if key in known), None)
+
+
 def attention(notes, asked):
     """B3. The row of a kernel at the last length but one is what EFFICIENCY's entry would be."""
-    known = machine_here().speeds.table if machine_here().speeds else {}
     lengths = [T for T in (2**13, 2**14, 2**15, 2**17, 2**18) if asked.longest >= T] or [asked.longest]
     for rank, name in enumerate(attentions(asked)):
         for T in lengths[:-1] if rank and len(lengths) > 1 else lengths:
@@ -143,12 +151,9 @@ def attention(notes, asked):
                 with notes.trying(f"attention {name} {T}"):
                     jobs = calibrate.attentions(T, 128, torch.bfloat16, device(), name, causal)
                     for op, (call, flops) in jobs.items():
-                        way, full = op.split()[-1], "" if causal else " full"
-                        keys = [f"{name}{full} {way}", f"{name} {way}", f"attention{full} {way}",
-                                f"attention {way}"]
-                        key = next((key for key in keys if key in known), None)
-                        last = key and lengths[-2:][0] == T and full in key
-                        entry = dict(entry=key) if last else {}
+                        key, way = key_of(name, op), op.split()[-1]
+                        its_own = key and lengths[-2:][0] == T and ("full" in op) == ("full" in key)
+                        entry = dict(entry=key) if its_own else {}
                         rate(notes, f"{name} {'causal' if causal else 'full'} {way} T={T:,}", call, flops,
                              key and rate_of(key, T), "TFLOP/s", **entry)
                     del jobs, call

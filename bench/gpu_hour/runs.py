@@ -123,7 +123,7 @@ class Plain(Twin):
 
     def set(self, kind):
         self.kind, self.host = kind, 0
-        self.limit = host_bytes("auto")  # now, before torch's pinned cache holds any of it
+        self.limit = host_bytes(self.cfg.host_memory_gb)  # before torch's pinned cache holds any of it
         return self
 
     def chunk_loss(self, x, targets):
@@ -199,7 +199,7 @@ class OffloadedLlama(torch.nn.Module):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         # causal without a mask: no S x S elements
         AttentionInterface.register("unmasked_sdpa", sdpa_attention_forward)
-        self.kind, self.host, self.limit = kind, 0, host_bytes("auto")
+        self.kind, self.host, self.limit = kind, 0, host_bytes(cfg.host_memory_gb)
         with torch.device(device()):
             self.llama = LlamaForCausalLM._from_config(LlamaConfig(
                 hidden_size=cfg.n_embd, intermediate_size=cfg.inner_width, num_hidden_layers=cfg.n_layer,

@@ -69,9 +69,8 @@ def profile(notes, asked):
 
 # --- D ---
 
-def long_run(notes, asked, cfg, steps):
-    """train.py at the largest like shape that fits, beside its estimate."""
-    got = fitting(cfg)
+def long_run(notes, asked, got, steps):
+    """train.py beside its estimate."""
     cfg, steps = got.decided, steps if got.seconds.get("step", 0) < 60 else 1
     rows, plan = train_here(notes, asked, cfg, max_iters=steps)
     last, name = rows[-1], f"{named(cfg)} N={cfg.n_subsequences} states={cfg.states}"
@@ -85,14 +84,19 @@ def long_run(notes, asked, cfg, steps):
 
 
 def whole_7b(notes, asked):
-    long_run(notes, asked, shape(asked, n_layer=32, block_size=2**16, states="host"), 3)
+    cfg = shape(asked, n_layer=32, block_size=2**16, states="host")
+    ways = [dict(block_size=min(S, asked.longest), activation=activation)  # all layers, at whatever length
+            for S in (2**16, 2**15, 2**14) for activation in ("memo", "recompute")]
+    long_run(notes, asked, fitting(cfg, ways), 3)
 
 
 def million(notes, asked):
-    long_run(notes, asked, shape(asked, n_layer=2, block_size=2**20, subsequences=16, subsequence_cut="flops",
-                                 unit_order="layer", states="auto"), 2)
+    cfg = shape(asked, n_layer=2, block_size=2**20, subsequences=16, subsequence_cut="equal",
+                unit_order="layer", states="auto")
+    ways = [dict(subsequences=n, subsequence_cut=cut) for n in (16, 32, 64) for cut in ("equal", "flops")]
+    long_run(notes, asked, fitting(cfg, ways), 2)
 
 
 def wide(notes, asked):
-    long_run(notes, asked, shape(asked, n_embd=asked.n_embd * 5 // 4 // 128 * 128 or 128, n_layer=4,
-                                 block_size=2**16), 3)
+    C = max(128, asked.n_embd * 5 // 4 // 128 * 128)
+    long_run(notes, asked, fitting(shape(asked, n_embd=C, n_layer=4, block_size=2**16)), 3)
