@@ -3,18 +3,16 @@
 from collections import namedtuple
 
 BF16 = 2**-7  # one unit in the last place: what a result in bf16 may be away from fp64, as tests/test_ops.py
-EXPANDABLE = dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")  # torch's own best, for its own steps
 
-# function: module:name, called with (notes, asked); environment: of its process, where nobody set it
-Item = namedtuple("Item", "name question limit_s function environment", defaults=({},))
+Item = namedtuple("Item", "name question limit_s function")  # module:name, called with (notes, asked)
 
 GROUPS = dict(A="does it run, is it right", B="bytes and rates", C="MFU beside rivals on the same card",
               D="what no rival holds")
 
 
 def of(module, *rows):
-    return [Item(name, question, limit_s, f"bench.gpu_hour.{module}:{function}", *more)
-            for name, question, limit_s, function, *more in rows]
+    return [Item(name, question, limit_s, f"bench.gpu_hour.{module}:{function}")
+            for name, question, limit_s, function in rows]
 
 
 ALL = [
@@ -35,12 +33,12 @@ ALL = [
         ("B5", "the memory plan beside torch's allocator", 240, "plans")),
     *of("several", ("B6", "messages: bandwidth by size, and what hides", 420, "messages")),
     *of("steps",
-        ("C1", "7B layers at 16K", 150, "at_16k", EXPANDABLE),
-        ("C2", "7B layers at 64K", 180, "at_64k", EXPANDABLE),
-        ("C3", "many 7B layers at 64K", 300, "deep", EXPANDABLE),
-        ("C4", "7B layers at 256K", 300, "at_256k", EXPANDABLE),
-        ("C5", "Llama layers beside transformers", 300, "llama", EXPANDABLE),
-        ("C6", "GPT-2 124M: who waits for the host?", 120, "small", EXPANDABLE),
+        ("C1", "7B layers at 16K", 150, "at_16k"),
+        ("C2", "7B layers at 64K", 180, "at_64k"),
+        ("C3", "many 7B layers at 64K", 300, "deep"),
+        ("C4", "7B layers at 256K", 300, "at_256k"),
+        ("C5", "Llama layers beside transformers", 300, "llama"),
+        ("C6", "GPT-2 124M: who waits for the host?", 120, "small"),
         ("C7", "where does a step's time go?", 150, "profile")),
     *of("steps",
         ("D1", "all of 7B at 64K, states on the host", 400, "whole_7b"),

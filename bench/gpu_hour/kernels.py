@@ -144,9 +144,9 @@ def plain_attention(q, k, v, dout, causal, scale):
     return out.detach(), torch.stack(lses)[None], q_.grad, k_.grad, v_.grad
 
 
-def compare(notes, what, attention, tensors, causal, judged=True):
+def compare(notes, what, attention, tensors, causal, judged=True, gradient=GRADIENT):
     q, k, v, dout = tensors
-    scale, limits = q.shape[-1]**-0.5, (BF16, SUMS, GRADIENT, GRADIENT, GRADIENT)
+    scale, limits = q.shape[-1]**-0.5, (BF16, SUMS, *3 * [gradient])
     out, lse, *wanted = plain_attention(q, k, v, dout, causal, scale)
     poison()
     got, got_lse = attention.forward(q, k, v, causal, scale)
@@ -185,7 +185,8 @@ def attention(notes, asked):
         for T in (192, 2048 + 64):
             what = f"attention {name} T={T}, lse below -88.7"
             with notes.trying(what):
-                compare(notes, what, kernel, strided(T, low=True), False, not (name == "cudnn" and old))
+                compare(notes, what, kernel, strided(T, low=True), False, not (name == "cudnn" and old),
+                        2 * GRADIENT)  # keys have a mean of 3.5, which the rounding of each score moves
 
 
 # --- products ---

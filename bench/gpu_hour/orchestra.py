@@ -34,10 +34,9 @@ def command_of(item, args):
 
 def start(item, args, log):
     """The process of an item, a group of its own: all that it starts ends with it."""
-    environment = item.environment | os.environ | dict(
-        XDG_CACHE_HOME=os.environ.get("XDG_CACHE_HOME") or str(args.out / "cache"), PYTHONUNBUFFERED="1")
-    return subprocess.Popen(command_of(item, args), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-                            stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(command_of(item, args), cwd=ROOT, env=os.environ | dict(PYTHONUNBUFFERED="1"),
+                            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                            start_new_session=True)
 
 
 def end(process):

@@ -6,7 +6,6 @@ import time
 
 import torch
 
-from bench.gpu_hour.items import EXPANDABLE
 from bench.gpu_hour.kernels import attentions
 from bench.gpu_hour.notes import (
     Skip,
@@ -22,7 +21,7 @@ from bench.gpu_hour.notes import (
 from bench.gpu_hour.orchestra import ROOT, command_of, read
 from bench.gpu_hour.right import train_here
 from bench.gpu_hour.runs import measured
-from bench.gpu_hour.several import calibrated
+from bench.gpu_hour.several import calibrated, own_cache
 from memo.estimate import calibrate, hardware
 from memo.swap.slab import HostSlab, available
 
@@ -119,8 +118,9 @@ def regions(notes, asked):
 def calibration(notes, asked):
     """B2: --calibrate's figures at the largest size of each beside the tables'."""
     device()
-    calibrated(asked.attention)
-    found = hardware.calibration(1)
+    with own_cache():
+        calibrated(asked.attention)
+        found = hardware.calibration(1)
     notes.save(calibration=found)
     told = machine_here()
     for op, points in sorted(found["speeds"].items()):
@@ -228,8 +228,8 @@ def copies(notes, asked):
 # --- B5: a process each ---
 
 SYSTEMS = {"plan": ({}, ""), "torch": (dict(memory_plan="off"), ""),
-           "expandable": (dict(memory_plan="off"), EXPANDABLE["PYTORCH_CUDA_ALLOC_CONF"]),
-           "plan-expandable": ({}, EXPANDABLE["PYTORCH_CUDA_ALLOC_CONF"])}
+           "expandable": (dict(memory_plan="off"), "expandable_segments:True"),
+           "plan-expandable": ({}, "expandable_segments:True")}
 
 
 def planned(notes, asked):
@@ -245,7 +245,7 @@ def plans(notes, asked):
     device()
     for system, (_, conf) in SYSTEMS.items():
         item = Item(f"B5-{system}", "", 0, "bench.gpu_hour.rates:planned")
-        environment = os.environ | {name: os.environ.get(name, conf) for name in EXPANDABLE}
+        environment = dict(PYTORCH_CUDA_ALLOC_CONF=conf) | os.environ
         subprocess.run(command_of(item, asked), cwd=ROOT, env=environment)
         row = read(asked.out / "items" / f"B5-{system}.json").get("row", {})
         if "step_s" not in row:

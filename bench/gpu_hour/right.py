@@ -22,7 +22,7 @@ VOCABULARY = 50257
 def gradients(notes, asked):
     """A4. The twin's states in fp32 and memo's lie beside each other: fewer layers on a small card."""
     free, _ = torch.cuda.mem_get_info(device())
-    layers, S = (5, 4096) if free > 48e9 else (3, 2048)
+    layers, S = (5, 4096) if free > 70e9 else (3, 2048)
     H = max(1, asked.n_embd // 128)
     grouped = dict(norm="rmsnorm", mlp="swiglu", qk_norm=True, n_kv_head=max(1, H // 4))
     for family in ({}, grouped):

@@ -6,6 +6,7 @@ every saved tensor of its layers offloaded by save_on_cpu(pin_memory=True). `Lla
 LlamaForCausalLM with gradient checkpointing, or offloaded alike, its head in the twin's chunks.
 """
 
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -254,11 +255,20 @@ def reason_of(e):
     return ("oom" if is_oom(e) or isinstance(e, ConfigError) else "error"), why_of(e)
 
 
+def expand_segments(on):
+    """torch's allocator at its best for torch's own steps, as it is for memo's; not where the user decides,
+    nor where torch has no such call any more."""
+    switch = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if switch and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & {*os.environ}:
+        switch(f"expandable_segments:{on}")
+
+
 def measured(case, cfg, steps=2, png=None, floor=False):
     """Figures of a case: seconds of `steps` steps, behind one that warms up; or dict(failed=, why=)."""
     run, why = None, None
     free_memory()
     try:
+        expand_segments(case in RIVALS)
         run = build(case, cfg)
         seconds, losses = [], []
         for _ in range(steps + 1):

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -22,6 +24,13 @@ LAYOUTS = {"dp2": {}, "tp2": dict(tp=2), "metp2": dict(tp=2, tensor_parallel="me
            "pp2": dict(pp=2, subsequences=4), "pp2 msp": dict(pp=2, subsequences=4, msp=True),
            "dp2 sharded": dict(states="sharded"), "dp2 host": dict(states="host"),
            "tp2 ring2": dict(tp=2, cp=2), "pp2 tp2": dict(pp=2, tp=2, subsequences=4)}
+
+
+@contextmanager
+def own_cache():
+    """A cache folder for what is measured here: the user's own calibration stays."""
+    with tempfile.TemporaryDirectory(prefix="memo-") as folder, patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        yield
 
 
 def calibrated(attention):
@@ -87,10 +96,11 @@ def losses(notes, asked):
 def messages(notes, asked):
     """B6: --calibrate with all GPUs at once: each kind of message by its size, behind products."""
     n = gpus()
-    code, why = launched(n, "-m", "bench.gpu_hour.several", asked.attention)
-    if code:
-        raise RuntimeError(f"it ended with {code}: {why}")
-    found = hardware.calibration(n)
+    with own_cache():
+        code, why = launched(n, "-m", "bench.gpu_hour.several", asked.attention)
+        if code:
+            raise RuntimeError(f"it ended with {code}: {why}")
+        found = hardware.calibration(n)
     notes.save(calibration=found)
     told = machine_here()
     inside = told.node.nvlink_bytes_per_s * (rate_of("link") or 1)

@@ -11,11 +11,11 @@ TORCH = ("torch checkpoint", "torch save_on_cpu")
 
 def at_16k(notes, asked):
     beside(notes, shape(asked, n_layer=4, block_size=2**14),
-           ("memo", "torch", *TORCH, "memo recompute", "memo without plan"))
+           ("memo", "memo recompute", "memo without plan", "torch", *TORCH))
 
 
 def at_64k(notes, asked):
-    beside(notes, shape(asked, n_layer=4, block_size=2**16), ("memo", *TORCH, "memo recompute"))
+    beside(notes, shape(asked, n_layer=4, block_size=2**16), ("memo", "memo recompute", *TORCH))
 
 
 def deep(notes, asked):
