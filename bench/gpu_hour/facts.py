@@ -16,7 +16,7 @@ from memo.attention import facts_of, resolve_attention
 from memo.backends import cudnn_version, order, passed_over
 from memo.device import device_name, settle
 from memo.estimate.hardware import CONTEXT_BYTES, GPUS, gpu_named
-from memo.ops import resolve_ops
+from memo.ops import lacking, resolve_ops
 from memo.planner.allocator import Arena
 from memo.swap.slab import HostSlab, available, numa_node
 
@@ -107,7 +107,8 @@ def choices(notes, asked):
     for kernel in order(known):
         notes.line(f"attention={kernel}", passed_over(kernel, known) or "can serve")
     ops, why = resolve_ops("auto", gpu)
-    notes.line("ops", ops.name + f" ({why})" * bool(why), ok=ops.name == "triton")
+    notes.line("ops", ops.name + f" ({why})" * bool(why),
+               ok=ops.name == "triton" or bool(lacking("triton", gpu)))
     with notes.trying("FP8 products"):
         notes.line("FP8 products", fp8.failing(gpu) or "can serve")
     notes.line("model of this machine", str(machine_here().name))

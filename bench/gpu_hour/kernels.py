@@ -8,7 +8,7 @@ from bench.gpu_hour.notes import Skip, device, free_memory
 from memo import fp8, matmul
 from memo.attention import BACKENDS, facts_of
 from memo.backends import RIGHT_CUDNN, missing, order
-from memo.ops import resolve_ops, rotations
+from memo.ops import lacking, resolve_ops, rotations
 
 EPS, SUMS = 1e-5, 1e-4  # what gradients of norms, sums over all rows in fp32, may be away
 FP8_SUMS = 1e-3  # of FP8 products in fp32: Hopper adds up with fewer bits
@@ -213,9 +213,12 @@ def products(notes, kind, linear):
 def kernels(notes, asked):
     torch.manual_seed(0)
     ops, why = resolve_ops("auto", device())
-    if why:
+    absent = lacking("triton", device())
+    if absent:
+        notes.skip("fused kernels", absent)
+    elif why:
         notes.line("fused kernels", why, ok=False)
-    for check in dict.fromkeys(CHECKS.values()):
+    for check in dict.fromkeys(CHECKS.values()) if not absent else ():
         with notes.trying(check.__name__):
             check(notes, ops)
         free_memory()

@@ -42,7 +42,8 @@ class Notes:
         self.found["lines"].append(dict(what=what, measured=measured, predicted=predicted, unit=unit, ok=ok,
                                         **more))
         self.save()
-        print(f"{what}: {measured} {unit}" + f", expected {predicted}" * (predicted is not None), flush=True)
+        told = f"{measured} {unit}" if "skipped" not in more else f"skipped: {more['skipped']}"
+        print(f"{what}: {told}" + f", expected {predicted}" * (predicted is not None), flush=True)
 
     def error(self, what, got, want, limit=BF16):
         """A check: the relative error of tensor `got` against fp64. Nothing is proved by zeros."""

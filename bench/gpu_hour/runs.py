@@ -72,7 +72,10 @@ class Ours:
         d, swap, stats = self.decision, self.model.swap, self.model.arena.stats()
         spans = swap.streams.timeline.take()
         if png and spans:
-            timeline(spans, png.with_suffix(".json"), png, png.stem)
+            try:
+                timeline(spans, png.with_suffix(".json"), png, png.stem)
+            except Exception as e:  # no matplotlib, say: a picture is not worth a row
+                print(f"no {png.name}: {why_of(e)}")
         return dict(alpha=d.alpha, limits=d.swap_plan and d.swap_plan.limits, stall_s=stall_s(spans),
                     host_bytes=swap.host_bytes, buffer_bytes=swap.device_bytes,
                     attention=self.model.attention.name, rates=d.rates and d.rates.as_dict(),
