@@ -258,16 +258,17 @@ class Pulse:
 
 
 @contextmanager
-def connection_errors(what: str, rank: int, backend: str) -> Iterator[None]:
+def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) -> Iterator[None]:
     """Ends this process, with a line that names `what`, where its ranks do not reach each other: at the
-    library's error, and after CONNECT_S without one."""
+    library's error, and after `limit_s`, or CONNECT_S, without one."""
+    limit_s = limit_s or CONNECT_S
     name = f"{backend.upper()}_SOCKET_IFNAME"
     check = ("check that their hosts reach each other, past firewalls and over the right interface "
              f"({name} is {os.environ.get(name, 'not set')})")
     if backend == "nccl":
         check += "; NCCL_DEBUG=INFO says more"
-    silence = f"{rank_name(rank)}: {what}: no answer within {CONNECT_S} s; {check}"
-    timer = threading.Timer(CONNECT_S, leave, [silence])
+    silence = f"{rank_name(rank)}: {what}: no answer within {limit_s} s; {check}"
+    timer = threading.Timer(limit_s, leave, [silence])
     timer.daemon = True
     timer.start()
     try:

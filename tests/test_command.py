@@ -28,7 +28,7 @@ SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"
 @pytest.mark.parametrize("command", [
     SEVEN, (*SEVEN, "--json"),
     *(("-m", f"memo.{name}", "--help")
-      for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample", "evaluate")),
+      for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample", "evaluate", "doctor")),
     ("train.py", "--help"), ("trace_step.py", "--block_size=128", "--vocab_size=99")])
 def test_a_command_ends_quietly_with_its_reader(command):
     reader, writer = os.pipe()
@@ -40,7 +40,7 @@ def test_a_command_ends_quietly_with_its_reader(command):
 
 
 COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.evaluate", "out"),
-            ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"),
+            ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"), ("memo.doctor",),
             ("trace_step.py", "--vocab_size=9"), ("memo.estimate",),
             ("memo.dsa", "a.csv", "-o", "b"), ("memo.planner", "a.log", "-o", "b"),
             ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
