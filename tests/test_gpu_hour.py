@@ -99,10 +99,12 @@ def test_every_fused_kernel_is_checked():
 def test_figures_that_differ_are_said_as_the_table_has_them():
     line = dict(what="cudnn causal forward", measured=660.0, predicted=600.0, unit="TFLOP/s", ok=None)
     told = dict(B3=dict(verdict="pass", lines=[line | dict(entry="matmul"), line | dict(entry="LAUNCH_S"),
-                                               line | dict(entry="memory", measured=620.0), line]))
+                                               line | dict(entry="memory", measured=620.0), line,
+                                               line | dict(entry="cudnn forward", of_peak=0.66)]))
     assert report.changes(told, "NVIDIA H100 80GB HBM3") == [
         "B3: EFFICIENCY['hopper']['matmul']: 0.700 is 0.770 (cudnn causal forward)",
-        "B3: LAUNCH_S: 600 is 660 TFLOP/s (cudnn causal forward)"]
+        "B3: LAUNCH_S: 600 is 660 TFLOP/s (cudnn causal forward)",
+        "B3: EFFICIENCY['hopper']['cudnn forward']: 0.600 is 0.660 (cudnn causal forward)"]
     assert report.changes({}, "NVIDIA B900") == [
         "memo/estimate/hardware.py: GPUS does not know 'NVIDIA B900'"]
 

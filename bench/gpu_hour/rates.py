@@ -143,7 +143,8 @@ def key_of(name, op):
 
 
 def attention(notes, asked):
-    """B3. The row of a kernel at the last length but one is what EFFICIENCY's entry would be."""
+    """B3. The row of a kernel at the last length but one is what EFFICIENCY's entry would be; where that
+    has several, by length, all rows are."""
     lengths = [T for T in (2**13, 2**14, 2**15, 2**17, 2**18) if asked.longest >= T] or [asked.longest]
     for rank, name in enumerate(attentions(asked)):
         for T in lengths[:-1] if rank and len(lengths) > 1 else lengths:
@@ -152,7 +153,8 @@ def attention(notes, asked):
                     jobs = calibrate.attentions(T, 128, torch.bfloat16, device(), name, causal)
                     for op, (call, flops) in jobs.items():
                         key, way = key_of(name, op), op.split()[-1]
-                        its_own = key and lengths[-2:][0] == T and ("full" in op) == ("full" in key)
+                        its_own = key and ("full" in op) == ("full" in key) and (
+                            lengths[-2:][0] == T or len(machine_here().speeds.table[key]) > 1)
                         entry = dict(entry=key) if its_own else {}
                         rate(notes, f"{name} {'causal' if causal else 'full'} {way} T={T:,}", call, flops,
                              key and rate_of(key, T), "TFLOP/s", **entry)

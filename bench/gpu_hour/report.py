@@ -47,9 +47,10 @@ def changes(done, device):
             told.append(f"{name}: {line['what']}: {shown(line['measured'], line['unit'])}{limit}")
         for line in filter(differs, found["lines"]):
             entry, part = line["entry"], line["measured"] / line["predicted"]
-            if entry in table:
-                was = f"EFFICIENCY[{GPUS[short].architecture!r}][{entry!r}]: {table[entry]:.3f}"
-                told.append(f"{name}: {was} is {table[entry] * part:.3f} ({line['what']})")
+            now = line.get("of_peak") or (table[entry] * part if number(table.get(entry)) else None)
+            if entry in table and now:  # one part of the peak, or several by length
+                was = f"EFFICIENCY[{GPUS[short].architecture!r}][{entry!r}]: {now / part:.3f}"
+                told.append(f"{name}: {was} is {now:.3f} ({line['what']})")
             else:
                 unit = line["unit"]
                 told.append(f"{name}: {entry}: {shown(line['predicted'], unit)} is "
