@@ -55,10 +55,10 @@ from memo.planner.allocator import Arena, Unavailable
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.slab import HostSlab, available, numa_node
 
-NEEDED = ("numpy", "tqdm", "tokenizers", "safetensors")
-WITHOUT = {"matplotlib": "no pictures", "wandb": "no --wandb_log", "datasets": "no data from Hugging Face",
+WITHOUT = {"numpy": "", "tqdm": "", "tokenizers": "", "safetensors": "", "matplotlib": "no pictures",
+           "wandb": "no --wandb_log", "datasets": "no data from Hugging Face",
            "highspy": "memory plans without the paper's program", "ortools": "memory plans without CP-SAT",
-           "triton": "on a GPU slower norms and rotary positions"}  # optional packages
+           "triton": "on a GPU slower norms and rotary positions"}  # {package: what lacks; "" for all}
 # of a page lock, of a message; a pair of ranks that takes longer does not reach each other
 LOCK_BYTES, PAIR_BYTES, PAIR_S = {"cuda": 2**32, "cpu": 2**29}, {"cuda": 2**26, "cpu": 2**20}, 60
 SLOW = 0.5  # of what is expected: less is a fault
@@ -120,11 +120,10 @@ def packages(here: Here) -> Iterator[Finding]:
     """What is installed, and what is lacking without the others."""
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}", "2.11 or newer",
                   "install torch 2.11 or newer, see docs/install.md" * (torch.__version__ < (2, 11)))
-    for name in NEEDED:
-        found = version_of(name)
-        yield Finding(name, found or "not installed", "", "pip install -r requirements.txt" * (not found))
     for name, lack in WITHOUT.items():
-        yield Finding(name, version_of(name) or f"not installed: {lack}")
+        found = version_of(name)
+        yield Finding(name, found or f"not installed: {lack or 'no run'}", "",
+                      "pip install -r requirements.txt" * (not found and not lack))
 
 
 def devices(here: Here) -> Iterator[Finding]:
