@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from memo.flat import Piece
 from memo.manifest import SAVE
-from memo.parallel.axis import come
+from memo.parallel.axis import WRITTEN, come
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 
@@ -83,9 +83,6 @@ class Boxes(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self.read(self.pieces[write_item.index])
-
-
-WRITTEN = [0]  # writes of this process: a sign of life
 
 
 class Sealed(io.BufferedWriter):

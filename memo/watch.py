@@ -16,11 +16,10 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from memo.dcp import WRITTEN
 from memo.errors import OWN, reason, warn
 from memo.launch import leave, rank_name
 from memo.manifest import SAVE
-from memo.parallel.axis import CAME
+from memo.parallel.axis import CAME, WRITTEN
 from memo.run import Run
 
 LEAST_S, STEPS = 600, 10  # stall_timeout=auto: at least these seconds, and so many of the slowest steps

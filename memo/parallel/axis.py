@@ -29,6 +29,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 # {line of ranks: (number, kind) of the message that this rank has come to last}, the newest behind
 CAME: dict[str, tuple[int, str]] = {}
+WRITTEN = [0]  # writes of checkpoints by this process
 NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(partial(count, 1))
 
 
