@@ -76,8 +76,8 @@ def test_a_rank_that_hangs_is_named(dataset, tmp_path, ranks, how, told):
     processes[-1].kill()
     said = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(ranks))
     [line] = [line for line in said.splitlines() if line.startswith("error: ")]
-    told = (f"error: nothing has happened for \\d+ s: rank {told}; what is saved is whole; --stall_timeout gives "
-            "other seconds, 0 none")
+    told = (f"error: nothing has happened for \\d+ s: rank {told}; what is saved is whole; --stall_timeout "
+            "gives other seconds, 0 none")
     assert re.fullmatch(told, line.replace(f" ({socket.gethostname()})", "")), line
     assert checkpoint.load(tmp_path / "out").iter >= 4
 
