@@ -230,11 +230,10 @@ class Saver:
 
     def commit(self, path: Path, temporary: Path, stored: dict[str, Any],
                files: list[dict[str, list[int]]]) -> None:
-        """Rank 0 makes the finished folder the newest checkpoint, if a resume can read what torch wrote."""
+        """Rank 0 makes the finished folder the newest checkpoint."""
         if self.rank:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
-        Reader(temporary, METADATA, stored["files"])
         save_bytes(manifest_text(stored).encode(), temporary / CHECKPOINT_JSON)
         self.check_lease(path.parents[1])
         temporary.rename(path)

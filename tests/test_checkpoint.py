@@ -817,15 +817,3 @@ def test_a_missing_moment_is_named(tmp_path):
     with pytest.raises(CheckpointError,
                        match=r"exp_avg\.lnf_w is missing in the checkpoint and \(32,\) in the model$"):
         checkpoint.restore(checkpoint.load(tmp_path), model, optimizer)
-
-
-def test_what_no_resume_could_read_is_no_checkpoint(tmp_path, monkeypatch):
-    """As where another torch writes its metadata otherwise."""
-    model, optimizer = saved(tmp_path)
-    kept = checkpoint.latest(tmp_path)
-    monkeypatch.setattr("memo.shards.META", "torch.other.metadata")
-    saver = Saver(tmp_path)
-    saver.save(optimizer.pieces(saved=True), as_keys(CFG), 4)
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}/ckpt/4 cannot be written"):
-        saver.wait()
-    assert checkpoint.latest(tmp_path) == kept
