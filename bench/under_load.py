@@ -9,16 +9,15 @@ measured, losses and gradient norms. Writes bench/results/under_load.json; exit 
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 from bench.machine import machine
 from bench.same_losses import ROOT, Tree, first_difference, reproducible
 from memo.files import save_json
+from testing.busy import busy
 
 BUSY = 4
 FOUR = "--n_layer=4 --dtype=bfloat16 --max_iters=6 --warmup_iters=1"
@@ -28,21 +27,9 @@ RUNS = {"make train": "--max_iters=20", "bf16, alpha 0": f"{FOUR} --alpha=0",
 OF_THIS_RUN = "out_dir", "wandb_id"  # keys of config.json
 
 
-@contextmanager
-def load(n):
-    """n processes compute."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
-def trained(keys, busy):
-    """(what must be the same of a run, what was measured) beside so many busy processes."""
-    with tempfile.TemporaryDirectory(prefix="memo-load-") as folder, load(busy):
+def trained(keys, n):
+    """(what must be the same of a run, what was measured) beside `n` busy processes."""
+    with tempfile.TemporaryDirectory(prefix="memo-load-") as folder, busy(n):
         tree, out, start = Tree(ROOT, Path(folder) / "cache"), Path(folder) / "out", time.monotonic()
         del tree.env["OMP_NUM_THREADS"]  # as make train
         tree.output(f"train.py config/stdlib.py {keys} --lr_decay_iters=450 --out_dir={out}")

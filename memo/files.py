@@ -11,12 +11,14 @@ import os
 import resource
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from memo import HOME
 from memo.errors import ConfigError, reason
 
 MOST_TEXT_CHARS = 2**26  # of a text that is read at once: above the largest request log of a step
@@ -136,6 +138,12 @@ def fingerprint(path: str | Path, whole: bool) -> str:
             digest.update(os.pread(file.fileno(), STRETCH_BYTES, start))
         rest = hashlib.file_digest(file, "sha256").hexdigest()[:16] if whole else ""
     return digest.hexdigest()[:16] + rest
+
+
+def command_of(module: str, function: str, *args: str) -> list[str]:
+    """The command of a process of its own that calls a function of memo's with `args`, and ends."""
+    code = f"import sys; sys.path[0] = {HOME!r}; from {module} import {function}; {function}(*sys.argv[1:])"
+    return [sys.executable, "-c", code, *args]
 
 
 def limit_process(nbytes: int) -> None:

@@ -44,6 +44,7 @@ from memo.parallel.tp import cut
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EXPONENT = {E4M3: 7, E5M2: 14}  # of the largest element of a row, over its scale
 LEAST = torch.finfo(torch.float32).tiny  # of fp32's normal numbers
+TRITON = importlib.util.find_spec("triton") is not None
 INFINITE = 0xff << 23  # fp32's bits of the exponent
 
 
@@ -249,7 +250,7 @@ def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Te
     dyq = torch.empty(g.dy.shape[-1], f.numel(), dtype=E5M2, device=f.device)
     xq = torch.empty(x.q.shape[-1], f.numel(), dtype=E4M3, device=f.device)
     factor = x.scale / largest
-    if f.is_cuda and importlib.util.find_spec("triton"):
+    if f.is_cuda and TRITON:
         turn(g.dy, x.q, factor, dyq, xq)
     else:
         torch.mul(g.dy.movedim(-1, 0), factor, out=dyq.unflatten(1, f.shape))

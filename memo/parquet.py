@@ -3,13 +3,11 @@ process of its own, within bounds."""
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from memo import HOME
 from memo.errors import ConfigError, last_line, reason
-from memo.files import TRIAL_BYTES, TRIAL_S, limit_process
+from memo.files import TRIAL_BYTES, TRIAL_S, command_of, limit_process
 
 MOST_BYTES = 2**26  # of a row
 MOST_ROWS, BATCH_BYTES = 256, 2**24  # in memory at once, about
@@ -18,8 +16,7 @@ ERROR = b"\xff" * 8  # stands where a text's length would
 
 def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
     """Yields the texts of `column`, in UTF-8, but for empty ones. Errors: ConfigError."""
-    code = f"import sys; sys.path[0] = {HOME!r}; from memo.parquet import send; send(*sys.argv[1:])"
-    with subprocess.Popen([sys.executable, "-c", code, path, column], stdin=subprocess.DEVNULL,
+    with subprocess.Popen(command_of("memo.parquet", "send", str(path), column), stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                           env=os.environ | dict(ARROW_DEFAULT_MEMORY_POOL="system")) as reader:
         assert reader.stdout

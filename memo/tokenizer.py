@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +17,17 @@ from typing import Any, NoReturn
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from memo import HOME
 from memo.errors import ConfigError, reason
-from memo.files import MOST_JSON_CHARS, TRIAL_BYTES, TRIAL_S, limit_process, load_json, parse_json, read_text
+from memo.files import (
+    MOST_JSON_CHARS,
+    TRIAL_BYTES,
+    TRIAL_S,
+    command_of,
+    limit_process,
+    load_json,
+    parse_json,
+    read_text,
+)
 
 # of a document, where nothing says what ends it: the one of these that is a special token
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -181,10 +188,8 @@ def try_out(path: str) -> None:
 
 def check_work(path: Path) -> None:
     """Errors: ValueError: in a process of its own, the tokenizer at `path` is not read within bounds."""
-    code = f"import sys; sys.path[0] = {HOME!r}; from memo.tokenizer import try_out; try_out({str(path)!r})"
-    nothing = subprocess.DEVNULL
-    done = subprocess.run([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
-                          text=True)
+    done = subprocess.run(command_of("memo.tokenizer", "try_out", str(path)), stdin=subprocess.DEVNULL,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
         raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
                          f"{TRIAL_BYTES >> 30} GiB of memory")

@@ -31,6 +31,7 @@ from memo.dsa.problem import (
     solve,
     validate,
 )
+from testing.busy import busy
 from testing.hard import FAMILIES, hard
 from tests.helpers import ROOT, told
 
@@ -285,17 +286,14 @@ def test_no_clock_ends_a_search(monkeypatch):
 
 
 @contextmanager
-def busy():
+def busy_core():
     """Three processes compute beside this one, all on one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
-        yield
+        with busy(3):
+            yield
     finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
         os.sched_setaffinity(0, cores)
 
 
@@ -313,7 +311,7 @@ def test_a_busy_machine_places_as_an_idle_one_does(solver, limit):
     problem = problem_of(rows) if solver in ("mip", "gurobi") else replace(
         hard("trim_3", **FAMILIES["trim_3"]), capacity=None)
     found = set()
-    for around in (nullcontext, busy):
+    for around in (nullcontext, busy_core):
         with around():
             solution = solve(problem, solver, limit)
         found.add((solution.offsets, solution.lower_bound, solution.solver))

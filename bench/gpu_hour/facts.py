@@ -1,6 +1,5 @@
 """A1: what is here, and what memo makes of it."""
 
-import importlib.metadata
 import os
 import resource
 import shutil
@@ -15,6 +14,7 @@ from memo import fp8
 from memo.attention import facts_of, resolve_attention
 from memo.backends import cudnn_version, order, passed_over
 from memo.device import device_name, settle
+from memo.doctor import version_of
 from memo.estimate.hardware import CONTEXT_BYTES, GPUS, gpu_named
 from memo.ops import lacking, resolve_ops
 from memo.planner.allocator import Arena
@@ -33,13 +33,6 @@ def output_of(*command):
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError) as e:
         return f"{type(e).__name__}: {e}"
-
-
-def version_of(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def text_of(path):
