@@ -13,14 +13,13 @@ from types import SimpleNamespace
 import torch
 
 from memo.config import Config
-from memo.layer import head_rows
+from memo.layer import head_rows, logit_bytes
 from memo.matmul import accumulate_product
 from memo.ops import Ops
 from memo.parallel.axis import Axis
-from memo.parallel.tp import chunks, embedding_backward, embedding_forward, own_ids, softmax
+from memo.parallel.tp import chunks, embedding_backward, embedding_forward
 
 TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
-TINY = torch.finfo(torch.float32).tiny  # the loss of one token ends at -log of this, 87
 
 
 @dataclass
@@ -92,23 +91,20 @@ class Edges:
     def own_head_rows(self) -> int:
         """A rank's own rows in a chunk of the head."""
         matrix = self.head_matrix(self.w)
-        return max(1, head_rows(len(matrix), matrix.device.type == "cpu") // self.tp.size)
+        nbytes = logit_bytes(matrix.itemsize, self.ops.name != "torch")
+        return max(1, head_rows(len(matrix), nbytes, matrix.device.type == "cpu") // self.tp.size)
 
     def head_chunk(self, x: torch.Tensor, target: torch.Tensor, N: int, scale: float | None) -> torch.Tensor:
         """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
         targets (tp * n,)."""
         w, dw, tp = self.w, self.dw, self.tp
         h, mean, rstd, logits = self.logits(x)
-        p = softmax(tp, logits)  # fp32, over the columns of all tp ranks
-        own, mine = own_ids(tp, target[:, None], p.shape[1])  # (tp * n, 1): is the target one of ours?
-        p_own = p.gather(1, own)
-        p_target = tp.sum(p_own * mine)  # one of the ranks has it
+        log_p, dlogits = self.ops.cross_entropy(tp, logits, target, scale is not None)
         if scale is not None:
             # Nobody else reads the logits: their gradient is made at once and used up here. It lacks the
             # factor scale / N, which h and dh get instead: they are smaller.
-            dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype)
             accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))
             dh = (dlogits @ self.head_matrix(w)).unflatten(0, (tp.size, -1))
             dh = tp.scatter_sum(dh).mul_(scale / N)
             self.ops.norm_backward(None, dh, x, mean, rstd, w.lnf_w, w.lnf_b, dw.lnf_w, dw.lnf_b, out=x)
-        return p_target.clamp_min(TINY).log().sum() / -N
+        return log_p.sum() / -N

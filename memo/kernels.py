@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 MERGED_ROWS = 32  # of a head, by one program
-ELEMENTS = 4096  # of a SwiGLU, by one program
+ELEMENTS = 4096  # of a SwiGLU, or of a row of logits, at once by one program
 SQUARE = 64  # rows and columns that a program turns
 
 
@@ -149,6 +149,34 @@ def swiglu_backward_kernel(dy, gate, up, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def logsumexp_kernel(logits, target, lse, of_target, V, first, BLOCK: tl.constexpr):
+    """A row's log of the sum of exponentials, and the logit of its target, 0 where the columns, of which the
+    first is `first`, lack it."""
+    row = tl.program_id(0).to(tl.int64)
+    largest, total = float("-inf"), 0.0
+    for start in range(0, V, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        v = tl.load(logits + row * V + c, mask=c < V, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(v, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(v - larger), 0)
+        largest = larger
+    tl.store(lse + row, largest + tl.log(total))
+    at = tl.load(target + row) - first
+    here = (at >= 0) & (at < V)
+    tl.store(of_target + row, tl.load(logits + row * V + at, mask=here, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def logits_backward_kernel(logits, target, lse, V, first, BLOCK: tl.constexpr):
+    """The gradient of a row's cross entropy over its logits: their softmax, less 1 at the target."""
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < V
+    p = tl.exp(tl.load(logits + row * V + c, mask=inside, other=0.0).to(tl.float32) - tl.load(lse + row))
+    p = tl.where(c == tl.load(target + row) - first, p - 1.0, p)
+    tl.store(logits + row * V + c, p, mask=inside)
+
+
+@triton.jit
 def turn_kernel(x, factor, out, N, K, row_stride, column_stride, SCALED: tl.constexpr, BLOCK: tl.constexpr):
     """A square of x (N, K) becomes one of out (K, N), a byte an element; each row times its factor, in
     e5m2."""
@@ -227,6 +255,22 @@ def launch_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tenso
     assert all(t.is_contiguous() for t in (dy, gate, up))
     n = gate.numel()
     swiglu_backward_kernel[(triton.cdiv(n, ELEMENTS),)](dy, gate, up, n, ELEMENTS, num_warps=warps(ELEMENTS))
+
+
+def launch_logsumexp(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor,
+                     of_target: torch.Tensor) -> None:
+    """logits (rows, V), of columns from `first` on; target (rows,) int64; lse, of_target (rows,) fp32."""
+    assert all(t.is_contiguous() for t in (logits, target, lse, of_target))
+    rows, V = logits.shape
+    logsumexp_kernel[(rows,)](logits, target, lse, of_target, V, first, ELEMENTS, num_warps=warps(ELEMENTS))
+
+
+def launch_logits_backward(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor) -> None:
+    """Of launch_logsumexp's shapes. Writes over logits."""
+    assert all(t.is_contiguous() for t in (logits, target, lse))
+    rows, V = logits.shape
+    logits_backward_kernel[(rows, triton.cdiv(V, ELEMENTS))](logits, target, lse, V, first, ELEMENTS,
+                                                             num_warps=warps(ELEMENTS))
 
 
 def launch_turn(x: torch.Tensor, out: torch.Tensor, factor: torch.Tensor | None = None) -> None:

@@ -23,8 +23,8 @@ GROUP_ELEMENTS = 2**26  # elements of a (B, T, heads, D) tensor in attention, wh
 METP_ELEMENTS = 2**24  # of q in a group of heads of METP; with the ring's tensors about 8 times as many
 METP_ROWS = 2**14  # of METP's products; fewer would read and write the matrices' fp32 gradients too often
 HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
-MORE_HEAD_ROWS = 4  # the head's gradient, fp32, is read and written once for so many tokens
-HEAD_ELEMENTS = 2**27  # of the logits of more than HEAD_ROWS tokens; with softmax and gradient 8 bytes each
+MORE_HEAD_ROWS = 8  # the head's gradient, fp32, is read and written once for so many tokens
+HEAD_BYTES = 2**30  # of the logits of more than HEAD_ROWS tokens, with their softmax and gradient
 FP8_MULTIPLE = 16  # of the widths and rows of matrices in FP8 products, for the kernels of a GPU
 SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller products may differ in their bits
 
@@ -285,11 +285,17 @@ def n_rows(cfg: "Config") -> int:
     return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
 
 
-def head_rows(V: float, cpu: bool) -> int:
-    """Tokens whose logits exist at once where a rank has V columns of them."""
+def logit_bytes(itemsize: int, fused: bool) -> int:
+    """Counts the bytes of a logit with its softmax and its gradient, on a GPU. Fused kernels make all of them
+    in one place, in the run's dtype; torch's have the softmax in fp32, which in fp32 becomes the gradient."""
+    return itemsize if fused else 8
+
+
+def head_rows(V: float, nbytes: int, cpu: bool) -> int:
+    """Says for how many tokens logits exist at once: a rank has V columns of them, `nbytes` each."""
     if cpu:
         return HEAD_ROWS
-    return HEAD_ROWS * min(MORE_HEAD_ROWS, max(1, int(HEAD_ELEMENTS // (V * HEAD_ROWS))))
+    return HEAD_ROWS * min(MORE_HEAD_ROWS, max(1, int(HEAD_BYTES // (V * nbytes * HEAD_ROWS))))
 
 
 def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int = 1) -> int:

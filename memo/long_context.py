@@ -25,7 +25,7 @@ from memo.batch import Data
 from memo.errors import RunFailed
 from memo.estimate.expected import lack_of_memory
 from memo.parallel.cp import local_positions
-from memo.parallel.tp import own_ids, softmax
+from memo.parallel.tp import own_ids
 
 if TYPE_CHECKING:
     from model import GPT
@@ -80,13 +80,10 @@ def target_scores(model: "GPT", x: torch.Tensor, target: torch.Tensor) -> torch.
     rows: the target's log-probability, and 1 where no token is likelier."""
     tp = model.mesh.weights
     *_, logits = model.edges.logits(x)  # (tp * n, V/tp)
-    V = logits.shape[1]
-    p = softmax(tp, logits)
-    own, mine = own_ids(tp, target[:, None], V)
-    # one of the ranks has the target: (tp * n, 1) each
-    p_target, of_target = (tp.sum(t.gather(1, own).float() * mine) for t in (p, logits))
-    log_p = p_target.clamp_min(torch.finfo(p.dtype).tiny).log()[:, 0]  # which bounds losses as in training
+    own, mine = own_ids(tp, target[:, None], logits.shape[1])
+    of_target = tp.sum(logits.gather(1, own).float() * mine)  # (tp * n, 1): one of the ranks has it
     best = tp.gather(logits.amax(1).float()).amax(0)  # of the columns of all ranks
+    log_p, _ = model.edges.ops.cross_entropy(tp, logits, target, gradient=False)
     return torch.stack((log_p, (of_target[:, 0] >= best).float()))
 
 

@@ -1,5 +1,5 @@
 """The operations of a layer that are no matrix products: norms, GELU, SwiGLU, rotary positions, each a pair
-x_forward / x_backward; and the merge of two parts of attention.
+x_forward / x_backward; the merge of two parts of attention; and the head's cross entropy.
 
 Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has
 none that does, or that goes over memory once: an Ops is the choice between torch's own kernels (any device),
@@ -7,9 +7,9 @@ fused ones in Triton (memo/kernels.py; CUDA), and transformer-engine's (CUDA). B
 units of one bf16 tensor of x's shape:
 
     torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
-             (through fp32), merge 9, SwiGLU forward 5, backward 13
+             (through fp32), merge 9, SwiGLU forward 5, backward 13, cross entropy 6 (fp32 softmax)
     triton   norm forward 2, backward 4 (6 where C > WHOLE_ROW), rotary 2, merge 5, SwiGLU forward 3,
-             backward 5
+             backward 5, cross entropy 3
     te       norms by transformer-engine (memo/te.py), forward 2, backward 6; the others as triton
 
 `auto` never takes te, which goes over memory more often than triton.
@@ -27,11 +27,14 @@ import torch
 
 from memo import te
 from memo.errors import ConfigError
-from memo.parallel.tp import chunks
+from memo.parallel.axis import Axis
+from memo.parallel.tp import chunks, own_ids
 
 CACHED_ELEMENTS = 2**18  # of a chunk on a CPU: with its temporary tensors 4 MiB in fp32
-Ops = namedtuple("Ops", "name norm_forward norm_backward rotary merge swiglu_forward swiglu_backward")
-Ops.__doc__ = """How norms, rotary positions, merges and SwiGLU are computed:
+TINY = torch.finfo(torch.float32).tiny  # torch's cross entropy of one token ends at -log of this, 87
+Ops = namedtuple("Ops", "name norm_forward norm_backward rotary merge swiglu_forward swiglu_backward "
+                        "cross_entropy")
+Ops.__doc__ = """How norms, rotary positions, merges, SwiGLU and cross entropy are computed:
 
     norm_forward(x, w, b, out, mean, rstd, eps)
         (N, C), (C,), (C,) or None -> out (N, C), mean (N,) and rstd (N,); without `mean` RMSNorm
@@ -47,6 +50,10 @@ Ops.__doc__ = """How norms, rotary positions, merges and SwiGLU are computed:
         silu(gate) * up, of any shape
     swiglu_backward(dy, gate, up)
         writes the gradients of gate and up over them, and uses dy up
+    cross_entropy(tp, logits, target, gradient)
+        of this rank's columns (rows, V/tp) of the logits and the ids (rows,): the log-probabilities of these
+        (rows,), fp32, over the columns of all tp ranks; and with `gradient` that of minus their sum over
+        logits, of the same shape and dtype, else None. Uses the logits up then
 """
 
 
@@ -158,7 +165,22 @@ def merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.
     lse.copy_(both)
 
 
-TORCH = Ops("torch", norm_forward, norm_backward, rotary, merge, swiglu_forward, swiglu_backward)
+def cross_entropy(tp: Axis, logits: torch.Tensor, target: torch.Tensor,
+                  gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    half = logits.is_cuda and logits.dtype != torch.float32  # with dtype= a GPU makes a copy in fp32 first
+    p = torch._softmax(logits, 1, True) if half else torch.softmax(logits, 1, dtype=torch.float32)
+    if tp.size > 1:  # so far as if there were no other columns
+        lse = logits.amax(1).float() - p.amax(1).log()
+        p.mul_((lse - tp.gather(lse).logsumexp(0)).exp_()[:, None])
+    own, mine = own_ids(tp, target[:, None], p.shape[1])  # (rows, 1): is the target one of ours?
+    p_own = p.gather(1, own)
+    p_target = tp.sum(p_own * mine)  # one of the ranks has it
+    dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype) if gradient else None
+    return p_target.clamp_min(TINY).log_()[:, 0], dlogits
+
+
+TORCH = Ops("torch", norm_forward, norm_backward, rotary, merge, swiglu_forward, swiglu_backward,
+            cross_entropy)
 
 
 # --- with fused kernels; on "meta" only what they request is done ---
@@ -217,8 +239,23 @@ def fused_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor,
     return gate, up
 
 
+def fused_cross_entropy(tp: Axis, logits: torch.Tensor, target: torch.Tensor,
+                        gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    lse, of_target = logits.new_empty(2, len(logits), dtype=torch.float32)
+    first = tp.rank * logits.shape[1]
+    if not logits.is_meta:
+        from memo import kernels
+        kernels.launch_logsumexp(logits, target, first, lse, of_target)
+    if tp.size > 1:
+        lse = tp.gather(lse).logsumexp(0)
+    if gradient and not logits.is_meta:
+        from memo import kernels
+        kernels.launch_logits_backward(logits, target, first, lse)
+    return tp.sum(of_target).sub_(lse), logits if gradient else None  # one of the ranks has a target's logit
+
+
 TRITON = Ops("triton", fused_norm_forward, fused_norm_backward, fused_rotary, fused_merge,
-             fused_swiglu_forward, fused_swiglu_backward)
+             fused_swiglu_forward, fused_swiglu_backward, fused_cross_entropy)
 
 
 TE = TRITON._replace(name="te", norm_forward=te.norm_forward, norm_backward=te.norm_backward)
@@ -257,6 +294,7 @@ def failing(name: str, device: torch.device) -> str:
             ops.swiglu_backward(zeros(1, 16), zeros(1, 16), zeros(1, 16))
             ops.rotary(x[:, None], zeros(1, 1, 8, dtype=torch.complex64), back=True)
             ops.merge(heads.float(), lse[None, None, :1], heads, lse[None, None, 1:2])
+            ops.cross_entropy(Axis("tp"), zeros(1, 16), zeros(1, dtype=torch.int64), True)
             if name == "te" and torch.cuda.get_device_capability(device) >= (8, 9):  # it has FP8 products
                 q = zeros(16, 16, dtype=torch.uint8)
                 te.add_fp8_product(zeros(16, 16, dtype=torch.float32), q.view(torch.float8_e5m2),

@@ -406,6 +406,13 @@ def test_mfu_by_kernel_is_that_of_the_page_and_of_a_calculation_by_hand():
     step = attention + linear + 1.6 + 1.4  # messages, and what is recomputed
     by_hand = (72 * S * C * C * L + 6 * S * C * V + 6 * S * S * C * L) / 8 / step / peak
     assert budget.estimate(cfg, H100, 8, fast_arena).mfu == pytest.approx(by_hand, abs=1e-3)
+    S, L = 2**16, 8
+    products_s = (72 * S * C * C * L + 6 * S * C * V) / products
+    passes = (48 * L + 12) * S * C * 2 + 6 * S * V + 8 * 8 * V * C  # bytes
+    step = 2 * S * S * C * L * (1 / 619e12 + 2.5 / 528e12) + products_s + passes / memory + 0.164 + 0.031
+    by_hand = (72 * S * C * C * L + 6 * S * C * V + 6 * S * S * C * L) / step / peak
+    cfg = load(["config/7b_1m.py", "--attention=cudnn", *short])
+    assert budget.estimate(cfg, H100, 1, fast_arena).mfu == pytest.approx(by_hand, abs=1e-3)
 
 
 # --- several subsequences ---
@@ -917,7 +924,7 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
 
 
 MEASURED = dict(
-    format=4, device="CPU", threads=2, ranks=1, itemsize=4, overhead_s=1e-6, memory_bytes=None,
+    format=5, device="CPU", threads=2, ranks=1, itemsize=4, overhead_s=1e-6, memory_bytes=None,
     peak_flops_per_s=None, capability=[0, 0], multiprocessors=0,
     node=dict(gpus_per_node=1, host_memory_bytes=10**10, nvlink_bytes_per_s=1.0, pcie_bytes_per_s=1e10,
               network_bytes_per_s=1.0, host_bytes_per_s=1e10),

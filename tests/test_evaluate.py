@@ -74,7 +74,7 @@ def twin_logits(cfg, tokens):
 @pytest.mark.parametrize("context", [64, 72, 250])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_those_of_each_token_in_its_window(family, context, monkeypatch):
-    monkeypatch.setattr("memo.edges.head_rows", lambda V, cpu: 48)  # several chunks of logits
+    monkeypatch.setattr("memo.edges.head_rows", lambda *_: 48)  # several chunks of logits
     cfg, S = Config(**SHAPE, **FAMILIES[family]), 250
     ids = torch.randint(0, VOCAB, (S + 1,), generator=torch.Generator().manual_seed(2))
     losses = token_losses(built(cfg), ids, context)

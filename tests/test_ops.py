@@ -2,6 +2,8 @@
 transformer-engine's (a stand-in with its versions' parameters) against fp64."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from memo.errors import ConfigError
 from memo.matmul import matmul_of
 from memo.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
 from memo.optim import Optimizer
+from memo.parallel.axis import Axis
 from model import GPT
 from tests import fake_te
 from tests.helpers import LLAMA, perturbed_weights, random_batch
@@ -135,6 +138,44 @@ def test_rotary_turns_every_pair(kind, heads, D, dtype, limit):
         want = torch.view_as_real(pairs * there[:, :, None]).reshape(x.shape)
         got = kind.rotary(x.clone(), turn, back)
         assert error(got, want) < limit
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size,V", [(1, 96), (1, 9000), (2, 5000)])
+def test_cross_entropy_and_its_gradient(kind, size, V, dtype, limit):
+    """Over ranks that have V columns each; the last one's last columns are padding."""
+    rows, meeting, given = 5, threading.Barrier(size), {}
+    logits = (4 * torch.randn(rows, size * V)).to(dtype)
+    logits[:, -30:] = torch.finfo(dtype).min
+    logits[0, 3] = 60.0  # as good as certain
+    target = torch.tensor([3, 0, V - 32, (size - 1) * V, size * V - 31])
+    want = logits.double().requires_grad_()
+    log_p = want.log_softmax(1)[torch.arange(rows), target]
+    log_p.sum().neg().backward()
+
+    class Line(Axis):
+        def gather(self, x):
+            given[self.rank] = x
+            meeting.wait()
+            every = torch.stack([given[r] for r in range(size)])
+            meeting.wait()
+            return every
+
+        def sum(self, x):
+            return x.copy_(self.gather(x.clone()).sum(0))
+
+    def rank(r):
+        mine = logits[:, r * V:(r + 1) * V].contiguous()
+        alone, none = kind.cross_entropy(Line("tp", size, r), mine.clone(), target, False)
+        got, dlogits = kind.cross_entropy(Line("tp", size, r), mine, target, True)
+        assert none is None and torch.equal(alone, got) and dlogits.dtype == dtype
+        return got, dlogits
+    with ThreadPoolExecutor(size) as pool:
+        results = [*pool.map(rank, range(size))]
+    gradient = torch.cat([dlogits for _, dlogits in results], 1)
+    assert error(gradient, want.grad) < limit and error(gradient[1:], want.grad[1:]) < limit
+    for got, _ in results:
+        assert got.shape == (rows,) and got.dtype == torch.float32 and error(got, log_p.detach()) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -9,6 +9,7 @@ from memo import fp8, matmul
 from memo.attention import BACKENDS, facts_of
 from memo.backends import RIGHT_CUDNN, missing, order
 from memo.ops import lacking, resolve_ops, rotations
+from memo.parallel.axis import Axis
 
 EPS, SUMS = 1e-5, 1e-4  # what gradients of norms, sums over all rows in fp32, may be away
 FP8_SUMS = 1e-3  # of FP8 products in fp32: Hopper adds up with fewer bits
@@ -115,8 +116,21 @@ def swiglu(notes, ops):
             notes.error(f"{what} gradient of up", up, up_.grad, limit)
 
 
+def cross_entropy(notes, ops):
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, BF16)):
+        for rows, V in ((1, 128), (257, 50304), (1024, 151936)):
+            logits, target = 4 * random(rows, V, dtype=dtype), torch.randint(V, (rows,), device=device())
+            want, = doubles(logits)
+            log_p = want.log_softmax(1).gather(1, target[:, None])[:, 0]
+            log_p.sum().neg().backward()
+            what = f"cross entropy of {rows} x {V} {str(dtype)[6:]}"
+            got, dlogits = ops.cross_entropy(Axis("tp"), logits, target, gradient=True)
+            notes.error(what, got, log_p.detach(), 1e-6)
+            notes.error(f"{what} gradient", dlogits, want.grad, limit)
+
+
 CHECKS = dict(norm_forward=norms, norm_backward=norms, rotary=rotary, merge=merge, swiglu_forward=swiglu,
-              swiglu_backward=swiglu)
+              swiglu_backward=swiglu, cross_entropy=cross_entropy)
 
 
 # --- attention ---

@@ -26,7 +26,7 @@ from memo.errors import ConfigError
 from memo.estimate.hardware import peak_flops_per_s
 from memo.formulas import mfu, tgs
 from memo.launch import read_launch
-from memo.layer import head_rows
+from memo.layer import head_rows, logit_bytes
 from memo.optim import Optimizer
 from memo.plots import timeline
 from memo.swap.alpha import OutOfHostMemory
@@ -152,7 +152,7 @@ class Plain(Twin):
 
 def loss_in_chunks(head, x, targets, vocabulary):
     """The mean of head(rows of x, targets), a sum of losses, over checkpointed chunks as large as memo's."""
-    n = head_rows(vocabulary, x.is_cpu)
+    n = head_rows(vocabulary, logit_bytes(x.itemsize, fused=False), x.is_cpu)
     rows = zip(x.flatten(0, 1).split(n), targets.reshape(-1).split(n), strict=True)
     return sum(checkpoint(head, *chunk, use_reentrant=False) for chunk in rows) / targets.numel()
 

@@ -31,6 +31,7 @@ from memo.layer import (
     head_groups,
     head_rows,
     layer_of,
+    logit_bytes,
     makes_queries_early,
     travelling,
 )
@@ -65,7 +66,7 @@ RMS_NORM_CHUNKS = 4.3  # the same of RMSNorm with ops=torch on a GPU
 AFTER_CHUNK = 1.6  # more of it by METP, where a rank's own rows are several chunks
 STATISTICS = 1.01  # with statistics and token ids: all of a layer, times so much
 # Of the head:
-LOGIT_BYTES = 8.2  # a logit, its softmax in fp32 and its gradient, where the dtype is fp32; in bf16 2 more
+LOGITS = 1.03  # all that goes with a logit (layer.logit_bytes), times so much
 HEAD_ROW_TENSORS = 4  # tensors (rows, C) in the run's dtype
 
 
@@ -328,13 +329,15 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
 
 
 def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
-    """Bytes of a chunk of the head: logits, their softmax in fp32 and gradient, a few tensors (rows, C); none
-    in a stage without it."""
+    """Bytes of a chunk of the head: logits, their softmax and gradient, a few tensors (rows, C); none in a
+    stage without it."""
     if not cfg.has_head:
         return 0
     V = cfg.padded_vocab_size / cfg.tp
-    row = V * (LOGIT_BYTES + itemsize % 4) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize
-    return int(head_rows(V, cpu) * row)
+    nbytes = logit_bytes(itemsize, cfg.ops != "torch" and not cpu)
+    copied = itemsize % 4 * cpu  # a CPU's softmax makes a copy in fp32 first, of 4 bytes for 2
+    row = V * (LOGITS * nbytes + copied) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize
+    return int(head_rows(V, nbytes, cpu) * row)
 
 
 def itemsize_of(cfg: Config, machine: Machine) -> int:

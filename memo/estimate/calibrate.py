@@ -31,7 +31,6 @@ from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE
-from memo.parallel.tp import softmax
 from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.swap.buffers import copy_bytes
 from memo.swap.slab import HostSlab, available
@@ -156,17 +155,16 @@ def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[st
     flat, dw = torch.randn(4, x.numel(), device=device), torch.zeros(C, device=device)
     steps, parts = torch.ones((), device=device), x.view(1, rows, -1, D)  # (B, T, H, D)
     lse = torch.zeros(1, parts.shape[2], rows, device=device)
+    targets = torch.zeros(rows, dtype=torch.int64, device=device)
     ops, _ = resolve_ops("auto", device)
     calls = {"rotary": partial(ops.rotary, x[:, None], turn[:, None], back=False),
              "merge": partial(ops.merge, parts.float(), lse, parts, lse),
              "swiglu forward": partial(ops.swiglu_forward, x, y, out),
+             "cross entropy": partial(ops.cross_entropy, ALONE.weights, out, targets, gradient=True),
              "swiglu backward": partial(ops.swiglu_backward, out, gate, up)}
     for op, kept in (("norm", mean), ("rms norm", None)):
         calls[f"{op} forward"] = partial(ops.norm_forward, x, w, None, out, kept, rstd, 1e-5)
         calls[f"{op} backward"] = partial(ops.norm_backward, x, y, x, kept, rstd, w, None, dw, None, out)
-
-    def head() -> None:
-        softmax(ALONE.weights, x).to(dtype)
 
     def optimizer() -> None:
         gradient, exp_avg, exp_avg_sq, master = flat
@@ -175,7 +173,6 @@ def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[st
     return {**{op: (call, PASSES[op] * u) for op, call in calls.items()},
             "gelu forward": (partial(gelu_forward, x, "none", out=out), 2 * u),
             "gelu backward": (partial(gelu_backward, y, x, "none", out=out), 3 * u),
-            "softmax": (head, x.numel() * (2 * dtype.itemsize + 8)),
             "copy": (partial(torch.add, x, y, out=out), 3 * u),
             "adamw": (optimizer, ADAMW_BYTES * x.numel())}
 

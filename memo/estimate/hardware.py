@@ -307,12 +307,12 @@ def known_figures(kind: type) -> set[str]:
     return {f.name for f in fields(kind) if f.type is not str}
 
 
-CALIBRATION_FORMAT = 4
+CALIBRATION_FORMAT = 5
 MESSAGES = {"gather", "scatter", "exchange", "shift", "broadcast", "reduce"}
 # that --calibrate measures
 BOTH_WAYS = ("attention", "attention full", "norm", "rms norm", "gelu", "swiglu")
 OPERATIONS = {f"{op} {way}" for op in BOTH_WAYS for way in ("forward", "backward")} | {
-    "matmul", "rotary", "merge", "softmax", "copy", "adamw", "memory", "link", "network"}
+    "matmul", "rotary", "merge", "cross entropy", "copy", "adamw", "memory", "link", "network"}
 FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
 
 

@@ -25,10 +25,10 @@ from memo.layer import (
 # Tensors that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
 # such pass, whatever kernels it took.
 PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms norm backward": 4, "rotary": 2,
-          "merge": 5, "swiglu forward": 3, "swiglu backward": 5}
+          "merge": 5, "swiglu forward": 3, "swiglu backward": 5, "cross entropy": 3}
 # with ops=torch on a GPU
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20, "rms norm backward": 48,
-                   "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13}
+                   "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13, "cross entropy": 6}
 PASSES_OF = {"torch": PASSES_OF_TORCH, "te": PASSES | {"norm backward": 6, "rms norm backward": 6}}  # cfg.ops
 # Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
 # largest element of each row, and again, and written at half the width; for the gradient of a weight that of

@@ -11,7 +11,7 @@ from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
 from memo.flat import bucket_numels, weights_in_turns
-from memo.layer import CHUNK_ROWS, INPUT, Tensor, head_rows, tensors_of
+from memo.layer import CHUNK_ROWS, INPUT, Tensor, head_rows, logit_bytes, tensors_of
 from memo.subsequences import subsequence_lengths
 from memo.swap.layer_states import EMBEDDING, LAYER_PLACES
 from memo.swap.periods import Totals, totals_of
@@ -240,19 +240,19 @@ def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> floa
     """Seconds of final norm, logits, loss and their gradients, chunk by chunk."""
     rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
-    chunk = head_rows(V, machine.cpu)
+    chunk = head_rows(V, logit_bytes(itemsize, cfg.ops != "torch"), machine.cpu)
     dw = speeds.seconds("copy", 8 * V * C * rows / chunk, 8 * V * C)  # read and written in fp32 by each chunk
     matmuls = 3 * speeds.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
-    softmax = speeds.seconds("softmax", rows * V * (2 * itemsize + 8), rows * V)
     units = units_of_passes(cfg, speeds)
+    losses = speeds.seconds("cross entropy", units["cross entropy"] * rows * V * itemsize, rows * V)
     passes = (f"{norm_of(cfg)} {way}" for way in ("forward", "backward"))
     norms = sum(speeds.seconds(op, units[op] * u, u) for op in passes)
-    # inputs and their gradients; logsumexps, and a sum of the targets' probabilities, which is a scattered
+    # inputs and their gradients; logsumexps, and a sum of what the targets have, which is a scattered
     # sum and a gather
     messages = rows_of_tp_s(cfg, machine, max(1, chunk // cfg.tp) * cfg.tp, [
         ("gather", C * itemsize), ("scatter", C * itemsize), ("gather", 4 * cfg.tp), ("scatter", 4),
         ("gather", 4)])
-    return matmuls + dw + softmax + messages + norms
+    return matmuls + dw + losses + messages + norms
 
 
 def embedding_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:

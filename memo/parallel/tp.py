@@ -1,5 +1,5 @@
-"""Tensor parallelism with Megatron's sequence parallelism: linears, embedding and the vocabulary's softmax,
-each a pair of x_forward / x_backward, over the tp ranks of an Axis.
+"""Tensor parallelism with Megatron's sequence parallelism: linears and embedding, each a pair of
+x_forward / x_backward, over the tp ranks of an Axis.
 
 The tokens of a rank group are dealt out in turns: token t belongs to rank t % tp. Norms, residuals and biases
 behind a sum see a rank's own n = N/tp rows (n, C). What is split by heads or by columns has all N rows, seen
@@ -171,12 +171,3 @@ def embedding_backward(axis: Axis, ids: torch.Tensor, dx: torch.Tensor, dw: torc
             # without a name of its own the fp32 copy is gone before the next one is made
             dw.index_add_(0, own, torch.mul(dx_, mine[:, None],
                                             out=dx_.new_empty(dx_.shape, dtype=torch.float32)))
-
-
-# (rows, V/tp) -> fp32, this rank's part of the softmax over all V
-def softmax(axis: Axis, logits: torch.Tensor) -> torch.Tensor:
-    p = torch.softmax(logits, 1, dtype=torch.float32)  # as if there were no others
-    if axis.size > 1:
-        lse = logits.amax(1).float() - p.amax(1).log()
-        p.mul_((lse - axis.gather(lse).logsumexp(0)).exp_()[:, None])
-    return p

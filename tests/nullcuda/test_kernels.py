@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 TENSORS = dict.fromkeys("residual dy x w b gate up out_".split(), "*bf16") | dict.fromkeys(
-    "mean rstd sums means factor turn lse lse_".split(), "*fp32") | dict(eps="fp32")  # all else: i32
+    "mean rstd sums means factor turn lse lse_ of_target".split(), "*fp32") | dict(
+    logits="*bf16", target="*i64", eps="fp32")  # all else: i32
 KERNELS = {
     "LayerNorm forward": ("norm_forward", dict(out="*bf16"), dict(HAS_MEAN=True, HAS_B=True, BLOCK=4096)),
     "LayerNorm forward of long rows": ("norm_forward", dict(out="*bf16"),
@@ -30,6 +31,8 @@ KERNELS = {
     "rotary": ("rotary", dict(), dict(BACK=True, BLOCK=4096)),
     "merge": ("merge", dict(out="*fp32"), dict(ROWS=32, BLOCK=128)),
     "SwiGLU forward": ("swiglu_forward", dict(out="*bf16"), dict(BLOCK=4096)),
+    "log of the sum of exponentials": ("logsumexp", dict(), dict(BLOCK=4096)),
+    "gradient of logits": ("logits_backward", dict(), dict(BLOCK=4096)),
     "FP8 gradients, scaled, rounded, turned": ("turn", dict(out="*u8"), dict(SCALED=True, BLOCK=64)),
     "FP8 inputs, turned": ("turn", dict(x="*u8", out="*u8"), dict(SCALED=False, BLOCK=64)),
     "SwiGLU backward": ("swiglu_backward", dict(), dict(BLOCK=4096)),
