@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memo.backends import PACKAGES, Facts, choose_kernel, cudnn_version, missing
+from memo.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
 from memo.errors import Unusable
 from memo.layer import heads_at_once
 
@@ -175,9 +175,16 @@ def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
         unused, scale=scale))
 
 
+def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies those of which backends.FAR elements or more lie between the first and the last: a few heads of
+    many tokens."""
+    spans = [sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) for t in tensors]
+    return [t if span < FAR else t.contiguous() for t, span in zip(tensors, spans, strict=True)]
+
+
 def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale)
+        *heads_first(*near(q, k, v)), None, True, 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse.squeeze(-1)  # cuDNN's is (B, H, T, 1)
 
 
@@ -185,7 +192,7 @@ def cudnn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
                    lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox state: there is no dropout
     return heads_first(*torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *heads_first(dout, q, k, v, out), lse[..., None], unused, unused, None, None, None, q.shape[1],
+        *heads_first(*near(dout, q, k, v, out)), lse[..., None], unused, unused, None, None, None, q.shape[1],
         k.shape[1], 0.0, causal, scale=scale))
 
 

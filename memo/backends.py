@@ -22,6 +22,8 @@ WRONG_CUDNN = 91500
 # from here on it is right where all queries meet keys whose number is 64 mod 128: before, on Hopper, their
 # gradient is NaN in rows of very low scores (cudnn-frontend issue 628)
 RIGHT_CUDNN = 92600
+# elements from a tensor's first to its last: whether cuDNN counts more in 64 bits everywhere is not known
+FAR = 2**31
 TE_WORKSPACE_BYTES = 2**25  # of an FP8 product of transformer-engine's: what it takes itself from Hopper on
 MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabilities; the others run from 8 on
 

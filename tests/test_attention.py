@@ -277,6 +277,28 @@ def test_a_trace_has_the_requests_of_its_kernel(name, kv_heads):
     assert sizes["forward"].count(tensor) == (name != "flash_attn_4") and row in sizes["forward"]
 
 
+@pytest.mark.parametrize("T", [2**19, 2**19 + 1])
+def test_cudnn_is_handed_nothing_that_32_bits_cannot_count(T):
+    """Heads of a tensor (1, T, 32, 128) in bf16; of half a million tokens up to 2^31 elements apart."""
+    handed = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "cudnn" in str(op):
+                handed.append([t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4])
+            return op(*args, **(kwargs or {}))
+    cudnn = resolve_attention("cudnn", torch.device("meta"), torch.bfloat16, 128)
+    q, k, v, dout, out = (torch.empty(1, T, 32, 128, dtype=torch.bfloat16, device="meta") for _ in range(5))
+    lse = torch.empty(1, 32, T, device="meta")
+    with Watch():
+        attend(cudnn, q, k, v, True, 0.1, out, lse)
+        attend_backward(cudnn, dout, q, k, v, out, lse, True, 0.1)
+    assert len(handed) == 64
+    spans = {sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for ts in handed for t in ts}
+    assert max(spans) < 2**31
+    assert {t.stride(2) for t in handed[0]} == {4096 if T == 2**19 else 128}  # no copies that nobody needs
+
+
 def test_the_estimate_knows_the_kernel():
     cfg, h100 = load_config(["config/7b_1m.py", "--subsequences=1"]), hardware.machine("h100-80gb")
 

@@ -205,6 +205,7 @@ def traced_arenas(*argv, device="cuda", preset="7b_1m"):
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "--tp=8 --cp=1", "--tp=1 --cp=8", "--block_size=65536",
                                   "--context_parallel=ulysses", "--block_size=2097152",
+                                  "--tp=1 --cp=1 --attention=cudnn", "--tp=1 --cp=2 --attention=cudnn",
                                   "--tp=1 --cp=1 --block_size=8192", "--tp=1 --cp=1 --n_head=8",
                                   "--matmul=fp8 --tp=1 --cp=8", "--matmul=fp8 --block_size=65536",
                                   "--ops=te --matmul=fp8 --tp=1 --cp=1 --block_size=16384",
