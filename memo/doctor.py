@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from memo.command import Arguments, answer_early, end_with_reader, run
@@ -75,17 +76,22 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Here:
-    """This rank. `machine`: what is expected of its GPU and node; None where the tables do not know it."""
+    """This rank."""
 
     host: Axis
     local_ranks: int
     device: torch.device
     dtype: torch.dtype
-    machine: Machine | None
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @cached_property
+    def machine(self) -> Machine | None:
+        """What is expected of its GPU and node; None where the tables do not know it."""
+        name = gpu_named(device_name(self.device))
+        return machine(name) if name else None
 
 
 def rate_finding(what: str, unit: str, rate: float, expected: float | None, remedy: str) -> Finding:
@@ -266,7 +272,7 @@ def pairs(here: Here) -> Iterator[Finding]:
             yield slow if rate else slow._replace(remedy="other bytes came than were sent: leave them out")
 
 
-TOGETHER = alike, host_memory, speeds, pairs
+FOR_ITSELF, TOGETHER = (packages, devices, kernels, memory_plan), (alike, host_memory, speeds, pairs)
 
 
 # --- the command ---
@@ -302,10 +308,9 @@ def main(argv: list[str]) -> int:
             torch.set_num_threads(me.threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        name = gpu_named(device_name(device))
-        here = Here(host, me.local_world, device, dtype, machine(name) if name else None)
+        here = Here(host, me.local_world, device, dtype)
         tell, mine = show if me.rank == 0 and not args.json else lambda finding: None, []
-        for check in (packages, devices, kernels, memory_plan, *TOGETHER):
+        for check in (*FOR_ITSELF, *TOGETHER):
             for finding in findings_of(check, here):
                 mine.append(finding)
                 tell(finding)

@@ -9,14 +9,13 @@ import torch
 
 from memo import doctor
 from memo.command import run
-from memo.estimate.hardware import machine
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Unavailable
 from memo.swap.alpha import OutOfHostMemory
 from testing.ranks import TIMEOUT_S, start_ranks
 
 CPU = torch.device("cpu")
-HERE = doctor.Here(ALONE.host, 1, CPU, torch.float32, None)
+HERE = doctor.Here(ALONE.host, 1, CPU, torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +108,8 @@ def test_a_cache_folder_that_cannot_be(monkeypatch):
 
 
 def test_a_rate_below_half_of_what_is_expected_is_a_fault(monkeypatch):
-    here = doctor.Here(ALONE.host, 1, CPU, torch.float32, machine("h100-80gb"))  # 25 GB/s each way
+    monkeypatch.setattr("memo.doctor.gpu_named", lambda name: "h100-80gb")  # 25 GB/s each way
+    here = doctor.Here(ALONE.host, 1, CPU, torch.float32)
     assert faults(doctor.host_memory, here).keys() == {"copies in host memory"}  # 5
     assert found(doctor.host_memory, here)["copies in host memory"].expected == "25 GB/s"
     monkeypatch.setattr(doctor, "copy_rate", lambda nbytes, device, host: 13e9)

@@ -1,28 +1,20 @@
-"""A1: what is here, and what memo makes of it."""
+"""A1: what is here, and what memo makes of it: memo.doctor's findings of one process, and what they lack."""
 
-import os
 import resource
-import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import torch
 
-from bench.gpu_hour.notes import Skip, device, free_memory, machine_here
-from memo import fp8
-from memo.attention import facts_of, resolve_attention
-from memo.backends import cudnn_version, order, passed_over
-from memo.device import device_name, settle
-from memo.doctor import version_of
-from memo.estimate.hardware import CONTEXT_BYTES, GPUS, gpu_named
-from memo.ops import lacking, resolve_ops
-from memo.planner.allocator import Arena
-from memo.swap.slab import HostSlab, available, numa_node
+from bench.gpu_hour.notes import Skip, device, free_memory
+from memo import doctor
+from memo.attention import resolve_attention
+from memo.device import settle
+from memo.estimate.hardware import CONTEXT_BYTES
+from memo.parallel.mesh import ALONE
+from memo.swap.slab import HostSlab, available
 
-PACKAGES = ("torch", "triton", "numpy", "scipy", "tokenizers", "tqdm", "safetensors", "matplotlib",
-            "transformers", "highspy", "ortools", "flash-attn", "flash_attn_3", "flash-attn-4",
-            "transformer-engine")
 QUERY = ("name", "driver_version", "power.limit", "clocks.max.sm", "pcie.link.gen.max",
          "pcie.link.gen.current", "pcie.link.width.current", "memory.used", "memory.total")
 
@@ -44,42 +36,27 @@ def text_of(path):
 
 def facts(notes, asked):
     """All that decides, without a judgement, but for what memo needs and does not find."""
-    versions = {name: found for name in PACKAGES if (found := version_of(name))}
-    notes.save(versions=versions, nvidia_smi=output_of("nvidia-smi", "-q")[:60000],
+    notes.save(nvidia_smi=output_of("nvidia-smi", "-q")[:60000],
                smi=output_of("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv"),
                topology=output_of("nvidia-smi", "topo", "-m"))
-    for name in ("triton", "numpy", "transformers", "ortools"):
-        notes.line(name, versions.get(name, "not installed"))
-    notes.line("host memory free", available() / 2**30, unit="GiB")
-    notes.line("processors", len(os.sched_getaffinity(0)))
+    gpu = device()
+    here = doctor.Here(ALONE.host, torch.cuda.device_count(), gpu, torch.bfloat16)
+    for check in (*doctor.FOR_ITSELF, doctor.host_memory):
+        for found in doctor.findings_of(check, here):
+            notes.line(found.what, found.found, found.expected or None, ok=False if found.remedy else None,
+                       **({"remedy": found.remedy} if found.remedy else {}))
     notes.line("transparent huge pages", text_of("/sys/kernel/mm/transparent_hugepage/enabled"))
     notes.line("page locks allowed (ulimit -l)", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    notes.line("g++", shutil.which("g++") or "none: no memory plan", ok=bool(shutil.which("g++")))
-    card(notes, asked)
-    choices(notes, asked)
-    with notes.trying("library of the memory plan"):
-        began = time.perf_counter()
-        Arena(device()).close()
-        notes.line("library of the memory plan, built or loaded", time.perf_counter() - began, unit="s")
+    if torch.distributed.is_nccl_available():
+        notes.line("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    unseen(notes, asked)
     with notes.trying("page lock"):
         page_lock(notes, asked)
 
 
-def card(notes, asked):
-    """The GPU, and what of its memory is nobody's tensor."""
+def unseen(notes, asked):
+    """What of the GPU's memory is nobody's tensor."""
     gpu = device()
-    name, properties = device_name(gpu), torch.cuda.get_device_properties(gpu)
-    notes.line("GPUs", torch.cuda.device_count())
-    notes.line("GPU", name)
-    notes.line("known to the tables", gpu_named(name) or "no: speeds and MFU are not expected")
-    notes.line("compute capability", f"{properties.major}.{properties.minor}")
-    known = GPUS[gpu_named(name)] if gpu_named(name) else None
-    notes.line("memory", properties.total_memory, known and known.memory_bytes, "bytes")
-    notes.line("multiprocessors", properties.multi_processor_count, known and known.multiprocessors)
-    notes.line("NUMA node", numa_node(gpu))
-    notes.line("CUDA, cuDNN", f"{torch.version.cuda}, {cudnn_version(torch.backends.cudnn.version() or 0)}")
-    if torch.distributed.is_nccl_available():
-        notes.line("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     settle(gpu)
     with notes.trying("attention"):  # its library is loaded at the first call
         kernel, q = resolve_attention(asked.attention, gpu, torch.bfloat16, 128), torch.zeros(
@@ -89,22 +66,6 @@ def card(notes, asked):
     free, total = torch.cuda.mem_get_info(gpu)
     notes.line("memory that torch does not see (all processes)",
                total - free - torch.cuda.memory_reserved(gpu), CONTEXT_BYTES, "bytes", entry="CONTEXT_BYTES")
-
-
-def choices(notes, asked):
-    """Which kernels memo takes here, and why not others."""
-    gpu = device()
-    attention = resolve_attention(asked.attention, gpu, torch.bfloat16, 128)
-    notes.line("attention", attention.label)
-    known, _ = facts_of(gpu, torch.bfloat16, 128, True)
-    for kernel in order(known):
-        notes.line(f"attention={kernel}", passed_over(kernel, known) or "can serve")
-    ops, why = resolve_ops("auto", gpu)
-    notes.line("ops", ops.name + f" ({why})" * bool(why),
-               ok=ops.name == "triton" or bool(lacking("triton", gpu)))
-    with notes.trying("FP8 products"):
-        notes.line("FP8 products", fp8.failing(gpu) or "can serve")
-    notes.line("model of this machine", str(machine_here().name))
 
 
 def page_lock(notes, asked):
